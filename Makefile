@@ -1,0 +1,59 @@
+# Every command a person or the CI runs. Each target sets up what it needs in .venv by itself.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The versions this commit was tested with; `make CONSTRAINTS= run` takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= -c constraints.txt
+OUTPUT ?= output/extrapolate
+
+.PHONY: run test check fix bench gpu sanitize clean
+
+run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
+	$(BIN)/linbias extrapolate --output $(OUTPUT)
+
+test: $(VENV)/.dev  ## all tests (two at a time)
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev  ## what CI runs: format, lint, types, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+fix: $(VENV)/.dev  ## format and mend what lint can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to benchmarks/results
+	$(BIN)/python benchmarks/bench_attention.py
+	$(BIN)/python benchmarks/bench_memory.py
+
+gpu: $(VENV)/.dev  ## the contract on a CUDA device, then its benchmark
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/bench_attention.py --device cuda
+
+sanitize:  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
+	for kind in address,undefined thread; do \
+	  cmake -S . -B build/$$kind -DLINBIAS_TEST=ON -DLINBIAS_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=Release && \
+	  cmake --build build/$$kind && build/$$kind/attention_test || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist output
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[lm]'
+	touch $@
+
+# labml-nn asks for torchvision and torchtext, which its attention does not use and which must match torch's
+# build: installed without its dependencies, it needs only what is here already.
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-deps labml-nn labml
+	touch $@

@@ -1,0 +1,167 @@
+"""The argument rules of every attention function, in one place and without a framework.
+
+A front end describes its arrays by shape, dtype name and device; `check` answers with the sizes of the call or
+raises. Rules that need values (slopes, key ranges) stand apart, for front ends that cannot read them cheaply.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+# Share of a row's probability that the near-to-far certificate may leave out, by input dtype: one
+# rounding step of the wide types, a quarter of one of the narrow types.
+TOLERANCE = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-14,
+    "bfloat16": 2.0**-12,
+}
+
+
+class Described(NamedTuple):
+    """What a rule may know of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention: sizes by their letter (DESIGN section 1), and what it asks for."""
+
+    B: int
+    H: int
+    G: int
+    T: int
+    S: int
+    D: int
+    E: int
+    dtype: str
+    device: str
+    causal: bool
+    scale: float
+    tolerance: float
+    dropout: float = 0.0
+    key_range: bool = False
+
+
+def check(
+    function: str,
+    q: Described,
+    k: Described,
+    v: Described,
+    left: Described | None = None,
+    right: Described | None = None,
+    key_range: Described | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+) -> Call:
+    """Return the sizes of a call in [B, H, T, D] order, or raise for the first rule that it breaks."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if len(array.shape) != 4:
+            raise ValueError(
+                f"{function}: {name} must have 4 axes, batch, heads, length, size, got {array}"
+            )
+        if array.dtype not in FLOATS:
+            raise TypeError(f"{function}: {name} must be one of {FLOATS}, got {array.dtype}")
+        if array.dtype != q.dtype:
+            raise TypeError(f"{function}: {name} is {array.dtype} but q is {q.dtype}")
+        if array.device != q.device:
+            raise ValueError(f"{function}: {name} is on {array.device} but q is on {q.device}")
+    B, H, T, D = q.shape
+    _, G, S, E = v.shape
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != B:
+            raise ValueError(
+                f"{function}: {name} has batch {array.shape[0]} but q has {B} ({name} {array}, q {q})"
+            )
+    if k.shape[1] != G:
+        raise ValueError(f"{function}: k has {k.shape[1]} heads but v has {G} (k {k}, v {v})")
+    if k.shape[2] != S:
+        raise ValueError(f"{function}: k has {k.shape[2]} keys but v has {S} (k {k}, v {v})")
+    if k.shape[3] != D:
+        raise ValueError(f"{function}: k has head size {k.shape[3]} but q has {D} (k {k}, q {q})")
+    if D == 0:
+        raise ValueError(f"{function}: the head size must be at least 1, got 0 (q {q}, k {k})")
+    if (G == 0) != (H == 0) or (G and H % G):
+        raise ValueError(
+            f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k})"
+        )
+    if causal and right is not None:
+        raise ValueError(
+            f"{function}: right contradicts causal=True, which hides that side; pass causal=False"
+        )
+    for name, slope in (("left", left), ("right", right)):
+        if slope is not None and slope.shape not in ((H,), (B, H)):
+            raise ValueError(
+                f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
+            )
+    if key_range is not None:
+        if not key_range.dtype.startswith(("int", "uint")):
+            raise TypeError(f"{function}: key_range must hold integers, got {key_range.dtype}")
+        if key_range.shape != (B, 2):
+            raise ValueError(
+                f"{function}: key_range must have shape [B, 2] = {[B, 2]}, got {key_range}"
+            )
+    return Call(
+        B,
+        H,
+        G,
+        T,
+        S,
+        D,
+        E,
+        dtype=q.dtype,
+        device=q.device.partition(":")[0],
+        causal=causal,
+        scale=_number(function, "scale", scale, -math.inf, math.inf, 1 / math.sqrt(D)),
+        tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
+        dropout=_number(function, "dropout", dropout, 0.0, 1.0, 0.0),
+        key_range=key_range is not None,
+    )
+
+
+def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
+    """Slopes are at least 0, or inf to hide their side."""
+    if not (values >= 0).all():
+        bad = values[~(values >= 0)][0]
+        raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
+
+
+def check_key_range_values(function: str, ranges: Sequence[Sequence[int]], S: int) -> None:
+    """Every row is 0 <= first <= one past last <= S."""
+    for row, (first, end) in enumerate(ranges):
+        if not 0 <= first <= end <= S:
+            raise ValueError(
+                f"{function}: key_range must be 0 <= first <= end <= S = {S},"
+                f" got [{first}, {end}] in batch row {row}"
+            )
+
+
+def _number(
+    function: str, name: str, value: object, low: float, high: float, default: float
+) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{function}: {name} must be a number, got {value!r}")
+    number = float(value)
+    if math.isinf(low):
+        if not math.isfinite(number):
+            raise ValueError(f"{function}: {name} must be finite, got {number}")
+    elif not low <= number < high:
+        raise ValueError(f"{function}: {name} must be in [{low:g}, {high:g}), got {number}")
+    return number

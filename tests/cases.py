@@ -1,0 +1,174 @@
+"""The named cases of attention that the contract suite runs and the benchmarks share their inputs with.
+
+Sizes in a case are all different and mostly prime, so that a swapped axis fails.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import linbias
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    B: int = 2
+    H: int = 6
+    G: int = 3
+    T: int = 7
+    S: int = 11
+    D: int = 13
+    E: int = 5
+    causal: bool = True
+    left: str = "paper"
+    right: str | None = None  # None with causal=False: symmetric
+    keys: str = "normal"
+    logits: float = 1.0
+    key_range: tuple[tuple[int, int], ...] | None = None
+    dropout: float = 0.0
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = (
+    Case("T-below-S"),
+    Case("T-equals-S", T=11),
+    Case("T-above-S", T=11, S=7),
+    Case("T-one", T=1, S=37),
+    Case("S-one", T=3, S=1),
+    Case("one-by-one", T=1, S=1),
+    Case("no-queries", T=0),
+    Case("no-keys", S=0),
+    Case("no-batch", B=0),
+    Case("multi-head", H=5, G=5),
+    Case("multi-query", H=5, G=1),
+    Case("size-one", D=1, E=1),
+    Case("scale", scale=-0.3),
+    Case("slopes-zero", left="zero"),
+    Case("slopes-mixed", left="mixed"),
+    Case("slopes-per-batch", left="per_batch"),
+    Case("slopes-extreme", left="extreme", T=41, S=53),
+    Case("symmetric", causal=False),
+    Case("symmetric-T-above-S", causal=False, T=17, S=5),
+    Case("asymmetric", causal=False, right="halved", T=19, S=23),
+    Case("asymmetric-per-batch", causal=False, left="per_batch", right="per_batch"),
+    Case("directional", causal=False, left="first_half", right="second_half", T=29, S=31),
+    Case("both-sides-hidden", causal=False, left="hidden", right="hidden"),
+    Case("hidden-right-of-a-gap", causal=False, left="hidden", right="paper", T=17, S=5),
+    Case("bidirectional-unbiased", causal=False, left="zero"),
+    Case("left-padding", key_range=((3, 11), (0, 11)), T=11),
+    Case("filled-cache", key_range=((0, 9), (2, 4))),
+    Case("empty-range", key_range=((4, 4), (0, 11))),
+    Case("range-symmetric", causal=False, key_range=((3, 8), (1, 11))),
+    Case("extreme-logits", logits=300.0),
+    Case("equal-scores", keys="equal", T=13, S=17),
+    Case("dropout", dropout=0.3, T=17, S=19),
+    Case("dropout-range-symmetric", dropout=0.5, causal=False, key_range=((3, 11), (0, 6))),
+    # long enough that sides are left, and that tiles and blocks have uneven ends
+    Case("long", B=1, T=1031, S=1031, H=4, G=2),
+    Case("long-cache", B=2, T=3, S=2053, H=4, G=1),
+    Case("long-symmetric", B=1, T=769, S=1153, H=4, G=4, causal=False),
+    Case("long-T-above-S", B=1, T=1153, S=769, H=2, G=2, causal=False, right="halved"),
+    Case(
+        "long-directional",
+        B=1,
+        H=4,
+        G=2,
+        T=619,
+        S=919,
+        causal=False,
+        left="first_half",
+        right="second_half",
+    ),
+    Case("long-per-batch", B=2, H=2, G=1, T=521, S=877, left="per_batch"),
+    Case("long-range", B=2, H=4, G=2, T=307, S=1213, key_range=((700, 1201), (5, 1213))),
+    Case("long-dropout", B=1, H=4, G=2, T=523, S=787, dropout=0.2),
+    Case("long-extreme-logits", B=1, H=4, G=2, T=523, S=787, logits=100.0),
+    Case("far-key-aligned", B=1, H=4, G=2, T=523, S=787, keys="far_aligned"),
+    Case(
+        "far-key-aligned-symmetric", B=1, H=4, G=2, T=523, S=787, keys="far_aligned", causal=False
+    ),
+    Case("long-equal-scores", B=1, H=4, G=2, T=523, S=787, keys="equal"),
+    Case("keys-off-center", B=1, H=4, G=2, T=523, S=787, keys="off_center"),
+)
+
+
+def slopes_of(kind: str, case: Case) -> np.ndarray:
+    paper = linbias.slopes(case.H)
+    half = linbias.slopes(max(1, case.H // 2))
+    hidden = np.full(case.H - len(half), INF)
+    pattern = {
+        "paper": paper,
+        "halved": paper / 2,
+        "zero": np.zeros(case.H),
+        "hidden": np.full(case.H, INF),
+        "mixed": np.resize([0.0, INF, 0.3, 1e-8, 5.0, 0.01], case.H),
+        "extreme": np.resize([1e-8, 1e3, 1e-3, 1e30, 0.0, 30.0], case.H),
+        "first_half": np.concatenate([half, hidden]),
+        "second_half": np.concatenate([hidden, half]),
+        "per_batch": paper * np.linspace(0.25, 2.0, case.B)[:, None],
+    }
+    return pattern[kind]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One case's arrays as float64 whose values the dtype of the test can hold exactly."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    left: np.ndarray
+    right: np.ndarray | None
+    dout: np.ndarray
+    dlse: np.ndarray
+
+
+def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(case.B, case.H, case.T, case.D)) * case.logits
+    k = rng.normal(size=(case.B, case.G, case.S, case.D))
+    if case.keys == "equal":
+        k[:] = 1.0
+    elif case.keys == "off_center":
+        k += 5.0
+    elif case.keys == "far_aligned" and case.S:
+        # The farthest keys point along the queries with the largest norm: what a careless bound forgets.
+        q[:] = 1.0 + 0.1 * q
+        for far in (0, case.S - 1):
+            k[:, :, far] = 40.0 / case.D**0.5
+    left = slopes_of(case.left, case)
+    right = slopes_of(case.right, case) if case.right else None
+    arrays = (q, k, rng.normal(size=(case.B, case.G, case.S, case.E)))
+    dout = rng.normal(size=(case.B, case.H, case.T, case.E))
+    dlse = rng.normal(size=(case.B, case.H, case.T))
+    wide = "float64" if dtype == "float64" else "float32"
+    return Inputs(
+        *(round_to(array, dtype) for array in arrays),
+        round_to(left, wide),
+        None if right is None else round_to(right, wide),
+        round_to(dout, dtype),
+        round_to(dlse, wide),
+    )
+
+
+def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Round float64 values to those of a narrower type, bfloat16 included, and keep them in float64."""
+    if dtype != "bfloat16":
+        return array.astype(dtype).astype(np.float64)
+    bits = array.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def short(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
+    return tuple(case for case in cases if case.T * case.S <= 10_000)
+
+
+def by_name(name: str, **changes: object) -> Case:
+    return replace(next(case for case in CASES if case.name == name), **changes)

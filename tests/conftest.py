@@ -1,0 +1,37 @@
+"""Set-up shared by all tests: fixed seeds, few threads, poisoned memory, hypothesis profiles, the GPU mark."""
+
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each worker, set before torch loads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, max_examples=25, deadline=None, database=None
+)
+hypothesis.settings.register_profile("night", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill every tensor that PyTorch leaves uninitialised with NaN: a hole in an output then shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,93 @@
+"""The contract: what every implementation of attention must do, written once.
+
+An implementation's test module wraps it as a `Subject` and gets the suite from `check_case` and the functions
+below. A subject takes and returns float64 NumPy arrays whose values fit the dtype under test.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from budget import assert_within_budget
+from cases import Case, Inputs, make_inputs, round_to
+from linbias._checks import TOLERANCE
+from plain import plain_attention
+from truth import true_attention
+
+SEED = 1234567
+
+
+class Subject(Protocol):
+    """One implementation in one framework."""
+
+    def run(
+        self,
+        inputs: Inputs,
+        case: Case,
+        dtype: str,
+        *,
+        tolerance: float | None = None,
+        layout: str = "plain",
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return {out, lse} and the gradients {q, k, v, left, right?}; dropout drawn from SEED."""
+        ...
+
+
+@cache
+def expected(case: Case, dtype: str):
+    """Inputs, the truth, and two plain computations in the wide type of `dtype`, rounded to `dtype`."""
+    inputs = make_inputs(case, dtype)
+    wide = "float64" if dtype == "float64" else "float32"
+    truth = true_attention(inputs, case, np.longdouble if dtype == "float64" else np.float64, SEED)
+    plains = []
+    for turn in sorted({0, case.D // 3, case.D // 2, 2 * case.D // 3}):
+        results, gradients = plain_attention(inputs, case, getattr(torch, wide), SEED, turn)
+        results["out"] = round_to(results["out"], dtype)
+        gradients = {n: round_to(g, dtype if n in "qkv" else wide) for n, g in gradients.items()}
+        plains.append((results, gradients))
+    return inputs, truth, plains
+
+
+def check_case(subject: Subject, case: Case, dtype: str, layout: str = "plain") -> None:
+    """Forward, lse and every gradient are within the budget of the definition; a second run is bit-equal."""
+    inputs, truth, plains = expected(case, dtype)
+    actual = subject.run(inputs, case, dtype, layout=layout)
+    wide = "float64" if dtype == "float64" else "float32"
+    for kind in (0, 1):
+        assert actual[kind].keys() == truth[kind].keys()
+        for name in truth[kind]:
+            narrow = name in ("out", "q", "k", "v")
+            assert_within_budget(
+                f"{case.name} {dtype} {'d' * kind}{name}",
+                actual[kind][name],
+                truth[kind][name],
+                [plain[kind][name] for plain in plains],
+                dtype if narrow else wide,
+                TOLERANCE[dtype],
+            )
+    again = subject.run(inputs, case, dtype, layout=layout)
+    for kind in (0, 1):
+        for name in actual[kind]:
+            assert np.array_equal(actual[kind][name], again[kind][name], equal_nan=True), name
+
+
+def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> None:
+    """With a large tolerance, no row loses more of its probability than that.
+
+    The values are indicator columns of key ranges, so that the output is itself a probability mass.
+    """
+    base = make_inputs(case, "float64")
+    v = np.zeros((case.B, case.G, case.S, case.E))
+    v[..., np.arange(case.S), np.arange(case.S) * case.E // max(1, case.S)] = 1.0
+    inputs = replace(base, v=v)
+    truth, _ = true_attention(inputs, case)
+    results, _ = subject.run(inputs, case, "float64", tolerance=tolerance)
+    # A dropped mass of tolerance raises what stays by its share: out moves by no more, lse falls by log1p.
+    assert np.abs(results["out"] - truth["out"]).max() <= tolerance
+    seen = np.isfinite(truth["lse"])
+    loss = -np.expm1(results["lse"][seen] - truth["lse"][seen])
+    assert loss.max() <= tolerance + 1e-12
+    assert loss.min() >= -1e-12

@@ -1,0 +1,78 @@
+"""The plain computation whose error sets the budget: the definition in PyTorch operations, head by head."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cases import Case, Inputs
+from truth import keep_mask
+
+
+def plain_attention(
+    inputs: Inputs, case: Case, dtype: torch.dtype, seed: int = 0, turn: int = 0
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return {out, lse} and the gradients {q, k, v, left, right} as float64 arrays.
+
+    turn rotates the entries of q and k: the same sums in another order, as good a computation, rounded otherwise.
+    """
+    inputs = replace(inputs, q=np.roll(inputs.q, turn, -1), k=np.roll(inputs.k, turn, -1))
+    leaves = {
+        name: torch.tensor(getattr(inputs, name), dtype=dtype, requires_grad=True)
+        for name in ("q", "k", "v", "left", "right")
+        if getattr(inputs, name) is not None
+    }
+    keep = None
+    if case.dropout:
+        keep = torch.from_numpy(keep_mask(seed, case))
+    rows = []
+    for b in range(case.B):
+        for h in range(case.H):
+            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h]))
+    if rows:
+        out = torch.stack([row[0] for row in rows]).view(case.B, case.H, case.T, case.E)
+        lse = torch.stack([row[1] for row in rows]).view(case.B, case.H, case.T)
+    else:
+        out, lse = torch.zeros(0, case.H, case.T, case.E), torch.zeros(0, case.H, case.T)
+    if rows:
+        dlse = torch.tensor(inputs.dlse, dtype=dtype)
+        loss = (out * torch.tensor(inputs.dout, dtype=dtype)).sum()
+        loss = loss + (lse * dlse)[lse.detach() > -math.inf].sum()
+        loss.backward()
+    gradients = {
+        name: (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).double().numpy()
+        for name, leaf in leaves.items()
+    }
+    gradients |= {name: np.roll(gradients[name], -turn, -1) for name in "qk"}
+    results = {"out": out.detach().double().numpy(), "lse": lse.detach().double().numpy()}
+    return results, gradients
+
+
+def _one_head(leaves, case, b, h, keep):
+    q, k, v = leaves["q"][b, h], leaves["k"][b, h // (case.H // case.G)], leaves["v"]
+    v = v[b, h // (case.H // case.G)]
+    left, right = (
+        None if slope is None else slope[h] if slope.dim() == 1 else slope[b, h]
+        for slope in (leaves["left"], leaves.get("right"))
+    )
+    if right is None and not case.causal:
+        right = left
+    first, end = case.key_range[b] if case.key_range else (0, case.S)
+    position = torch.arange(case.T)[:, None] + end - case.T
+    distance = position - torch.arange(case.S)
+    score = q @ k.T * (case.D**-0.5 if case.scale is None else case.scale)
+    for slope, reach in ((left, distance), (right, -distance)):
+        if slope is None or torch.isinf(slope):
+            score = score.masked_fill(reach > 0, -math.inf)
+        else:
+            score = score - slope * reach.clamp(min=0)
+    inside = (torch.arange(case.S) >= first) & (torch.arange(case.S) < end)
+    score = score.masked_fill(~inside, -math.inf)
+    rows = (score > -math.inf).any(1)
+    weight = torch.softmax(score[rows], 1)
+    if keep is not None:
+        weight = weight * keep[rows] / (1 - case.dropout)
+    out = q.new_zeros(case.T, case.E).index_put((rows,), weight @ v)
+    lse = q.new_full((case.T,), -math.inf).index_put((rows,), torch.logsumexp(score[rows], 1))
+    return out, lse

@@ -1,0 +1,283 @@
+"""The NumPy definition: hand-worked numbers, the seed documents' printed tables, gradients."""
+
+import json
+
+import numpy as np
+import pytest
+
+import linbias
+from cases import CASES, Case, make_inputs
+from truth import true_attention
+
+INF = np.inf
+
+# The book chapter's example, "The cat sat on mat": width 4, 2 heads of size 2.
+TOKENS = ["The", "cat", "sat", "on", "mat"]
+Q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
+K = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
+V = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
+
+
+def heads(rows) -> np.ndarray:
+    return np.array(rows, dtype=float).reshape(len(rows), 2, 2).transpose(1, 0, 2)
+
+
+def chapter(slopes=(0.5, 0.25), **options) -> linbias.Explanation:
+    return linbias.explain(heads(Q), heads(K), heads(V), slopes, **{"causal": False} | options)
+
+
+def test_chapter_weights():
+    head_1 = [
+        [0.2879, 0.3541, 0.2148, 0.0642, 0.0790],
+        [0.3791, 0.1520, 0.3791, 0.0559, 0.0339],
+        [0.1003, 0.1653, 0.5527, 0.0815, 0.1003],
+        [0.0796, 0.1312, 0.2163, 0.3566, 0.2163],
+        [0.0341, 0.1140, 0.1880, 0.1528, 0.5110],
+    ]
+    head_2 = [
+        [0.2142, 0.3384, 0.1299, 0.2052, 0.1122],
+        [0.3002, 0.1901, 0.1480, 0.2338, 0.1279],
+        [0.1077, 0.2806, 0.1776, 0.2806, 0.1534],
+        [0.1106, 0.1421, 0.0899, 0.4750, 0.1824],
+        [0.1545, 0.0978, 0.1256, 0.3271, 0.2949],
+    ]
+    averaged = [
+        [0.2510, 0.3462, 0.1724, 0.1347, 0.0956],
+        [0.3397, 0.1710, 0.2636, 0.1449, 0.0809],
+        [0.1040, 0.2229, 0.3652, 0.1810, 0.1268],
+        [0.0951, 0.1366, 0.1531, 0.4158, 0.1994],
+        [0.0943, 0.1059, 0.1568, 0.2400, 0.4030],
+    ]
+    weight = chapter().weight
+    np.testing.assert_allclose(weight[0], head_1, atol=5.01e-5)
+    np.testing.assert_allclose(weight[1], head_2, atol=5.01e-5)
+    # The chapter averages before it rounds: one more unit of the last digit.
+    np.testing.assert_allclose(weight.mean(0), averaged, atol=6e-5)
+
+
+def test_chapter_output():
+    output = [
+        [0.3274, 0.3936, 0.1861, 0.2613],
+        [0.3961, 0.1689, 0.2120, 0.2977],
+        [0.1504, 0.2154, 0.2544, 0.3573],
+        [0.1877, 0.2393, 0.1811, 0.5662],
+        [0.2896, 0.3695, 0.2731, 0.4746],
+    ]
+    trace = chapter()
+    actual = trace.output.transpose(1, 0, 2).reshape(5, 4)
+    np.testing.assert_allclose(actual, output, atol=5.01e-5)
+    direct = linbias.attention(heads(Q), heads(K), heads(V), [0.5, 0.25], causal=False)
+    np.testing.assert_array_equal(direct, trace.output)
+
+
+def test_chapter_steps():
+    trace = chapter()
+    raw = [[0, 1, 1, 0, 1], [2, 0, 2, 0, 0], [1, 1, 2, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]
+    biased = [
+        [0.000, 0.207, -0.293, -1.500, -1.293],
+        [0.914, 0.000, 0.914, -1.000, -1.500],
+        [-0.293, 0.207, 1.414, -0.500, -0.293],
+        [-1.500, -1.000, -0.500, 0.000, -0.500],
+        [-2.000, -0.793, -0.293, -0.500, 0.707],
+    ]
+    np.testing.assert_array_equal(trace.raw[0], raw)
+    np.testing.assert_allclose(trace.scaled[0], np.divide(raw, np.sqrt(2)))
+    np.testing.assert_allclose(trace.biased[0], biased, atol=5.01e-4)
+    np.testing.assert_allclose(trace.scaled[1, 0], [0, 0.707, 0, 0.707, 0.354], atol=5.01e-4)
+    np.testing.assert_array_equal(trace.penalty[1, 0], [0, 0.25, 0.5, 0.75, 1.0])
+    np.testing.assert_allclose(trace.biased[1, 0], [0, 0.457, -0.5, -0.043, -0.646], atol=5.01e-4)
+    np.testing.assert_array_equal(
+        -linbias.bias([0.25], 5, 5)[0],
+        [[0, 0.25, 0.5, 0.75, 1], [0.25, 0, 0.25, 0.5, 0.75], [0.5, 0.25, 0, 0.25, 0.5],
+         [0.75, 0.5, 0.25, 0, 0.25], [1, 0.75, 0.5, 0.25, 0]],
+    )  # fmt: skip
+
+
+def test_chapter_exercise_1_sat_attends_to_itself():
+    weight = chapter().weight[0, 2]
+    np.testing.assert_allclose(weight, [0.1003, 0.1653, 0.5527, 0.0815, 0.1003], atol=5.01e-5)
+    assert weight.argmax() == 2
+
+
+def test_chapter_exercise_2_slope_zero_is_standard_attention():
+    weight = chapter(slopes=(0, 0)).weight
+    np.testing.assert_allclose(
+        weight[0, 0], [0.1237, 0.2509, 0.2509, 0.1237, 0.2509], atol=5.01e-5
+    )
+    np.testing.assert_allclose(weight[0, 3], 0.2)
+
+
+def test_chapter_exercise_3_the_causal_mask_makes_the_future_penalty_redundant():
+    causal = chapter(causal=True)
+    assert (causal.weight[:, np.triu(np.ones((5, 5)), 1) > 0] == 0).all()
+    masked = np.where(np.tri(5) > 0, chapter().biased, -INF)
+    weight = np.exp(masked) / np.exp(masked).sum(-1, keepdims=True)
+    np.testing.assert_allclose(causal.weight, weight)
+
+
+def test_chapter_exercise_4_other_schedules():
+    linear = (2 - np.arange(1, 3) + 1) / 2  # (H - h + 1) / H: 1, 1/2
+    steep = chapter(slopes=linear).weight[0, 0]
+    constant = chapter(slopes=(0.25, 0.25))
+    score = np.array([0, 2**-0.5, 2**-0.5, 0, 2**-0.5])
+    for weight, slope in ((steep, 1.0), (constant.weight[0, 0], 0.25)):
+        by_hand = np.exp(score - slope * np.arange(5))
+        np.testing.assert_allclose(weight, by_hand / by_hand.sum())
+    # With one slope for all, heads differ by content alone: same penalties in every head.
+    np.testing.assert_array_equal(constant.penalty[0], constant.penalty[1])
+
+
+def test_chapter_exercise_5_more_tokens_barely_move_the_old_rows():
+    """Five more tokens behind: under a causal mask the old rows keep their weights to the bit."""
+    rng = np.random.default_rng(0)
+    more = [np.concatenate([np.array(x, float), rng.normal(size=(5, 4))]) for x in (Q, K, V)]
+    q, k, v = (heads(x) for x in more)
+    longer = linbias.explain(q, k, v, [0.5, 0.25])
+    np.testing.assert_array_equal(longer.weight[:, :5, :5], chapter(causal=True).weight)
+    symmetric = linbias.explain(q, k, v, [0.5, 0.25], causal=False)
+    lost = 1 - symmetric.weight[0, :5, :5].sum(-1)
+    assert (np.diff(lost) > 0).sum() >= 3, "the nearer a row to the new tokens, the more they take"
+    np.testing.assert_allclose(
+        symmetric.weight[:, 0, :5] / symmetric.weight[:, 0, :5].sum(-1, keepdims=True),
+        chapter().weight[:, 0],
+    )
+
+
+def test_flax_document_bias():
+    distance = np.array([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
+    bias = linbias.bias(linbias.slopes(2, "geometric"), 4, 4)
+    np.testing.assert_array_equal(bias, [-0.0625 * distance, -0.00390625 * distance])
+
+
+def test_repository_faq_mask_gives_the_same_softmax():
+    """The authors' code adds slope * key index; softmax cannot tell, for the rows differ by a constant."""
+    m = 0.00390625  # the FAQ prints 0.0039, 0.0078, 0.0117
+    faq = np.where(np.tri(4) > 0, m * np.arange(4), -INF)
+    np.testing.assert_allclose(faq[3], [0, 0.0039, 0.0078, 0.0117], atol=5e-5)
+    ours = linbias.bias([m], 4, 4, right=[INF])[0]
+    for t in range(4):
+        np.testing.assert_allclose(faq[t, : t + 1] - ours[t, : t + 1], m * t)
+    np.testing.assert_array_equal(np.isinf(faq), np.isinf(ours))
+
+
+def test_annotated_implementation_weights_agree():
+    """a = softmax(q K + m [0 .. i-1]) = softmax(q K + m [-(i-1) .. 0]): the formula of the annotated page."""
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 4))
+    weight = linbias.explain(q, k, k, [0.3]).weight[0]
+    for i in range(6):
+        score = q[0, i] @ k[0, : i + 1].T / 2 + 0.3 * np.arange(i + 1)
+        np.testing.assert_allclose(weight[i, : i + 1], np.exp(score) / np.exp(score).sum())
+
+
+def test_directional_encoder_hides_one_side_of_each_half():
+    half = linbias.slopes(2)
+    bias = linbias.bias([*half, INF, INF], 4, 4, right=[INF, INF, *half])
+    assert (np.isinf(bias[:2]) == (np.tri(4).T - np.eye(4) > 0)).all()
+    assert (np.isinf(bias[2:]) == (np.tri(4) - np.eye(4) > 0)).all()
+    np.testing.assert_array_equal(bias[2:], bias[:2].transpose(0, 2, 1))
+
+
+def test_alignment_is_at_the_lower_right():
+    assert (
+        np.isfinite(linbias.bias([0.0], 2, 4, right=[INF])[0]) == [[1, 1, 1, 0], [1] * 4]
+    ).all()
+    assert (
+        np.isfinite(linbias.bias([0.0], 4, 2, right=[INF])[0]) == [[0, 0], [0, 0], [1, 0], [1, 1]]
+    ).all()
+
+
+def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
+    out, lse = linbias.attention(
+        *np.ones((3, 1, 4, 2))[:1], *np.ones((2, 1, 2, 2)), return_lse=True
+    )
+    assert (out[0, :2] == 0).all() and (out[0, 2:] == 1).all()
+    assert np.isneginf(lse[0, :2]).all() and np.isfinite(lse[0, 2:]).all()
+
+
+def test_bias_never_rewards_the_future():
+    bias = linbias.bias([0.5], 5, 5)[0]
+    assert (bias <= 0).all()
+    np.testing.assert_array_equal(bias, bias.T)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.key_range and not c.dropout], ids=lambda case: case.name
+)
+def test_two_writings_of_the_definition_agree(case: Case):
+    """`linbias.attention` and tests/truth.py were written apart; every case must agree, gradients too."""
+    inputs = make_inputs(case)
+    truth, gradients = true_attention(inputs, case, np.longdouble)
+    options = {"causal": case.causal, "right": inputs.right, "scale": case.scale}
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.left)
+    out, lse = linbias.attention(*arrays, **options, return_lse=True)
+    seen = np.isfinite(truth["lse"])
+    dlse = np.where(seen, inputs.dlse, 0.0)
+    actual = linbias.attention_backward(inputs.dout, *arrays, **options, dlse=dlse)
+    dleft = actual.dleft
+    if not case.causal and inputs.right is None:
+        dleft = dleft + actual.dright
+    pairs = [(out, truth["out"]), (lse[seen], truth["lse"][seen]), (dleft, gradients["left"])]
+    pairs += [(getattr(actual, f"d{n}"), gradients[n]) for n in "qkv"]
+    if inputs.right is not None:
+        pairs.append((actual.dright, gradients["right"]))
+    assert np.isneginf(lse[~seen]).all()
+    for mine, theirs in pairs:
+        size = np.abs(theirs).max(initial=1.0) * max(1.0, case.logits)
+        np.testing.assert_allclose(mine, theirs.astype(float), rtol=0, atol=1e-12 * size)
+
+
+def test_gradients_equal_finite_differences():
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=(2, n, s, d)) for n, s, d in ((4, 3, 5), (2, 6, 5), (2, 6, 2))]
+    arrays += [rng.uniform(0.1, 1, 4), rng.uniform(0.1, 1, (2, 4))]
+    dout, dlse = rng.normal(size=(2, 4, 3, 2)), rng.normal(size=(2, 4, 3))
+
+    def loss() -> float:
+        q, k, v, left, right = arrays
+        out, lse = linbias.attention(q, k, v, left, causal=False, right=right, return_lse=True)
+        return float((out * dout).sum() + (lse * dlse).sum())
+
+    left = np.broadcast_to(arrays[3], (2, 4))
+    gradients = linbias.attention_backward(
+        dout, *arrays[:3], left, causal=False, right=arrays[4], dlse=dlse
+    )
+    expected = [*gradients[:3], gradients.dleft.sum(0), gradients.dright]
+    for array, gradient in zip(arrays, expected, strict=True):
+        for _ in range(10):
+            index = tuple(rng.integers(n) for n in array.shape)
+            before = array[index]
+            array[index] = before + 1e-5
+            above = loss()
+            array[index] = before - 1e-5
+            below = loss()
+            array[index] = before
+            assert (above - below) / 2e-5 == pytest.approx(gradient[index], abs=1e-8)
+
+
+def test_batch_axes_and_dtypes():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 4, 7, 5)).astype(np.float32)
+    out, lse = linbias.attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 3, 4, 7, 5) and out.dtype == np.float32
+    assert lse.shape == (2, 3, 4, 7) and lse.dtype == np.float64
+    alone = linbias.attention(q[1, 2], k[1, 2], v[1, 2])
+    np.testing.assert_array_equal(out[1, 2], alone)
+    assert linbias.attention([[[1]]], [[[1]]], [[[3]]]).dtype == np.float64
+
+
+def test_explanation_reads_as_a_table_and_as_json():
+    trace = chapter()
+    table = trace.table(query=0, tokens=TOKENS)
+    assert "head 0 (slope 0.5), query The" in table
+    assert "mat   1.0000   0.7071   2.0000  -1.2929   0.0790" in table
+    assert "output [0.3274 0.3936]" in table
+    assert trace.table(query=0, head=1).count("head") == 1
+    assert json.loads(json.dumps(trace.to_dict()))["weight"][0][0][0] == pytest.approx(
+        0.2879, abs=1e-4
+    )
+    with pytest.raises(ValueError, match="tokens must name the 5 keys, got 2"):
+        trace.table(tokens=["a", "b"])
+    with pytest.raises(IndexError):
+        trace.table(query=5)
+    with pytest.raises(ValueError, match="without a batch axis"):
+        linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()

@@ -1,0 +1,89 @@
+"""The definition once more, written out by hand in NumPy in a type wider than the one under test.
+
+float64 is the truth for the narrower types, long double for float64. It must agree with `linbias.attention`
+(test_reference.py); it adds what that leaves out: key ranges and dropout.
+"""
+
+import numpy as np
+
+from cases import Case, Inputs
+
+
+def true_attention(
+    inputs: Inputs, case: Case, wide: type = np.float64, seed: int = 0
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return {out, lse} and the gradients {q, k, v, left, right}."""
+    arrays = {n: getattr(inputs, n) for n in ("q", "k", "v", "left", "right", "dout", "dlse")}
+    q, k, v, left, right, dout, dlse = (
+        None if array is None else array.astype(wide) for array in arrays.values()
+    )
+    keep = keep_mask(seed, case) if case.dropout else np.ones((case.B, case.H, 1, 1))
+    share = keep.astype(wide) / (1 - wide(case.dropout))
+    results = {"out": np.zeros_like(dout), "lse": np.zeros_like(dlse)}
+    gradients = {
+        n: np.zeros_like(a)
+        for n, a in zip(arrays, (q, k, v, left, right), strict=False)
+        if a is not None
+    }
+    for b in range(case.B):
+        for h in range(case.H):
+            g = h // (case.H // case.G)
+            slope_index = h if left.ndim == 1 else (b, h)
+            slopes = [left[slope_index], np.inf if case.causal else left[slope_index]]
+            if right is not None:
+                slopes[1] = right[slope_index]
+            hidden, reaches = _reach(case, b, slopes)
+            scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
+            score = scale * (q[b, h] @ k[b, g].T)
+            for slope, reach in zip(slopes, reaches, strict=True):
+                score = score - (0 if np.isinf(slope) else slope) * reach.astype(wide)
+            score[hidden] = -np.inf
+            row_max = score.max(1, keepdims=True, initial=-np.inf)
+            row_max[np.isneginf(row_max)] = 0
+            weight = np.exp(score - row_max)
+            row_sum = weight.sum(1, keepdims=True)
+            with np.errstate(divide="ignore"):
+                results["lse"][b, h] = (row_max + np.log(row_sum))[:, 0]
+            weight = weight / np.where(row_sum == 0, 1, row_sum)
+            dropped = weight * share[b, h]
+            results["out"][b, h] = dropped @ v[b, g]
+            dweight = (dout[b, h] @ v[b, g].T) * share[b, h]
+            center = (dweight * weight).sum(1) - dlse[b, h]
+            dscore = weight * (dweight - center[:, None])
+            gradients["q"][b, h] = scale * dscore @ k[b, g]
+            gradients["k"][b, g] += scale * dscore.T @ q[b, h]
+            gradients["v"][b, g] += dropped.T @ dout[b, h]
+            names = ("left", "left" if right is None and not case.causal else "right")
+            for name, slope, reach in zip(names, slopes, reaches, strict=True):
+                if name in gradients and not np.isinf(slope):
+                    gradients[name][slope_index] -= (dscore * reach).sum()
+    return results, gradients
+
+
+def _reach(case: Case, b: int, slopes: list) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Which keys are hidden, and how far each lies to the left and to the right, [T, S]."""
+    first, end = case.key_range[b] if case.key_range else (0, case.S)
+    keys = np.arange(case.S)
+    distance = (np.arange(case.T)[:, None] + end - case.T) - keys
+    reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
+    hidden = np.broadcast_to((keys < first) | (keys >= end), distance.shape)
+    for slope, reach in zip(slopes, reaches, strict=True):
+        hidden = hidden | ((reach > 0) & np.isinf(slope))
+    return hidden, reaches
+
+
+def keep_mask(seed: int, case: Case) -> np.ndarray:
+    """The dropout mask [B, H, T, S] by the rule in linbias/torch/dropout.py, in uint32 arithmetic."""
+    b_h = np.arange(case.B * case.H, dtype=np.uint32).reshape(case.B, case.H, 1, 1)
+    t = np.arange(case.T, dtype=np.uint32)[:, None]
+    s = np.arange(case.S, dtype=np.uint32)
+    row = _mix(_mix(_mix(np.uint32([seed])) ^ b_h) ^ t)
+    return _mix(row ^ _mix(s)) >= round(case.dropout * 2**32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
