@@ -1,0 +1,121 @@
+// Choose the CPU target once, at the top, and share tasks out over threads.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "linbias/attention.h"
+#include "parallel.h"
+
+namespace linbias {
+
+#define LINBIAS_DECLARE(name)                        \
+  namespace name {                                   \
+  Status forward(const Call&, const Forward&);       \
+  Status backward(const Call&, const Backward&);     \
+  }
+LINBIAS_DECLARE(baseline)
+#if defined(LINBIAS_X86)
+LINBIAS_DECLARE(avx2)
+LINBIAS_DECLARE(avx512)
+LINBIAS_DECLARE(avx512_bf16)
+#endif
+
+namespace {
+
+struct Target {
+  const char* name;
+  bool (*runs_here)();
+  Status (*forward)(const Call&, const Forward&);
+  Status (*backward)(const Call&, const Backward&);
+};
+
+bool always() { return true; }
+#if defined(LINBIAS_X86)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
+const Target kTargets[] = {
+#if defined(LINBIAS_X86)
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward},
+    {"avx512", has_avx512, avx512::forward, avx512::backward},
+    {"avx2", has_avx2, avx2::forward, avx2::backward},
+#endif
+#if defined(__aarch64__)
+    {"neon", always, baseline::forward, baseline::backward},
+#else
+    {"baseline", always, baseline::forward, baseline::backward},
+#endif
+};
+
+std::atomic<const Target*> forced{nullptr};
+
+const Target& best() {
+  static const Target* const found =
+      std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return t.runs_here(); });
+  return *found;
+}
+
+const Target& current() {
+  const Target* chosen = forced.load();
+  return chosen ? *chosen : best();
+}
+
+}  // namespace
+
+Status forward(const Call& call, const Forward& results) { return current().forward(call, results); }
+Status backward(const Call& call, const Backward& results) { return current().backward(call, results); }
+
+const char* target() { return current().name; }
+
+const char* targets() {
+  static const std::string names = [] {
+    std::string joined;
+    for (const Target& t : kTargets) {
+      if (t.runs_here()) joined += (joined.empty() ? "" : ",") + std::string(t.name);
+    }
+    return joined;
+  }();
+  return names.c_str();
+}
+
+bool force_target(const char* name) {
+  if (name == nullptr) {
+    forced = nullptr;
+    return true;
+  }
+  for (const Target& t : kTargets) {
+    if (std::strcmp(t.name, name) == 0 && t.runs_here()) {
+      forced = &t;
+      return true;
+    }
+  }
+  return false;
+}
+
+void parallel(std::int64_t num_tasks, int num_threads, Task run, void* context) {
+  std::atomic<std::int64_t> next{0};
+  const auto work = [&](int worker) {
+    for (std::int64_t task; (task = next.fetch_add(1)) < num_tasks;) run(context, task, worker);
+  };
+  const int helpers = static_cast<int>(std::min<std::int64_t>(num_threads, num_tasks)) - 1;
+  std::vector<std::thread> threads;
+  threads.reserve(std::max(0, helpers));
+  try {
+    for (int i = 1; i <= helpers; ++i) threads.emplace_back(work, i);
+  } catch (const std::system_error&) {
+    // No more threads to be had: those that started, and this one, do all the tasks.
+  }
+  work(0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace linbias

@@ -1,0 +1,169 @@
+// The few vector operations that the kernel needs, on the compiler's own vector types. Included once per target,
+// inside its namespace; LINBIAS_VECTOR_BYTES says how wide a register is.
+//
+// exp: x = n ln 2 + r, |r| <= ln 2 / 2; a polynomial for e^r, n into the exponent. Largest error 1.3 ulp in float,
+// 1.5 ulp in double (attention_test.cpp); 0 below the smallest normal number, NaN stays NaN. Rounding to n adds and
+// subtracts a large number, which -ffast-math would remove: do not compile with it.
+
+template <typename W>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 4;
+  typedef float Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef std::int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f,
+                         kLn2Low = -2.12194440e-4f, kRound = 12582912.0f;  // 1.5 * 2^23
+  static constexpr int kMantissaBits = 23, kExponentBias = 127, kTerms = 8;
+  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f,
+                                                1.0f,             1.0f};
+};
+
+template <>
+struct Simd<double> {
+  static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 8;
+  typedef double Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef std::int64_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  static constexpr double kLowest = -708.0, kLog2e = 1.4426950408889634, kLn2High = 0.693147180369123816490,
+                          kLn2Low = 1.90821492927058770002e-10, kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr int kMantissaBits = 52, kExponentBias = 1023, kTerms = 14;
+  static constexpr double kPolynomial[kTerms] = {
+      1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
+      1.0 / 720,        1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
+};
+
+template <typename W>
+using Vector = typename Simd<W>::Vector;
+
+#define LINBIAS_INLINE inline __attribute__((always_inline))
+
+template <typename W>
+LINBIAS_INLINE Vector<W> load(const W* from) {
+  Vector<W> x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+
+template <typename W>
+LINBIAS_INLINE void store(W* to, Vector<W> x) {
+  __builtin_memcpy(to, &x, sizeof x);
+}
+
+template <typename W>
+LINBIAS_INLINE Vector<W> broadcast(W x) {
+  return x - Vector<W>{};
+}
+
+template <typename W>
+LINBIAS_INLINE Vector<W> larger(Vector<W> a, Vector<W> b) {
+  return a > b ? a : b;
+}
+
+// x with its halves, quarters, ... exchanged: adding all of them up leaves the same sum in every lane.
+template <int kStep>
+LINBIAS_INLINE Vector<float> exchange(Vector<float> x) {
+#if LINBIAS_VECTOR_BYTES == 64
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
+                                 7 ^ kStep, 8 ^ kStep, 9 ^ kStep, 10 ^ kStep, 11 ^ kStep, 12 ^ kStep, 13 ^ kStep,
+                                 14 ^ kStep, 15 ^ kStep);
+#elif LINBIAS_VECTOR_BYTES == 32
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
+                                 7 ^ kStep);
+#else
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
+#endif
+}
+template <int kStep>
+LINBIAS_INLINE Vector<double> exchange(Vector<double> x) {
+#if LINBIAS_VECTOR_BYTES == 64
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
+                                 7 ^ kStep);
+#elif LINBIAS_VECTOR_BYTES == 32
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
+#else
+  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep);
+#endif
+}
+
+template <typename W, int kStep = Simd<W>::kLanes / 2>
+LINBIAS_INLINE Vector<W> largest(Vector<W> x) {
+  x = larger<W>(x, exchange<kStep>(x));
+  if constexpr (kStep > 1) x = largest<W, kStep / 2>(x);
+  return x;
+}
+
+template <typename W, int kStep = Simd<W>::kLanes / 2>
+LINBIAS_INLINE Vector<W> sum_in_all_lanes(Vector<W> x) {
+  x = x + exchange<kStep>(x);
+  if constexpr (kStep > 1) x = sum_in_all_lanes<W, kStep / 2>(x);
+  return x;
+}
+
+template <typename W>
+LINBIAS_INLINE W sum(Vector<W> x) {
+  return sum_in_all_lanes<W>(x)[0];
+}
+
+template <typename W>
+LINBIAS_INLINE Vector<W> exponential(Vector<W> x) {
+  using V = Vector<W>;
+  using Integers = typename Simd<W>::Integers;
+  const V rounded = x * Simd<W>::kLog2e + Simd<W>::kRound;
+  const V n = rounded - Simd<W>::kRound;
+  const V r = (x - n * Simd<W>::kLn2High) - n * Simd<W>::kLn2Low;
+  V y = broadcast<W>(Simd<W>::kPolynomial[0]);
+  for (int i = 1; i < Simd<W>::kTerms; ++i) y = y * r + Simd<W>::kPolynomial[i];
+  // The last bits of `rounded` hold n: add the exponent's bias and move it into place.
+  const Integers exponent = ((Integers)rounded + Simd<W>::kExponentBias) << Simd<W>::kMantissaBits;
+  const V power = (V)exponent;
+  return x < Simd<W>::kLowest ? V{} : y * power;
+}
+
+// At most log(x), and no more than 0.06 below it: 2^e f has log2 of at least e + f - 1. For normal x > 0.
+LINBIAS_INLINE float log_from_below(float x) {
+  std::int32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return static_cast<float>(bits - 0x3f800000) * (0.69314718f * 0x1p-23f);
+}
+LINBIAS_INLINE double log_from_below(double x) {
+  std::int64_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return static_cast<double>(bits - 0x3ff0000000000000) * (0.6931471805599453 * 0x1p-52);
+}
+
+// 16-bit inputs, to float.
+LINBIAS_INLINE float widen(float x) { return x; }
+LINBIAS_INLINE double widen(double x) { return x; }
+struct Bfloat16 {
+  std::uint16_t bits;
+};
+LINBIAS_INLINE float widen(Bfloat16 x) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(x.bits) << 16;
+  float y;
+  __builtin_memcpy(&y, &bits, sizeof y);
+  return y;
+}
+struct Float16 {
+  std::uint16_t bits;
+};
+LINBIAS_INLINE float widen(Float16 x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000) << 16;
+  const std::uint32_t rest = x.bits & 0x7fff;
+  std::uint32_t bits;
+  if (rest >= 0x7c00) {
+    bits = 0x7f800000 | (rest & 0x3ff) << 13;  // infinity, NaN
+  } else {
+    // Exponent and mantissa in a float's place are the value times 2^-112, subnormal numbers included.
+    const std::uint32_t scaled = rest << 13;
+    float y;
+    __builtin_memcpy(&y, &scaled, sizeof y);
+    y *= 0x1p112f;
+    __builtin_memcpy(&bits, &y, sizeof bits);
+  }
+  bits |= sign;
+  float y;
+  __builtin_memcpy(&y, &bits, sizeof y);
+  return y;
+}
