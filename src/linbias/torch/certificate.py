@@ -1,0 +1,104 @@
+"""When may a tile stop? The bound on everything that it has not visited (derived in docs/math.md).
+
+A key at distance d on a side with slope m has, for a fixed vector c,
+
+    score <= a - m * d        a = scale * q . c + |scale| * |q| * max |k_s - c|    over the keys not yet visited
+
+so that all keys from distance d outwards together weigh at most
+
+    exp(a - m * d) * min(number of them, 1 / (1 - exp(-m)))
+
+A side is left when that is at most `tolerance` times the row's sum over the keys visited so far (half of it
+each, where two sides are open). c is the mean key; the maximum runs from the nearest unvisited key outwards.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LEFT, RIGHT = 0, 1
+
+
+class Certificate:
+    """What the bound needs of one group's keys and slopes, prepared once for all its tiles.
+
+    A key or value that is not finite gets an endless norm: it is never left out, and shows in the output as it
+    would without a certificate.
+
+    Args:
+        k: [B, S, D]. v: [B, S, E]. left: [B or 1, n, 1, 1]. right: likewise, or None for causal.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        left: Tensor,
+        right: Tensor | None,
+        scale: float,
+        tolerance: float,
+    ) -> None:
+        self.scale = scale
+        self.slopes = (left, right)
+        # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
+        self.slack = (k.shape[-1] + 8) * torch.finfo(k.dtype).eps  # eps is twice the unit roundoff
+        self.center = k.mean(1)
+        radius = torch.linalg.vector_norm(k - self.center[:, None], dim=-1) * (1 + self.slack)
+        radius = radius + 0.0 * v.sum(-1)
+        self.reach = radius.cummax(1).values, radius.flip(1).cummax(1).values.flip(1)
+        share = tolerance if right is None else tolerance / 2
+        self.log_share = math.log(share) if share else -math.inf
+
+    def open_heads(self) -> list[Tensor]:
+        """The heads, int64 [up to n], that see anything to the left and to the right."""
+        none = torch.empty(0, dtype=torch.int64, device=self.center.device)
+        return [
+            none if slope is None else (~slope.isinf()).any(0).flatten().nonzero().squeeze(-1)
+            for slope in self.slopes
+        ]
+
+    def about(self, q: Tensor, first_position: int) -> "Question":
+        """Ask about rows q [B, n, rows, D] that stand at first_position and on."""
+        return Question(self, q, first_position)
+
+
+class Question:
+    """The rows of one tile: may their heads stop here?"""
+
+    def __init__(self, certificate: Certificate, q: Tensor, first_position: int) -> None:
+        self.certificate = certificate
+        self.positions = torch.arange(q.shape[2], device=q.device) + first_position
+        center = certificate.center
+        self.q_norm = torch.linalg.vector_norm(q, dim=-1) * abs(certificate.scale)
+        self.q_norm = self.q_norm * (1 + certificate.slack)
+        largest = torch.linalg.vector_norm(center, dim=-1)
+        if certificate.reach[LEFT].shape[1]:
+            largest = largest + certificate.reach[LEFT][:, -1]
+        aligned = torch.einsum("bhtd,bd->bht", q, center) * certificate.scale
+        self.base = aligned + certificate.slack * self.q_norm * largest[:, None, None]
+
+    def covered(self, side: int, nearest: int, heads: Tensor, lse: Tensor) -> Tensor:
+        """Say which heads may leave out every key from `nearest` outwards.
+
+        Args:
+            side: LEFT or RIGHT.
+            nearest: The nearest key not yet visited.
+            heads: [m], int64, heads of the group.
+            lse: [B, m, rows], log of each row's sum over the keys visited.
+
+        Returns:
+            [m], bool. A comparison with NaN is False: what cannot be bounded is visited.
+        """
+        certificate = self.certificate
+        slopes = certificate.slopes[side]
+        assert slopes is not None, "a side without slopes is never open"
+        slope = slopes[:, heads, :, 0]
+        reach = certificate.reach[side]
+        num_unvisited = nearest + 1 if side == LEFT else reach.shape[1] - nearest
+        log_count = (-torch.log(-torch.expm1(-slope))).clamp(max=math.log(num_unvisited))
+        distance = (self.positions - nearest).abs().to(lse.dtype)
+        best = self.base[:, heads] + self.q_norm[:, heads] * reach[:, nearest, None, None]
+        tail = best - slope * distance * (1 - certificate.slack) + log_count
+        allowed = certificate.log_share + lse
+        return ((tail <= allowed) & (slope > 0)).all(-1).all(0)

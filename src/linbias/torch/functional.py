@@ -1,0 +1,269 @@
+"""`attention` and `attention_varlen`: check, choose an implementation, call it."""
+
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linbias import _checks, _dispatch
+from linbias.slopes import slopes
+from linbias.torch import blocked, cpu, dense
+from linbias.torch.dropout import draw_seed
+
+# In the order in which "auto" asks them.
+IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
+
+Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+def attention(  # type: ignore[misc]  # the overloads leave out what they have in common
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right: Slopes | None = None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention whose scores fall linearly with distance (ALiBi).
+
+    The last query stands at the last key, so query t has position p = t + S - T:
+
+        score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
+        score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
+        out[t] = sum over s of softmax(score[t])[s] * v[s]       lse[t] = log sum exp(score[t])
+
+    With causal=True only keys s <= p take part. T=2, S=4 and T=4, S=2 (x = takes part):
+
+        x x x .        . .
+        x x x x        . .
+                       x .
+                       x x
+
+    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
+    h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
+    Differentiable in q, k, v, left, right, through both out and lse. Under autocast q, k and v are cast
+    as for `scaled_dot_product_attention`.
+
+    Args:
+        q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
+        k: [B, G, S, D], dtype and device of q. H must be a multiple of G.
+        v: [B, G, S, E], dtype and device of q.
+        left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A tensor, or anything
+            that makes one. None means `linbias.slopes(H)`; zeros mean no bias. Values are checked on the CPU and
+            in eager mode; elsewhere reading them would stall.
+        causal: Hide the keys after the query. With False and right=None the bias is symmetric.
+        right: Like left: slope towards later keys; needs causal=False.
+        scale: Factor on q . k. None means D ** -0.5.
+        key_range: [B, 2], integers: first and one past last key of each batch row; keys outside are never
+            used, whatever they hold, and the last query stands at the last key inside. For left padding,
+            [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
+        dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
+            that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
+        tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
+            means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
+        implementation: "auto" takes the first that can run the call: `cpu` (the compiled core, near to far),
+            `blocked` (near to far in PyTorch operations, any device) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced.
+        return_lse: Also return lse.
+
+    Returns:
+        [B, H, T, E] in q's dtype; with return_lse also lse [B, H, T], float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError: A wrong dtype or kind of argument.
+        ValueError: A shape, device or value breaks a rule above; the message names argument, rule and value.
+        NotImplementedError: The implementation cannot run this call; the message says why.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 2, 3, 4)
+        >>> attention(q, k, v).shape
+        torch.Size([1, 2, 3, 4])
+
+    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    """
+    q, k, v = _autocast(q, k, v)
+    described_q, described_k, described_v = (
+        _describe(name, array) for name, array in (("q", q), ("k", k), ("v", v))
+    )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    left, right = (None if s is None else _as_slopes(s, wide, q.device) for s in (left, right))
+    call = _checks.check(
+        "attention",
+        described_q,
+        described_k,
+        described_v,
+        None if left is None else _describe("left", left),
+        None if right is None else _describe("right", right),
+        None if key_range is None else _describe("key_range", key_range),
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        tolerance=tolerance,
+    )
+    if not torch.compiler.is_compiling():
+        _check_values(left, right, key_range, call.S)
+    if left is None:
+        left = _as_slopes(slopes(call.H) if call.H else (), wide, q.device)
+    if not causal and right is None:
+        right = left
+    chosen = _dispatch.choose("attention", implementation, call, IMPLEMENTATIONS)
+    seed = draw_seed() if call.dropout else None
+    # Inside, autocast would take the wide products back to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = chosen.attention(q, k, v, left, right, key_range, seed, call)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    left: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right: Slopes | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run `attention` on B sequences packed end to end; none sees another.
+
+    Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
+    within it everything is as for `attention` (its last query stands at its last key). A sequence may be empty.
+
+    Args:
+        q: [total_q, H, D].
+        k: [total_k, G, D].
+        v: [total_k, G, E].
+        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
+        cu_seqlens_k: [B + 1], likewise for k and v.
+        left: [H] or [B, H], as for `attention`.
+        causal, right, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
+
+    Returns:
+        [total_q, H, E]; with return_lse also lse [total_q, H].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `attention`, or the lengths break a rule above.
+
+    Example:
+        >>> q = k = v = torch.ones(5, 2, 4)
+        >>> lengths = torch.tensor([0, 2, 5])
+        >>> attention_varlen(q, k, v, lengths, lengths).shape
+        torch.Size([5, 2, 4])
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        shape = _describe(name, array, "attention_varlen").shape
+        if len(shape) != 3:
+            raise ValueError(
+                f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
+            )
+    starts_q = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    starts_k = _offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    if len(starts_q) != len(starts_k):
+        raise ValueError(
+            f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
+            f" but cu_seqlens_k {len(starts_k) - 1}"
+        )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    left, right = (None if s is None else _as_slopes(s, wide, q.device) for s in (left, right))
+    outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
+    for b in range(len(starts_q) - 1):
+        rows_q = slice(starts_q[b], starts_q[b + 1])
+        rows_k = slice(starts_k[b], starts_k[b + 1])
+        own = [s if s is None or s.dim() < 2 else s[b : b + 1] for s in (left, right)]
+        out, lse = attention(
+            q[rows_q].transpose(0, 1)[None],
+            k[rows_k].transpose(0, 1)[None],
+            v[rows_k].transpose(0, 1)[None],
+            own[0],
+            causal=causal,
+            right=own[1],
+            scale=scale,
+            dropout=dropout,
+            tolerance=tolerance,
+            implementation=implementation,
+            return_lse=True,
+        )
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
+
+
+def _describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
+    if not isinstance(array, Tensor):
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
+    dtype = str(array.dtype).removeprefix("torch.")
+    return _checks.Described(tuple(array.shape), dtype, str(array.device))
+
+
+def _as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    return torch.as_tensor(values).to(device=device, dtype=dtype)
+
+
+def _check_values(
+    left: Tensor | None, right: Tensor | None, key_range: Tensor | None, S: int
+) -> None:
+    """Check what only the values tell, where reading them does not wait for a device."""
+    for name, slope in (("left", left), ("right", right)):
+        if slope is not None and slope.device.type == "cpu":
+            _checks.check_slope_values("attention", name, slope.detach().numpy())
+    if key_range is not None and key_range.device.type == "cpu":
+        _checks.check_key_range_values("attention", key_range.tolist(), S)
+
+
+def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    if not all(isinstance(array, Tensor) for array in arrays):
+        return arrays  # the checks that follow say which is none
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(a.to(dtype) if a.dtype != torch.float64 else a for a in arrays)
+
+
+def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:
+    described = _describe(name, offsets, "attention_varlen")
+    if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
+        raise ValueError(
+            f"attention_varlen: {name} must be a row of integers, got {described.dtype} {described}"
+        )
+    starts: list[int] = offsets.tolist()
+    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
+        raise ValueError(
+            f"attention_varlen: {name} must start at 0, never fall and end at {total}, got {starts}"
+        )
+    return starts

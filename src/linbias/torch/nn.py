@@ -1,0 +1,345 @@
+"""`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linbias._checks import Call
+from linbias.slopes import slopes
+from linbias.torch import dense
+from linbias.torch.functional import attention
+
+VARIANTS = ("causal", "symmetric", "directional", "asymmetric", "none", "none_causal")
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
+
+    | variant       | slopes (left, right)                                 | for                             |
+    |---------------|------------------------------------------------------|---------------------------------|
+    | `causal`      | (m, inf)                                             | language models (the paper)     |
+    | `symmetric`   | (m, m)                                               | encoders                        |
+    | `directional` | (m', inf) for the first half of the heads, (inf, m') | encoders whose heads look one   |
+    |               | for the second; m' are the slopes of H/2 heads       | way only                        |
+    | `asymmetric`  | (m, m) to begin with, apart and learned              | encoders                        |
+    | `none`        | (0, 0)                                               | cross-attention                 |
+    | `none_causal` | (0, inf)                                             | comparison                      |
+
+    m is `linbias.slopes(H, schedule, max_bias)`. Cross-attention has no bias by default: positions of two
+    sequences have no distance, and the author of the method recommends none there.
+
+    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (`.weight` [out, in], and `.bias`), and for
+    learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
+    positive (in `directional`, a hidden side stays hidden). Fixed slopes are not saved: `variant`, `schedule`
+    and `max_bias` determine them.
+
+    Args:
+        embed_dim: Width of query and output.
+        num_heads: Query heads H; head size D = embed_dim // num_heads unless head_dim is given.
+        dropout: Probability that an attention weight is dropped in training.
+        bias: Give the projections a bias.
+        kdim: Width of key; None means embed_dim.
+        vdim: Width of value; None means embed_dim.
+        batch_first: Sequences are [B, T, width]; by default [T, B, width], as in PyTorch.
+        num_kv_heads: Key/value heads G, a divisor of H; None means H.
+        head_dim: Size D of a head; None means embed_dim // num_heads.
+        variant: See above; None means `none` with cross_attention and `causal` without.
+        cross_attention: key and value come from another sequence.
+        learned: Train the slopes; None means only for `asymmetric`.
+        schedule: As for `linbias.slopes`.
+        max_bias: As for `linbias.slopes`.
+        implementation: As for `linbias.torch.attention`.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
+
+    Example:
+        >>> layer = MultiheadAttention(12, 3, variant="symmetric", batch_first=True)
+        >>> x = torch.ones(2, 5, 12)
+        >>> out, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 5, 12]), torch.Size([2, 3, 5, 5]))
+
+    Source: Press, Smith and Lewis, ICLR 2022; encoder and cross-attention variants: the discussion "Modifying ALiBi
+    for Encoder-Attention or Cross-Attention" in the paper's repository.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        variant: str | None = None,
+        cross_attention: bool = False,
+        learned: bool | None = None,
+        schedule: str = "paper",
+        max_bias: float = 8.0,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        variant = variant or ("none" if cross_attention else "causal")
+        _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, variant, dropout)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim or embed_dim // num_heads
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.variant = variant
+        self.learned = variant == "asymmetric" if learned is None else learned
+        self.implementation = implementation
+        if self.learned and variant.startswith("none"):
+            raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
+
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, inner, **options)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, inner_kv, **options)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, inner_kv, **options)
+        self.out_proj = nn.Linear(inner, embed_dim, **options)
+        self._create_slopes(schedule, max_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections as `torch.nn.MultiheadAttention` does: Xavier uniform, biases 0."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    @property
+    def causal(self) -> bool:
+        return self.variant in ("causal", "none_causal")
+
+    @property
+    def left(self) -> Tensor:
+        """[H]: slopes towards earlier keys."""
+        return self._slopes("left")
+
+    @property
+    def right(self) -> Tensor | None:
+        """[H]: slopes towards later keys; None for causal attention."""
+        return None if self.causal else self._slopes("right")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key.
+
+        Args:
+            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch.
+            key: [S, B, kdim] (likewise); None means query.
+            value: [S, B, vdim] (likewise); None means key.
+            key_padding_mask: [B, S] (or [S]), bool, True where a key is padding. The real keys of a row must be
+                contiguous. Padding may lie on the left or, where T = S or there is no bias, on the right.
+            need_weights: Also return the weights [B, T, S] ([B, H, T, S] without averaging), before dropout.
+            average_attn_weights: Average the weights over the heads.
+
+        Returns:
+            The output in the shape of query, and the weights or None. Outputs at padded queries mean nothing.
+
+        Raises:
+            ValueError: A shape breaks a rule above, or padding lies inside a sequence.
+
+        Example:
+            >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6, batch_first=True)
+            >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 6))[0].shape
+            torch.Size([1, 3, 8])
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ValueError(
+                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a batch,"
+                f" got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+            )
+        if not batched:
+            query, key, value = (x[None] for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        out, weights = self._attend(query, key, value, key_padding_mask, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            heads += f", num_kv_heads={self.num_kv_heads}"
+        return f"{heads}, variant={self.variant!r}, learned={self.learned}"
+
+    def _create_slopes(self, schedule: str, max_bias: float) -> None:
+        """Keep fixed slopes as numbers: `module.bfloat16()` would round a buffer. Learned ones are parameters."""
+        H = self.num_heads
+        if self.variant.startswith("none"):
+            left = right = [0.0] * H
+        elif self.variant == "directional":
+            half, hidden = slopes(H // 2, schedule, max_bias).tolist(), [math.inf] * (H // 2)
+            left, right = half + hidden, hidden + half
+        else:
+            left = right = slopes(H, schedule, max_bias).tolist()
+        self._fixed = {"left": left, "right": right}
+        if self.learned:
+            device = self.q_proj.weight.device
+            for side in ("left",) if self.causal else ("left", "right"):
+                log_slope = torch.tensor(self._fixed[side], device=device).log()
+                self.register_parameter(f"log_{side}", nn.Parameter(log_slope))
+
+    def _slopes(self, side: str) -> Tensor:
+        if not self.learned:
+            device = self.q_proj.weight.device
+            return torch.tensor(self._fixed[side], dtype=torch.float64).to(
+                device, non_blocking=True
+            )
+        log_slope = self.get_parameter(f"log_{side}")
+        # exp(inf) has no gradient to give: a hidden side passes 0 on.
+        hidden = log_slope == torch.inf
+        return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        (B, T, _), S = query.shape, key.shape[1]
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection, x in (
+                (self.q_proj, query),
+                (self.k_proj, key),
+                (self.v_proj, value),
+            )
+        )
+        key_range = shift = None
+        if padding is not None:
+            key_range, shift = self._read_padding(padding, B, T, S)
+        if shift is not None:
+            # Queries are aligned to the end of the key range: turn right padding into left padding.
+            q = _roll(q, shift)
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "right": self.right,
+            "key_range": key_range,
+        }
+        out = attention(
+            q, k, v, self.left, dropout=dropout, implementation=self.implementation, **options
+        )
+        weights = self._weights(q, k, key_range) if need_weights else None
+        if shift is not None:
+            out = _roll(out, -shift)
+            weights = None if weights is None else _roll(weights, -shift)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _weights(self, q: Tensor, k: Tensor, key_range: Tensor | None) -> Tensor:
+        (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
+        call = Call(
+            B, H, G, T, S, D, D, str(q.dtype), q.device.type, self.causal, D**-0.5, tolerance=0.0
+        )
+        wide = torch.promote_types(q.dtype, torch.float32)
+        left, right = (None if s is None else s.to(wide) for s in (self.left, self.right))
+        assert left is not None
+        return dense.attention_weights(q, k, left, right, key_range, call)[0]
+
+    def _read_padding(
+        self, padding: Tensor, B: int, T: int, S: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Turn a padding mask into a key range, and the right shift of queries that aligns them to its end."""
+        if padding.shape != (B, S) or padding.dtype != torch.bool:
+            raise ValueError(
+                f"MultiheadAttention: key_padding_mask must be bool [B, S] = {[B, S]},"
+                f" got {padding.dtype} {list(padding.shape)}"
+            )
+        real = ~padding
+        count = real.sum(1)
+        first = real.int().argmax(1)
+        key_range = torch.stack([first, first + count], dim=1)
+        after = S - (first + count)
+        aligned = self.variant == "none"  # no position matters
+        if (
+            torch.compiler.is_compiling()
+        ):  # values are not to be read: turn whatever there is to turn
+            return key_range, None if aligned or T != S else after
+        keys = torch.arange(S, device=padding.device)
+        inside = (keys >= key_range[:, :1]) & (keys < key_range[:, 1:])
+        if not torch.equal(real, inside):
+            raise ValueError(
+                "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous"
+            )
+        if aligned or not after.any():
+            return key_range, None
+        if T != S:
+            raise ValueError(
+                "MultiheadAttention: padding on the right needs as many queries as keys"
+                f" (T = {T}, S = {S}): where do the queries stand?"
+            )
+        return key_range, after
+
+
+def _roll(x: Tensor, shift: Tensor) -> Tensor:
+    """Move row b of x [B, H, T, ...] by shift[b] places to the right along T, around the end."""
+    T = x.shape[2]
+    source = (torch.arange(T, device=x.device) - shift[:, None]) % max(1, T)
+    index = source.view(len(source), 1, T, *[1] * (x.dim() - 3)).expand_as(x)
+    return x.gather(2, index)
+
+
+def _check_settings(
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    variant: str,
+    dropout: float,
+) -> None:
+    for name, value in (
+        ("embed_dim", embed_dim),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", 1 if head_dim is None else head_dim),
+    ):
+        if value < 1:
+            raise ValueError(f"MultiheadAttention: {name} must be at least 1, got {value}")
+    if head_dim is None and embed_dim % num_heads:
+        raise ValueError(
+            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
+        )
+    if variant not in VARIANTS:
+        raise ValueError(f"MultiheadAttention: variant must be one of {VARIANTS}, got {variant!r}")
+    if variant == "directional" and num_heads % 2:
+        raise ValueError(
+            f"MultiheadAttention: variant 'directional' needs an even num_heads, got {num_heads}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"MultiheadAttention: dropout must be in [0, 1), got {dropout}")

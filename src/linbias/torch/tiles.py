@@ -1,0 +1,233 @@
+"""One tile of near-to-far attention, forward and backward: the steps that `blocked` repeats.
+
+A tile is some rows of the query heads that read one key/value head. It visits its near keys, then blocks of keys
+outwards; all of it in the wide dtype (float32 for 16-bit inputs).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linbias.torch.certificate import LEFT, RIGHT, Certificate
+from linbias.torch.dropout import keep_mask
+
+ROWS = 256  # query rows per tile, counted over the query heads of a group
+BLOCK = 256  # keys per block
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows start .. stop - 1; row t has position t + shift."""
+
+    start: int
+    stop: int
+    shift: int
+    num_keys: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def near(self) -> tuple[int, int]:
+        """The keys visited first: those at the tile's positions, and back to BLOCK of them."""
+        stop = min(max(self.stop + self.shift, 0), self.num_keys)
+        start = min(max(self.start + self.shift, 0), stop)
+        return max(0, min(start, stop - BLOCK)), stop
+
+    def outwards(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """Side, index and keys of every further block from near to far, the sides in turn."""
+        first, last = self.near
+        counts = -(-first // BLOCK), -(-(self.num_keys - last) // BLOCK)
+        for index in range(max(counts)):
+            if index < counts[LEFT]:
+                yield LEFT, index, (max(0, first - (index + 1) * BLOCK), first - index * BLOCK)
+            if index < counts[RIGHT]:
+                low = last + index * BLOCK
+                yield RIGHT, index, (low, min(self.num_keys, low + BLOCK))
+
+
+def tiles(T: int, S: int, group_size: int) -> list[Tile]:
+    """Cut T queries into tiles; the more heads share a tile, the fewer rows it has."""
+    rows = tile_rows(group_size)
+    return [Tile(t, min(T, t + rows), S - T, S) for t in range(0, T, rows)]
+
+
+def tile_rows(group_size: int) -> int:
+    return max(16, ROWS // max(1, group_size))
+
+
+@dataclass(frozen=True)
+class Group:
+    """One key/value head of some batch rows, with the n query heads that read it.
+
+    `rows`, `heads`, `kv_head` and `keys` say where it lies in the arrays of the call.
+    """
+
+    q: Tensor  # [B, n, T, D], input dtype
+    k: Tensor  # [B, S, D], wide
+    v: Tensor  # [B, S, E], wide
+    left: Tensor  # [B or 1, n, 1, 1], wide
+    right: Tensor | None  # likewise; None: causal
+    scale: float
+    dropout: float
+    seed: Tensor | None
+    batch_heads: Tensor  # [B, n], int64: b * H + h of the call
+    rows: slice
+    heads: slice
+    kv_head: int
+    keys: slice
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return tiles(self.q.shape[2], self.k.shape[1], self.q.shape[1])
+
+    def distance(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
+        """[rows, keys], position - key: integers, exact in the wide dtype."""
+        options: dict[str, Any] = {"device": self.k.device, "dtype": self.k.dtype}
+        position = torch.arange(tile.start + tile.shift, tile.stop + tile.shift, **options)
+        return position[:, None] - torch.arange(*keys, **options)
+
+    def near_score(self, q: Tensor, tile: Tile) -> Tensor:
+        """Score [B, n, rows, keys] where keys lie on both sides of the rows; -inf where hidden."""
+        distance = self.distance(tile, tile.near)
+        score = _rows_times(q, self.k[:, slice(*tile.near)].mT)
+        for slope, reach in ((self.left, distance), (self.right, -distance)):
+            if slope is None:
+                score.masked_fill_(reach > 0, -torch.inf)
+            else:
+                # 0 * inf would be NaN: a query always sees its own position.
+                score.sub_(torch.where(reach > 0, slope * reach, 0.0))
+        return score
+
+    def far_score(
+        self, q: Tensor, tile: Tile, side: int, keys: tuple[int, int], heads: Tensor | slice
+    ) -> Tensor:
+        """Score [B, heads, rows, keys] where all keys lie on one side of all rows."""
+        score = _rows_times(q, self.k[:, slice(*keys)].mT)
+        slope, sign = (
+            (self.left, -1) if side == LEFT else (self.right, 1)
+        )  # distances turn negative
+        assert slope is not None, "nothing lies to the right of a causal row"
+        return score.addcmul_(slope[:, heads], self.distance(tile, keys), value=sign)
+
+    def drop(
+        self, weight: Tensor, tile: Tile, keys: tuple[int, int], heads: Tensor | slice
+    ) -> Tensor:
+        """Apply attention dropout to weight [B, heads, rows, keys]."""
+        if self.seed is None:
+            return weight
+        device = self.k.device
+        queries = torch.arange(tile.start, tile.stop, device=device)
+        columns = torch.arange(*keys, device=device) + self.keys.start
+        keep = keep_mask(self.seed, self.dropout, self.batch_heads[:, heads], queries, columns)
+        return torch.where(keep, weight / (1 - self.dropout), 0.0)
+
+
+def forward_tile(
+    group: Group, tile: Tile, certificate: Certificate
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [B, n, rows, E], row_max and log_sum [B, n, rows] and the visited blocks [n, 2] of one tile."""
+    q = group.q[:, :, tile.rows].to(group.k.dtype)
+    question = certificate.about(q, tile.start + tile.shift)
+    q = q * group.scale
+    B, n, rows, _ = q.shape
+    acc = q.new_zeros(B, n, rows, group.v.shape[2])
+    row_max = q.new_full((B, n, rows, 1), -torch.inf)
+    row_sum = q.new_zeros(B, n, rows, 1)
+
+    def visit(score: Tensor, keys: tuple[int, int], heads: Tensor | slice) -> None:
+        new_max = torch.maximum(row_max[:, heads], score.amax(-1, keepdim=True))
+        # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
+        pivot = new_max.masked_fill(new_max == -torch.inf, 0.0)
+        weight = score.sub_(pivot).exp_()
+        shrink = (row_max[:, heads] - pivot).exp_()
+        row_max[:, heads] = new_max
+        row_sum[:, heads] = row_sum[:, heads] * shrink + weight.sum(-1, keepdim=True)
+        dropped = group.drop(weight, tile, keys, heads)
+        acc[:, heads] = acc[:, heads] * shrink + _rows_times(dropped, group.v[:, slice(*keys)])
+
+    visited = torch.zeros(n, 2, dtype=torch.int32)
+    if tile.near[0] < tile.near[1]:
+        visit(group.near_score(q, tile), tile.near, slice(None))
+    open_heads = certificate.open_heads()
+    for side, index, keys in tile.outwards():
+        if not open_heads[side].numel():
+            if not open_heads[LEFT].numel() + open_heads[RIGHT].numel():
+                break
+            continue
+        nearest = keys[1] - 1 if side == LEFT else keys[0]
+        heads = open_heads[side]
+        lse = row_max[:, heads, :, 0] + row_sum[:, heads, :, 0].log()
+        heads = open_heads[side] = heads[~question.covered(side, nearest, heads, lse)]
+        if not heads.numel():
+            continue
+        visited[heads.cpu(), side] = index + 1
+        selected = heads if heads.numel() < n else slice(None)
+        visit(group.far_score(q[:, selected], tile, side, keys, selected), keys, selected)
+    out = acc / row_sum.masked_fill(row_sum == 0, 1.0)
+    return out, row_max.squeeze(-1), row_sum.log().squeeze(-1), visited
+
+
+def backward_tile(
+    group: Group,
+    tile: Tile,
+    visited: Tensor,
+    dout: Tensor,
+    row_max: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add one tile's part to dk [B, S, D] and dv [B, S, E]; return dq [B, n, rows, D], dleft and dright [B, n].
+
+    dout and delta come divided by the row sums, so that unnormalised weights serve for normalised ones.
+    """
+    wide = group.k.dtype
+    q = group.q[:, :, tile.rows].to(wide) * group.scale
+    # exp(score - inf) is 0, the weight of every key in a row that sees none.
+    pivot = row_max.masked_fill(row_max == -torch.inf, torch.inf)[..., None]
+    dq = torch.zeros_like(q)
+    dleft, dright = q.new_zeros(2, *q.shape[:2])
+
+    def visit(score: Tensor, keys: tuple[int, int], heads: Tensor | slice) -> Tensor:
+        columns = slice(*keys)
+        weight = score.sub_(pivot[:, heads]).exp_()
+        dout_heads = dout[:, heads].flatten(1, 2)
+        dweight = _rows_times(dout[:, heads], group.v[:, columns].mT)
+        dv[:, columns] += group.drop(weight, tile, keys, heads).flatten(1, 2).mT @ dout_heads
+        dscore = weight.mul_(group.drop(dweight, tile, keys, heads).sub_(delta[:, heads, :, None]))
+        dq[:, heads] += _rows_times(dscore, group.k[:, columns])
+        dk[:, columns] += dscore.flatten(1, 2).mT @ q[:, heads].flatten(1, 2)
+        return dscore
+
+    if tile.near[0] < tile.near[1]:
+        dscore = visit(group.near_score(q, tile), tile.near, slice(None))
+        distance = group.distance(tile, tile.near)
+        dleft -= (dscore * distance.clamp(min=0)).sum((-1, -2))
+        if group.right is not None:
+            dright += (dscore * distance.clamp(max=0)).sum((-1, -2))
+    most = visited.amax(0).tolist() if visited.numel() else [0, 0]
+    for side, index, keys in tile.outwards():
+        if index >= max(most):
+            break
+        if index >= most[side]:
+            continue
+        heads = (visited[:, side] > index).nonzero().squeeze(-1).to(q.device)
+        selected = heads if heads.numel() < q.shape[1] else slice(None)
+        dscore = visit(group.far_score(q[:, selected], tile, side, keys, selected), keys, selected)
+        moment = (dscore * group.distance(tile, keys)).sum((-1, -2))
+        if side == LEFT:
+            dleft[:, selected] -= moment
+        else:
+            dright[:, selected] += moment
+    return dq * group.scale, dleft, dright
+
+
+def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[B, heads, rows, x] @ [B, x, y] -> [B, heads, rows, y], the heads folded into the rows."""
+    product = rows.flatten(1, 2) @ matrix
+    return product.unflatten(1, rows.shape[1:3])

@@ -1,0 +1,142 @@
+"""One row per message: the call, the kind of error, and the words that name argument, rule and value."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import linbias
+import linbias.torch
+from linbias import _checks, _dispatch
+
+INT = torch.int64
+
+
+def call(q=(2, 4, 5, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), left=None, **options):
+    """Call with tensors of these shapes, or with what stands in a shape's place."""
+    q, k, v = (torch.ones(x) if isinstance(x, tuple) else x for x in (q, k, v))
+    return linbias.torch.attention(q, k, v, left, **options)
+
+
+MESSAGES = [
+    (dict(q=(4, 5, 8)), ValueError, r"attention: q must have 4 axes, .*, got \[4, 5, 8\]"),
+    (dict(q=[[1.0]]), TypeError, "attention: q must be a torch.Tensor, got list"),
+    (dict(v=torch.ones(2, 2, 7, 3, dtype=INT)), TypeError, "v must be one of .*, got int64"),
+    (dict(k=torch.ones(2, 2, 7, 8, dtype=torch.half)), TypeError, "k is float16 but q is float32"),
+    (dict(k=torch.ones(2, 2, 7, 8, device="meta")), ValueError, "k is on meta but q is on cpu"),
+    (dict(k=(8, 2, 7, 8)), ValueError, r"k has batch 8 but q has 2 \(k \[8, 2, 7, 8\], q \[2, 4, 5, 8\]\)"),
+    (dict(v=(3, 2, 7, 3)), ValueError, "v has batch 3 but q has 2"),
+    (dict(k=(2, 4, 7, 8)), ValueError, "k has 4 heads but v has 2"),
+    (dict(v=(2, 2, 6, 3)), ValueError, "k has 7 keys but v has 6"),
+    (dict(k=(2, 2, 7, 9)), ValueError, "k has head size 9 but q has 8"),
+    (dict(q=(2, 4, 5, 0), k=(2, 2, 7, 0)), ValueError, "head size must be at least 1, got 0"),
+    (dict(k=(2, 3, 7, 8), v=(2, 3, 7, 3)), ValueError, "q has 4 heads, which is no multiple of the 3"),
+    (dict(k=(2, 0, 7, 8), v=(2, 0, 7, 3)), ValueError, "q has 4 heads, which is no multiple of the 0"),
+    (dict(right=[1.0] * 4), ValueError, "right contradicts causal=True"),
+    (dict(left=[1.0] * 3), ValueError, r"left must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
+    (dict(left=torch.ones(2, 5)), ValueError, r"left must have shape .*, got \[2, 5\]"),
+    (dict(left=0.5), ValueError, r"left must have shape .*, got \[\]"),
+    (dict(right=[1.0], causal=False), ValueError, "right must have shape"),
+    (dict(left=[1.0, -0.5, 1, 1]), ValueError, r"left must be at least 0 \(or inf\), got -0.5"),
+    (dict(left=[1.0, 1, 1, float("nan")]), ValueError, r"left must be at least 0 \(or inf\), got nan"),
+    (dict(right=[-1.0] * 4, causal=False), ValueError, r"right must be at least 0 \(or inf\), got -1.0"),
+    (dict(key_range=torch.ones(2, 2)), TypeError, "key_range must hold integers, got float32"),
+    (dict(key_range=[[0, 1]]), TypeError, "key_range must be a torch.Tensor, got list"),
+    (dict(key_range=torch.ones(3, 2, dtype=INT)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\], got \[3, 2\]"),
+    (dict(key_range=torch.tensor([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
+    (dict(key_range=torch.tensor([[4, 3], [0, 7]])), ValueError, r"got \[4, 3\] in batch row 0"),
+    (dict(key_range=torch.tensor([[-1, 3], [0, 7]])), ValueError, r"got \[-1, 3\] in batch row 0"),
+    (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
+    (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+    (dict(dropout=-0.1), ValueError, r"dropout must be in \[0, 1\), got -0.1"),
+    (dict(dropout=True), TypeError, "dropout must be a number, got True"),
+    (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
+    (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
+    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), MESSAGES)
+def test_attention_says_what_is_wrong(arguments, kind, words):
+    with pytest.raises(kind, match=words):
+        call(**arguments)
+
+
+def varlen(q=(5, 4, 8), k=(7, 2, 8), offsets_q=(0, 2, 5), offsets_k=(0, 3, 7)):
+    tensors = [
+        o if isinstance(o, torch.Tensor) else torch.tensor(o) for o in (offsets_q, offsets_k)
+    ]
+    return linbias.torch.attention_varlen(torch.ones(q), torch.ones(k), torch.ones(k), *tensors)
+
+
+VARLEN_MESSAGES = [
+    (dict(q=(1, 5, 4, 8)), r"attention_varlen: q must have 3 axes, total, heads, size, got \[1, 5, 4, 8\]"),
+    (dict(offsets_q=(0.0, 5.0)), "cu_seqlens_q must be a row of integers, got float32"),
+    (dict(offsets_q=((0, 5),)), r"cu_seqlens_q must be a row of integers, got int64 \[1, 2\]"),
+    (dict(offsets_q=(0, 2, 4)), r"cu_seqlens_q must start at 0, never fall and end at 5, got \[0, 2, 4\]"),
+    (dict(offsets_k=(0, 8, 7)), "cu_seqlens_k must start at 0, never fall and end at 7"),
+    (dict(offsets_k=(1, 3, 7)), "cu_seqlens_k must start at 0"),
+    (dict(offsets_k=(0, 7)), "cu_seqlens_q counts 2 sequences but cu_seqlens_k 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), VARLEN_MESSAGES)
+def test_attention_varlen_says_what_is_wrong(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        varlen(**arguments)
+
+
+ONES = np.ones((2, 3, 4))
+NUMPY_MESSAGES = [
+    (lambda: linbias.attention(ONES[0], ONES, ONES), ValueError, r"attention: q must have at least 3 axes, .*, got \[3, 4\]"),
+    (lambda: linbias.attention(ONES > 0, ONES, ONES), TypeError, "attention: q must hold real numbers, got bool"),
+    (lambda: linbias.attention(ONES, ONES[None], ONES), ValueError, r"k has batch axes \[1\] but q has \[\]"),
+    (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "left must be at least 0"),
+    (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: left must have shape \[H\] = \[2\]"),
+    (lambda: linbias.attention_backward(ONES[:1], ONES, ONES, ONES), ValueError, r"dout must have shape \[2, 3, 4\], got \[1, 3, 4\]"),
+    (lambda: linbias.slopes(0), ValueError, "n_heads must be at least 1, got 0"),
+    (lambda: linbias.slopes(2.0), TypeError, "n_heads must be an integer, got 2.0"),
+    (lambda: linbias.slopes(True), TypeError, "n_heads must be an integer, got True"),
+    (lambda: linbias.slopes(2, "linear"), ValueError, "schedule must be one of .*, got 'linear'"),
+    (lambda: linbias.slopes(2, max_bias=0), ValueError, "max_bias must be positive and finite, got 0"),
+    (lambda: linbias.slopes(2, "halving", 4.0), ValueError, "schedule 'halving' has no max_bias, got 4.0"),
+    (lambda: linbias.bias([-1.0], 2, 2), ValueError, "bias: left must be at least 0"),
+    (lambda: linbias.bias([1.0], 2, 2, [np.nan]), ValueError, "bias: right must be at least 0"),
+    (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "kind", "words"), NUMPY_MESSAGES)
+def test_numpy_functions_say_what_is_wrong(function, kind, words):
+    with pytest.raises(kind, match=words):
+        function()
+
+
+class Unable:
+    NAME = "unable"
+
+    @staticmethod
+    def why_not(call):
+        return "it is Sunday"
+
+
+def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_auto():
+    from linbias.torch import dense
+
+    refused = "f: unable cannot run this call: it is Sunday"
+    with pytest.raises(NotImplementedError, match=refused):
+        _dispatch.choose("f", "unable", None, (Unable, dense))
+    assert _dispatch.choose("f", "auto", None, (Unable, dense)) is dense
+    with pytest.raises(
+        NotImplementedError, match="no implementation can run this call: unable: it is Sunday"
+    ):
+        _dispatch.choose("f", "auto", None, (Unable,))
+
+
+def test_every_message_of_the_checks_has_a_row():
+    """Count raise sites, so that a new rule cannot come without its message here."""
+    source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 22

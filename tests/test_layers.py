@@ -1,0 +1,101 @@
+"""Imports run one way (DESIGN section 3), and NumPy is enough for the core."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import linbias
+
+PACKAGE = Path(linbias.__file__).parent
+
+# What the modules of a layer may import of ours: itself and these.
+ANYONE = {"slopes", "bias", "_machine"}
+CORE = {"_checks", "_dispatch"}
+LAYERS = {
+    **{module: set() for module in ANYONE},
+    "_checks": set(),
+    "_dispatch": {"_checks"},
+    "reference": {"_checks"} | ANYONE,
+    "cpu": {"_cpu"} | CORE | ANYONE,
+    "torch": {"cpu"} | CORE | ANYONE,
+    "lm": {"torch"} | ANYONE,
+    "__init__": {"reference"} | ANYONE,
+    "example": {"reference"} | ANYONE,
+    "doctor": {"torch"} | CORE | ANYONE,
+    "_options": set(),
+    "cli": {"lm", "torch", "example", "doctor", "_options", "__version__"} | ANYONE,
+    "__main__": {"cli"},
+}
+IMPLEMENTATIONS = {"linbias.torch.dense", "linbias.torch.blocked", "linbias.torch.cpu"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name == "linbias" or name.startswith("linbias.")}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_imports_run_one_way(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    layer = parts[0]
+    assert layer in LAYERS, f"{layer} is no layer of DESIGN section 3"
+    for name in imports(path):
+        target = name.split(".")[1] if "." in name else ""
+        assert target == layer or target in LAYERS[layer], f"{layer} imports {name}"
+
+
+def test_implementations_never_import_each_other():
+    for module in IMPLEMENTATIONS:
+        path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        for name in imports(path):
+            assert not any(name.startswith(other) for other in IMPLEMENTATIONS - {module})
+
+
+COLD_START = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "jax", "triton", "transformers", "datasets", "matplotlib", "typer", "rich"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import linbias, numpy as np
+ones = np.ones((2, 3, 4))
+assert linbias.attention(ones, ones, ones).shape == (2, 3, 4)
+print(linbias.explain(ones, ones, ones).table())
+"""
+
+
+def test_the_core_needs_numpy_only():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COLD_START],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weight" in done.stdout
+
+
+def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
+    code = "import numpy, sys; before = set(sys.modules); import linbias; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    foreign = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    assert foreign <= {"linbias", "numpy"}
+
+
+def test_public_names():
+    """The contract of DESIGN section 4."""
+    import linbias.torch
+
+    assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
+    assert set(linbias.torch.__all__) == {"attention", "attention_varlen", "MultiheadAttention"}

@@ -1,0 +1,312 @@
+"""`linbias.torch.attention`: every implementation against the contract, and what only PyTorch has."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import contract
+import linbias
+import linbias.torch
+from budget import assert_within_budget
+from cases import CASES, Case, by_name, make_inputs, short
+from contract import SEED, check_case, check_certificate_holds, expected
+from linbias._checks import TOLERANCE
+
+IMPLEMENTATIONS = ("dense", "blocked", "cpu")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+class TorchSubject:
+    def __init__(self, implementation: str, device: str = "cpu") -> None:
+        self.implementation = implementation
+        self.device = device
+
+    def forward(self, inputs, case, dtype, tolerance=None, layout="plain"):
+        narrow = getattr(torch, dtype)
+        wide = torch.float64 if dtype == "float64" else torch.float32
+        leaves = {
+            name: _lay_out(torch.tensor(array, dtype=narrow if name in "qkv" else wide), layout)
+            .to(self.device)
+            .requires_grad_()
+            for name in ("q", "k", "v", "left", "right")
+            if (array := getattr(inputs, name)) is not None
+        }
+        key_range = torch.tensor(case.key_range, device=self.device) if case.key_range else None
+        with _seeded_dropout(SEED):
+            out, lse = linbias.torch.attention(
+                **leaves,
+                causal=case.causal,
+                scale=case.scale,
+                key_range=key_range,
+                dropout=case.dropout,
+                tolerance=tolerance,
+                implementation=self.implementation,
+                return_lse=True,
+            )
+        assert (out.dtype, lse.dtype) == (narrow, wide)
+        return {"out": out, "lse": lse}, leaves
+
+    def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
+        results, leaves = self.forward(inputs, case, dtype, tolerance, layout)
+        out, lse = results.values()
+        seen = lse.detach() > -torch.inf
+        dlse = torch.tensor(inputs.dlse, dtype=lse.dtype, device=self.device) * seen
+        dout = torch.tensor(inputs.dout, dtype=out.dtype, device=self.device)
+        torch.autograd.backward((out, lse), (dout, dlse))
+        gradients = {name: leaf.grad for name, leaf in leaves.items()}
+        return _to_numpy(results), _to_numpy(gradients)
+
+
+def _lay_out(array: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values with other strides."""
+    if array.dim() != 4 or layout == "plain":
+        return array
+    if layout == "heads last":  # as a projection gives it: [B, T, H, D] seen as [B, H, T, D]
+        return array.transpose(1, 2).contiguous().transpose(1, 2)
+    padded = array.new_full((*array.shape[:3], 2 * array.shape[3] + 1), torch.nan)
+    padded[..., 1::2] = array  # every second element, between NaN
+    return padded[..., 1::2]
+
+
+def _to_numpy(tensors):
+    return {name: tensor.detach().cpu().double().numpy() for name, tensor in tensors.items()}
+
+
+class _seeded_dropout:
+    """Draw SEED for the dropout mask, so that the mask is known."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __enter__(self):
+        from linbias.torch import functional
+
+        self.original = functional.draw_seed
+        functional.draw_seed = lambda: torch.tensor(self.seed)
+
+    def __exit__(self, *_):
+        from linbias.torch import functional
+
+        functional.draw_seed = self.original
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_contract_in_float32(implementation, case, poisoned_memory):
+    check_case(TorchSubject(implementation), case, "float32")
+
+
+@pytest.mark.parametrize("dtype", ("float64", "bfloat16", "float16"))
+@pytest.mark.parametrize("case", [c for c in short() if c.name != "slopes-extreme"], ids=str)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_contract_in_other_dtypes(implementation, case, dtype, poisoned_memory):
+    if dtype == "float16" and case.logits > 100:
+        pytest.skip("q overflows float16")
+    check_case(TorchSubject(implementation), case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("multi-query", "symmetric", "long", "long-symmetric", "dropout"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_gradients_the_result_is_within_the_budget_too(implementation, name, dtype):
+    """The compiled core takes faster products then, where the CPU has them."""
+    case = by_name(name)
+    inputs, truth, plains = expected(case, dtype)
+    with torch.no_grad():
+        results = TorchSubject(implementation).forward(inputs, case, dtype)[0]
+    for what in ("out", "lse"):
+        plain = [p[0][what] for p in plains]
+        wide = "float64" if dtype == "float64" else "float32"
+        budget_dtype = dtype if what == "out" else wide
+        assert_within_budget(
+            what, _to_numpy(results)[what], truth[0][what], plain, budget_dtype, TOLERANCE[dtype]
+        )
+
+
+@pytest.mark.parametrize("layout", ("heads last", "every second element"))
+@pytest.mark.parametrize("name", ("T-below-S", "symmetric", "filled-cache"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_strides_do_not_matter(implementation, name, layout):
+    check_case(TorchSubject(implementation), by_name(name), "float32", layout)
+
+
+LONG = [
+    case for case in CASES if case.T * case.S > 5000 and not case.dropout and not case.key_range
+]
+
+
+@pytest.mark.parametrize("tolerance", (1e-2, 1e-5))
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+def test_dropped_mass_is_at_most_the_tolerance(implementation, case, tolerance):
+    check_certificate_holds(TorchSubject(implementation), case, tolerance)
+
+
+def test_certificate_leaves_most_of_a_long_sequence():
+    """The point of it all: a steep head visits few blocks, and a head without slope all of them."""
+    q, k, v = torch.randn(3, 1, 2, 4096, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = (x[:, :, :].contiguous() for x in (q, k, v))
+    left = torch.tensor([0.5, 0.0])
+    _, _, _, visited = linbias.torch.blocked.forward(
+        q, k, v, left, None, None, None, 0.25, 0.0, 2.0**-24, False
+    )
+    steep, flat = visited[0, :, :-1, 0]
+    assert steep.max() <= 1
+    assert flat.tolist() == list(range(16))
+
+
+def test_tolerance_zero_visits_every_key():
+    q, k, v = torch.randn(3, 1, 1, 700, 8)
+    visited = linbias.torch.blocked.forward(
+        q, k, v, torch.tensor([9.0]), None, None, None, 0.3, 0.0, 0.0, False
+    )[3]
+    assert visited[0, 0, :3, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ("q", "k", "v"))
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementation, where, value):
+    arrays = {name: torch.randn(1, 2, 600, 8) for name in "qkv"}
+    arrays[where][0, 1, 3, 2] = value
+    out = linbias.torch.attention(**arrays, left=[0.5, 0.5], implementation=implementation)
+    assert torch.isfinite(out[0, 0]).all()
+    rows = torch.isfinite(out[0, 1]).all(-1)
+    is_nan = value != value
+    if where == "q":
+        assert rows.sum() >= 599 and not (is_nan and rows[3])
+    elif where == "v" or is_nan:
+        assert not rows[3:].any()
+    if where == "k" and is_nan:
+        assert rows[:3].all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_keys_outside_the_key_range_may_hold_anything(implementation):
+    case = by_name("range-symmetric")
+    inputs = make_inputs(case, "float32")
+    clean = TorchSubject(implementation).run(inputs, case, "float32")
+    for b, (first, end) in enumerate(case.key_range):
+        for array in (inputs.k, inputs.v):
+            array[b, :, :first] = np.nan
+            array[b, :, end:] = np.inf
+    poisoned = TorchSubject(implementation).run(inputs, case, "float32")
+    for before, after in zip(clean, poisoned, strict=True):
+        for name in before:
+            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", (True, False))
+def test_gradients_equal_finite_differences(implementation, causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+    left, right = (
+        torch.tensor(s, dtype=torch.float64, requires_grad=True) for s in ([0.4, 0.1], [0.2, 0.3])
+    )
+    run = functools.partial(
+        linbias.torch.attention, causal=causal, implementation=implementation, return_lse=True
+    )
+    if causal:
+        assert torch.autograd.gradcheck(run, (q, k, v, left))
+    else:
+        assert torch.autograd.gradcheck(lambda *a: run(*a[:4], right=a[4]), (q, k, v, left, right))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parts_over_key_ranges_merge_by_lse_to_the_whole(implementation):
+    """Decode one token from three parts of the cache, as parallel machines would."""
+    q, k, v = (torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (1, 50, 50))
+    run = functools.partial(
+        linbias.torch.attention, implementation=implementation, return_lse=True
+    )
+    whole, lse = run(q, k, v)
+    ranges = torch.tensor([[0, 20], [20, 35], [35, 50]])
+    parts, part_lse = run(*(x.expand(3, -1, -1, -1) for x in (q, k, v)), key_range=ranges)
+    # A part takes its last key for the query's position; the way from there costs slope * distance.
+    way = 50 - ranges[:, 1:]
+    part_lse = part_lse - (torch.from_numpy(linbias.slopes(4)) * way)[..., None]
+    merged_lse = torch.logsumexp(part_lse, 0, keepdim=True)
+    torch.testing.assert_close(merged_lse, lse)
+    merged = (parts * torch.exp(part_lse - merged_lse)[..., None]).sum(0, keepdim=True)
+    torch.testing.assert_close(merged, whole)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_zero_slopes_equal_scaled_dot_product_attention(implementation):
+    q, k, v = torch.randn(3, 2, 3, 41, 8, dtype=torch.float64)
+    out = linbias.torch.attention(q, k, v, torch.zeros(3), implementation=implementation)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, plain)
+
+
+def test_dropout_obeys_the_seed_and_keeps_the_mean():
+    q, k, v = torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.ones(1, 1, 64, 1)
+    run = functools.partial(linbias.torch.attention, q, k, v, [0.0], dropout=0.25, causal=False)
+    torch.manual_seed(5)
+    first, second = run(), run()
+    torch.manual_seed(5)
+    assert torch.equal(run(), first)
+    assert not torch.equal(second, first)
+    # 4,096 weights: the mean of kept / (1 - p) has a standard deviation of 0.009.
+    assert abs(first.mean().item() - 1) < 0.05
+
+
+def test_autocast_casts_as_scaled_dot_product_attention_does():
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = linbias.torch.attention(q, k.bfloat16(), v, return_lse=True)
+        assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype
+    assert lse.dtype == torch.float32
+    expected = linbias.torch.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert torch.equal(out, expected)
+
+
+def test_slopes_of_any_kind_are_taken():
+    q, k, v = torch.randn(3, 2, 2, 9, 8)
+    expected = linbias.torch.attention(q, k, v, torch.tensor([0.5, 0.25]))
+    for left in (
+        [0.5, 0.25],
+        (0.5, 0.25),
+        np.array([0.5, 0.25]),
+        torch.tensor([0.5, 0.25]).double(),
+    ):
+        assert torch.equal(linbias.torch.attention(q, k, v, left), expected)
+
+
+def test_packed_sequences_equal_each_alone():
+    lengths_q, lengths_k = (3, 0, 5, 2), (3, 4, 7, 0)
+    q = torch.randn(sum(lengths_q), 4, 8, requires_grad=True)
+    k, v = torch.randn(2, sum(lengths_k), 2, 8)
+    offsets = [torch.tensor([0, *np.cumsum(lengths)]) for lengths in (lengths_q, lengths_k)]
+    left = torch.rand(4, 4)
+    out, lse = linbias.torch.attention_varlen(q, k, v, *offsets, left, return_lse=True)
+    out.sum().backward()
+    assert q.grad is not None
+    for b in range(4):
+        mine, keys = (slice(o[b], o[b + 1]) for o in offsets)
+        alone, alone_lse = linbias.torch.attention(
+            *(x.transpose(0, 1)[None] for x in (q[mine], k[keys], v[keys])),
+            left[b],
+            return_lse=True,
+        )
+        assert torch.equal(out[mine], alone[0].transpose(0, 1))
+        assert torch.equal(lse[mine], alone_lse[0].transpose(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+def test_contract_on_a_gpu(implementation, case, dtype):
+    if dtype == "float16" and case.logits > 100:
+        pytest.skip("q overflows float16")
+    check_case(TorchSubject(implementation, "cuda"), case, dtype)
+
+
+def test_every_case_name_is_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert isinstance(CASES[0], Case)
+    assert contract.TOLERANCE.keys() == set(DTYPES)

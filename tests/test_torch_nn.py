@@ -1,0 +1,183 @@
+"""`MultiheadAttention`: variants, shapes, padding, learned slopes, state dict, messages."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import linbias
+import linbias.torch
+from linbias.torch import MultiheadAttention
+
+INF = float("inf")
+VARIANTS = {
+    "causal": (linbias.slopes(4), None),
+    "symmetric": (linbias.slopes(4), linbias.slopes(4)),
+    "directional": ([2**-4, 2**-8, INF, INF], [INF, INF, 2**-4, 2**-8]),
+    "asymmetric": (linbias.slopes(4), linbias.slopes(4)),
+    "none": (np.zeros(4), np.zeros(4)),
+    "none_causal": (np.zeros(4), None),
+}
+
+
+def layer(*args, **options):
+    torch.manual_seed(0)
+    return MultiheadAttention(*args, **{"batch_first": True} | options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_is_its_row_of_the_table(variant):
+    left, right = VARIANTS[variant]
+    module = layer(12, 4, variant=variant)
+    x = torch.randn(2, 9, 12)
+    q, k, v = (
+        p(x).unflatten(-1, (4, 3)).transpose(1, 2).detach().double().numpy()
+        for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    sides = {"causal": True} if right is None else {"causal": False, "right": right}
+    trace = linbias.explain(q, k, v, left, **sides)
+    out, weights = module(x, need_weights=True, average_attn_weights=False)
+    np.testing.assert_allclose(weights.detach(), trace.weight, atol=1e-6)
+    merged = torch.from_numpy(trace.output).float().transpose(1, 2).flatten(2)
+    torch.testing.assert_close(out, module.out_proj(merged))
+    averaged = module(x, need_weights=True)[1]
+    torch.testing.assert_close(averaged, weights.mean(1))
+
+
+def test_without_bias_it_is_pytorchs_multihead_attention():
+    ours, theirs = (
+        layer(12, 4, variant="none", kdim=7, vdim=5),
+        nn.MultiheadAttention(12, 4, kdim=7, vdim=5, batch_first=True),
+    )
+    with torch.no_grad():
+        theirs.q_proj_weight.copy_(ours.q_proj.weight)
+        theirs.k_proj_weight.copy_(ours.k_proj.weight)
+        theirs.v_proj_weight.copy_(ours.v_proj.weight)
+        theirs.out_proj.weight.copy_(ours.out_proj.weight)
+    query, key, value = torch.randn(2, 5, 12), torch.randn(2, 6, 7), torch.randn(2, 6, 5)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    mine = ours(query, key, value, key_padding_mask=padding, need_weights=True)
+    expected = theirs(query, key, value, key_padding_mask=padding)
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_layouts():
+    module, x = layer(12, 4), torch.randn(2, 5, 12)
+    out = module(x)[0]
+    assert torch.equal(module(x[0])[0], module(x[:1])[0][0])
+    assert module(x[0], need_weights=True)[1].shape == (5, 5)
+    module.batch_first = False
+    torch.testing.assert_close(module(x.transpose(0, 1))[0].transpose(0, 1), out)
+    assert MultiheadAttention(12, 4).batch_first is False
+
+
+def test_cross_attention_has_no_bias_by_default():
+    module = layer(12, 4, cross_attention=True, kdim=7, vdim=7)
+    assert module.variant == "none"
+    memory = torch.randn(2, 6, 7)
+    out = module(torch.randn(2, 5, 12), memory)[0]
+    shuffled = module(torch.randn(2, 5, 12), memory)[0]
+    assert out.shape == (2, 5, 12) and not torch.equal(out, shuffled)
+    query = torch.randn(2, 5, 12)
+    torch.testing.assert_close(module(query, memory.flip(1))[0], module(query, memory)[0])
+
+
+def test_grouped_heads_and_free_head_size():
+    module = layer(12, 6, num_kv_heads=2, head_dim=5, bias=False)
+    assert {n: tuple(p.shape) for n, p in module.state_dict().items()} == {
+        "q_proj.weight": (30, 12),
+        "k_proj.weight": (10, 12),
+        "v_proj.weight": (10, 12),
+        "out_proj.weight": (12, 30),
+    }
+    assert module(torch.randn(2, 5, 12))[0].shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_padding_is_as_if_it_were_not_there(variant, side):
+    module, x = layer(12, 4, variant=variant), torch.randn(3, 9, 12)
+    lengths = (9, 6, 1)
+    padding = torch.zeros(3, 9, dtype=torch.bool)
+    for b, n in enumerate(lengths):
+        padding[b, slice(0, 9 - n) if side == "left" else slice(n, 9)] = True
+    out, weights = module(x, key_padding_mask=padding, need_weights=True)
+    for b in range(3):
+        real = ~padding[b]
+        alone, alone_weights = module(x[b, real], need_weights=True)
+        torch.testing.assert_close(out[b, real], alone)
+        torch.testing.assert_close(weights[b][real][:, real], alone_weights)
+        assert (weights[b][:, padding[b]] == 0).all()
+
+
+@pytest.mark.parametrize("variant", ("causal", "symmetric", "directional", "asymmetric"))
+def test_learned_slopes_get_gradients_and_stay_positive(variant):
+    module = layer(12, 4, variant=variant, learned=True)
+    names = [n for n, _ in module.named_parameters() if n.startswith("log_")]
+    assert names == (["log_left"] if variant == "causal" else ["log_left", "log_right"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=100.0)
+    before = module.left.detach().clone()
+    module(torch.randn(2, 9, 12))[0].square().sum().backward()
+    assert torch.isfinite(module.log_left.grad).all()
+    optimizer.step()
+    assert (module.left >= 0).all() and not torch.equal(module.left, before)
+    hidden = torch.isinf(before)
+    assert torch.isinf(module.left[hidden]).all()
+    copy = layer(12, 4, variant=variant, learned=True)
+    copy.load_state_dict(module.state_dict())
+    assert torch.equal(copy.left, module.left)
+
+
+def test_fixed_slopes_are_not_in_the_state_dict_but_move_with_the_module():
+    module = layer(12, 4)
+    assert not [n for n in module.state_dict() if "log" in n]
+    assert module.to("meta").left.device.type == "meta"
+    assert layer(12, 4, learned=False, variant="asymmetric").right.requires_grad is False
+
+
+def test_sixteen_bit_modules_keep_their_slopes_exact():
+    module = layer(12, 12).bfloat16()
+    np.testing.assert_array_equal(module.left, linbias.slopes(12))
+
+
+def test_dropout_acts_in_training_only():
+    module, x = layer(12, 4, 0.5), torch.randn(2, 9, 12)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+MESSAGES = [
+    (dict(embed_dim=10), "embed_dim 10 is no multiple of num_heads 4; give head_dim"),
+    (dict(num_heads=0), "num_heads must be at least 1, got 0"),
+    (dict(num_kv_heads=3), "num_heads 4 is no multiple of num_kv_heads 3"),
+    (dict(variant="both"), "variant must be one of .*, got 'both'"),
+    (
+        dict(variant="directional", num_heads=3),
+        "variant 'directional' needs an even num_heads, got 3",
+    ),
+    (dict(variant="none", learned=True), "variant 'none' has no slopes to learn"),
+    (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), MESSAGES)
+def test_settings_say_what_is_wrong(arguments, words):
+    with pytest.raises(ValueError, match=f"MultiheadAttention: {words}"):
+        MultiheadAttention(**{"embed_dim": 12, "num_heads": 4} | arguments)
+
+
+X = torch.zeros(2, 5, 12)
+CALLS = [
+    (dict(query=X[:, 0, 0]), "query, key and value must all have 3 axes"),
+    (dict(query=X, key_padding_mask=torch.zeros(2, 5)), r"key_padding_mask must be bool \[B, S\] = \[2, 5\]"),
+    (dict(query=X, key_padding_mask=torch.tensor([[False] * 5, [False, True, False, True, True]])), "contiguous"),
+    (dict(query=X[:, :3], key=X, key_padding_mask=torch.tensor([[False] * 4 + [True]] * 2)), r"as many queries as keys \(T = 3, S = 5\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), CALLS)
+def test_calls_say_what_is_wrong(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        layer(12, 4)(**arguments)
