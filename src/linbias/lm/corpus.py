@@ -1,0 +1,305 @@
+"""Text to train and test on: Python's own source, files, or a Hugging Face data set.
+
+    documents  ->  train / valid / test text  ->  token ids
+
+Every source ends as three texts that share no document, so that a test measures what a model has
+learned and not what it has memorised. The embedded corpus, "stdlib", is the source of Python's
+standard library: about 9 MB that every machine has, so that nothing need be downloaded.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linbias.lm.tokenizers import Ids, Tokenizer, byte_tokenizer, train_bpe
+
+SPLITS = ("train", "valid", "test")
+HELD_OUT = 0.05  # share of the valid split, and of the test split
+
+_KNOWN_DATA_SETS = {
+    "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
+    "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
+}
+_TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name that ends so is a file, perhaps a missing one
+_DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
+# Parts of the standard library that some distributions package apart, that later versions drop, or
+# that are data rather than source; without them the corpus is much the same on every machine.
+_NOT_STDLIB = {
+    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "distutils"),
+    *("tkinter", "turtledemo", "ensurepip", "pydoc_data", "sitecustomize.py"),
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised text in three splits.
+
+    Attributes:
+        name: What `load_corpus` was asked for.
+        source: Where the text came from, in words.
+        tokenizer: Turns text into the ids below and back.
+        train: [tokens], unsigned integers; likewise `valid` and `test`.
+        valid: Text to choose settings by.
+        test: Text to report.
+        num_bytes: UTF-8 bytes of each split's text, by the split's name.
+        fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
+    """
+
+    name: str
+    source: str
+    tokenizer: Tokenizer
+    train: Ids
+    valid: Ids
+    test: Ids
+    num_bytes: dict[str, int]
+    fingerprint: str
+
+
+def load_corpus(
+    name: str = "stdlib",
+    *,
+    tokenizer: str = "bytes",
+    vocab_size: int = 4096,
+    column: str = "text",
+    stream: bool = False,
+    max_bytes: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Corpus:
+    """Reads a text, splits it into train, valid and test, and tokenises it.
+
+    Files are dealt out whole, in the order of a hash of their path: 5 % of them to test, 5 % to
+    valid, the others to train; a file that repeats another's content is left out. Fewer than three
+    files, or a data set without splits of its own, are one text cut in the same proportions.
+
+    Args:
+        name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
+            the id of a Hugging Face data set, "owner/name" or "owner/name:configuration".
+            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext.
+        tokenizer: "bytes", or "bpe" for byte pairs learned from the train split.
+        vocab_size: Number of tokens of "bpe".
+        column: The column of a data set that holds the text.
+        stream: Read a data set over the network without storing it; for use with `max_bytes`.
+        max_bytes: At most this many bytes of UTF-8 per split; None means all.
+        cache_dir: Folder for downloaded data sets and for ids of "bpe". None means the default
+            folder of the `datasets` library, and that ids are not kept.
+
+    Raises:
+        ValueError: No such corpus; a file is binary (holds a NUL, or is not UTF-8); the text is
+            too short to be split; or a choice above is not one.
+
+    Example:
+        >>> corpus = load_corpus("stdlib", max_bytes=100_000)
+        >>> corpus.train.dtype, corpus.tokenizer.vocab_size, corpus.num_bytes["train"]
+        (dtype('uint8'), 256, 100000)
+    """
+    if tokenizer not in ("bytes", "bpe"):
+        raise ValueError(f"load_corpus: tokenizer must be 'bytes' or 'bpe', got {tokenizer!r}")
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"load_corpus: max_bytes must be positive, got {max_bytes}")
+    if name == "stdlib":
+        texts, source = _split_files(_stdlib_files()), "source of Python's standard library"
+    elif paths := _matching_files(name):
+        texts = _split_files({str(path): _read_text(path) for path in paths})
+        source = f"{len(paths)} file{'s' * (len(paths) > 1)} of {name}"
+    elif _DATA_SET_ID.fullmatch(name) and Path(name).suffix not in _TEXT_SUFFIXES:
+        texts = _data_set_texts(name, column, stream, max_bytes, cache_dir)
+        source = f"Hugging Face data set {_KNOWN_DATA_SETS.get(name, name)}"
+    else:
+        raise ValueError(
+            "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
+            f"a Hugging Face data set, got {name!r}"
+        )
+    texts = {split: _clip(text, max_bytes) for split, text in texts.items()}
+    if not all(texts.values()):
+        total = sum(map(len, texts.values()))
+        raise ValueError(f"load_corpus: {name} must hold text for three splits, got {total} bytes")
+    return _tokenise(name, source, texts, tokenizer, vocab_size, cache_dir)
+
+
+def _stdlib_files() -> dict[str, bytes]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = {}
+    for path in sorted(folder.rglob("*.py")):
+        relative = path.relative_to(folder)
+        if _NOT_STDLIB.isdisjoint(relative.parts) and not path.name.startswith("_sysconfigdata"):
+            files[relative.as_posix()] = path.read_bytes()
+    if len(files) < len(SPLITS):
+        raise ValueError(
+            f"load_corpus: stdlib must have its .py files, got {len(files)} in {folder}"
+        )
+    return {path: text for path, text in files.items() if _why_binary(text) is None}
+
+
+def _matching_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+    else:
+        found = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
+    return sorted(file for file in found if file.is_file())
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _read_text(path: Path) -> bytes:
+    text = path.read_bytes()
+    if reason := _why_binary(text):
+        raise ValueError(f"load_corpus: files must be UTF-8 text, got {reason} in {path}")
+    if not text:
+        raise ValueError(f"load_corpus: files must not be empty, got {path}")
+    return text
+
+
+def _why_binary(text: bytes) -> str | None:
+    if (at := text.find(0)) >= 0:
+        return f"a NUL at byte {at}"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"a byte that is not UTF-8 at byte {error.start}"
+    return None
+
+
+def _split_files(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Deals out whole files; the hash makes the choice arbitrary, yet the same everywhere."""
+    unique = {text: path for path, text in sorted(files.items(), reverse=True) if text}
+    order = sorted(unique, key=lambda text: hashlib.sha256(unique[text].encode()).digest())
+    if len(order) < len(SPLITS):
+        return _cut(_join(order))
+    held_out = max(1, round(HELD_OUT * len(order)))
+    parts = (order[2 * held_out :], order[:held_out], order[held_out : 2 * held_out])
+    return {split: _join(part) for split, part in zip(SPLITS, parts, strict=True)}
+
+
+def _cut(text: bytes) -> dict[str, bytes]:
+    """Cuts one text into a first part to train on and two shorter ones that follow it."""
+    ends = (_before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
+    first, second = ends
+    return {"train": text[:first], "valid": text[first:second], "test": text[second:]}
+
+
+def _clip(text: bytes, max_bytes: int | None) -> bytes:
+    return text if max_bytes is None else text[: _before_character(text, max_bytes)]
+
+
+def _before_character(text: bytes, end: int) -> int:
+    """The last place at or before `end` that does not divide a UTF-8 character."""
+    while 0 < end < len(text) and text[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def _join(documents: Iterable[bytes]) -> bytes:
+    return b"".join(text if text.endswith(b"\n") else text + b"\n" for text in documents)
+
+
+def _data_set_texts(
+    name: str,
+    column: str,
+    stream: bool,
+    max_bytes: int | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> dict[str, bytes]:
+    import datasets  # takes a second to import, and most corpora do without
+
+    path, _, configuration = _KNOWN_DATA_SETS.get(name, name).partition(":")
+    folder = None if cache_dir is None else str(cache_dir)
+    try:
+        data = datasets.load_dataset(
+            path, configuration or None, streaming=stream, cache_dir=folder
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
+            f"a Hugging Face data set that can be reached, got {name!r} ({error})"
+        ) from error
+    rows = {"valid" if split == "validation" else split: data[split] for split in data}
+    if not all(split in rows for split in SPLITS):
+        return _cut(
+            _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
+        )
+    return {split: _column_text(rows[split], column, max_bytes) for split in SPLITS}
+
+
+def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
+    """The rows' text, a line end after each; an empty row, in WikiText, is a blank line."""
+    parts: list[bytes] = []
+    size = 0
+    for row in rows:
+        if not isinstance(row.get(column), str):
+            raise ValueError(
+                f"load_corpus: column must be one of text, got {column!r} of {', '.join(row)}"
+            )
+        parts.append(_join([row[column].encode()]))
+        size += len(parts[-1])
+        if max_bytes is not None and size >= max_bytes:
+            break
+    return b"".join(parts)
+
+
+def _tokenise(
+    name: str,
+    source: str,
+    texts: dict[str, bytes],
+    kind: str,
+    vocab_size: int,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Corpus:
+    digest = hashlib.sha256(json.dumps([kind, vocab_size if kind == "bpe" else 256]).encode())
+    for split in SPLITS:
+        digest.update(hashlib.sha256(texts[split]).digest())
+    fingerprint = digest.hexdigest()
+    if kind == "bytes":
+        tokenizer = byte_tokenizer()
+        ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
+    elif cache_dir is None:
+        tokenizer, ids = _learn_bpe(texts, vocab_size)
+    else:
+        tokenizer, ids = _cached_bpe(texts, vocab_size, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
+    num_bytes = {split: len(texts[split]) for split in SPLITS}
+    return Corpus(name, source, tokenizer, **ids, num_bytes=num_bytes, fingerprint=fingerprint)
+
+
+def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, Ids]]:
+    tokenizer = train_bpe(texts["train"], vocab_size)
+    return tokenizer, {split: tokenizer.encode(texts[split]) for split in SPLITS}
+
+
+def _cached_bpe(
+    texts: dict[str, bytes], vocab_size: int, folder: Path
+) -> tuple[Tokenizer, dict[str, Ids]]:
+    """As `_learn_bpe`, but once: the folder appears whole, or not at all."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer, ids = _learn_bpe(texts, vocab_size)
+        partial = tempfile.mkdtemp(dir=folder.parent)
+        tokenizer.save(partial)
+        for split in SPLITS:
+            np.save(Path(partial, f"{split}.npy"), ids[split], allow_pickle=False)
+        try:
+            os.replace(partial, folder)
+        except OSError:  # another process was first, with the same content
+            shutil.rmtree(partial)
+            if not folder.is_dir():
+                raise
+    arrays = {
+        split: np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
+        for split in SPLITS
+    }
+    return Tokenizer.load(folder), arrays

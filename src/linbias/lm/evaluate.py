@@ -1,0 +1,314 @@
+"""How well a language model predicts a text when it reads `length` tokens at a time.
+
+A text of N tokens asks N - 1 questions: prediction i reads tokens up to i and names token i + 1.
+Both modes ask every question exactly once, so their numbers, and those of all lengths, compare:
+
+    segments (stride=None), length 4          sliding window, length 4, stride 2
+    predictions 0 1 2 3|4 5 6 7|8 9           0 1 2 3 4 5 6 7 8 9
+                * * * *                       * * * *
+                        * * * *                   . . * *
+                                * *                   . . * *
+                                                          . . * *       (. read, * scored)
+
+Segments are the cheap mode of the paper: whatever opens a segment is predicted from almost nothing
+(the "early token curse", appendix B). A sliding window gives each prediction at least
+length - stride + 1 tokens of context; with stride 1 it has the last `length` tokens, always. An
+exact window cannot be read from a cache, since a deep state depends on tokens that have left the
+window: each is read anew. Reading many windows in one batch is what makes that affordable.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from linbias.lm.load import load_model as load_model
+from linbias.lm.memory import PeakMemory
+
+# float32 logits held at once: 2^24 of them are 64 MiB, beyond which a larger matmul gains nothing.
+_LOGITS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured.
+
+    Attributes:
+        length: tokens read at a time.
+        stride: tokens by which the window moves; None for segments without overlap.
+        num_tokens: predictions scored.
+        num_bytes: UTF-8 bytes of the scored tokens; None where the text's size was not given.
+        nll: mean negative log likelihood, nats per token.
+        tokens_per_second: predictions scored per second of wall time.
+        peak_memory_bytes: most memory held meanwhile (of the process, or of the CUDA device).
+        loss_by_position: [length], mean nll of the predictions made from 1, 2, ... length tokens
+            of context; None where there was no such prediction.
+        count_by_position: [length], how many predictions that mean is over.
+    """
+
+    length: int
+    stride: int | None
+    num_tokens: int
+    num_bytes: int | None
+    nll: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    loss_by_position: tuple[float | None, ...]
+    count_by_position: tuple[int, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll); infinite where that is beyond a float."""
+        return math.exp(self.nll) if self.nll < 709.0 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits spent per byte of text, which does not depend on the tokenizer."""
+        if self.num_bytes is None:
+            return None
+        return self.nll * self.num_tokens / (math.log(2.0) * self.num_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return {
+            **asdict(self),
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "loss_by_position": list(self.loss_by_position),
+            "count_by_position": list(self.count_by_position),
+        }
+
+
+class Window(NamedTuple):
+    """The model reads ids[start:stop]; its last `keep` predictions are scored."""
+
+    start: int
+    stop: int
+    keep: int
+
+
+def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
+    """The windows that ask each of `num_predictions` questions once, as drawn above.
+
+    The last segment may be shorter than `length`. The last sliding window may score fewer than
+    `stride` predictions, but reads `length` tokens like the others (if the text has so many).
+
+    Example:
+        >>> [tuple(window) for window in windows(7, length=4)]
+        [(0, 4, 4), (4, 7, 3)]
+        >>> [tuple(window) for window in windows(7, length=4, stride=2)]
+        [(0, 4, 4), (2, 6, 2), (3, 7, 1)]
+    """
+    if stride is None:
+        for start in range(0, num_predictions, length):
+            stop = min(start + length, num_predictions)
+            yield Window(start, stop, stop - start)
+        return
+    stop = min(length, num_predictions)
+    yield Window(0, stop, stop)
+    while stop < num_predictions:
+        scored, stop = stop, min(stop + stride, num_predictions)
+        yield Window(stop - length, stop, stop - scored)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    *,
+    length: int,
+    stride: int | None = None,
+    num_bytes: int | None = None,
+    batch_tokens: int = 16384,
+    limit_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Score a causal language model on a text, `length` tokens at a time.
+
+        nll = mean over i of -log p(ids[i + 1] | ids[window start .. i])
+
+    Every token after the first is scored exactly once, in both modes and at every length (see the
+    top of this module). The losses are float32, their sums float64.
+
+    Args:
+        model: any Transformers causal language model, of linbias or not.
+        ids: [N], integers, N >= 2: the text as the model's tokens.
+        length: tokens read at a time; may be more than N.
+        stride: None for segments without overlap, else 1 <= stride <= length.
+        num_bytes: UTF-8 bytes of the text that `ids` stands for; needed for bits per byte. Where
+            fewer than N tokens are scored, the bytes are counted in proportion.
+        batch_tokens: tokens read in one forward pass (at least one window).
+        limit_tokens: score only so many predictions, from the start of the text.
+        device: where to compute; None stays where the model is.
+        progress: called with (predictions scored, predictions to score) after each batch.
+
+    Returns:
+        The Evaluation.
+
+    Raises:
+        ValueError: an argument breaks a rule above, an id is beyond the vocabulary, or `length` is
+            beyond the model's table of positions.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=256, n_embd=8, n_layer=1, n_head=2)
+        >>> text = b"to be or not to be"
+        >>> ids = np.frombuffer(text, np.uint8)
+        >>> result = evaluate(GPT2LMHeadModel(config), ids, length=8, num_bytes=len(text))
+        >>> result.num_tokens, 7.0 < result.bits_per_byte < 9.0
+        (17, True)
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 2.1 and appendix B.
+    """
+    ids = np.asarray(ids)
+    _check(model, ids, length, stride, batch_tokens, limit_tokens)
+    num_tokens = min(len(ids) - 1, limit_tokens or len(ids))
+    if device is not None:
+        model.to(device)
+    was_training = model.training
+    model.eval()
+
+    loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
+    num_done, start_time = 0, time.perf_counter()
+    try:
+        with PeakMemory(model.device) as memory:
+            split = _head_is_separate(model, ids[:8])
+            for inputs, targets in _batches(
+                model, ids, num_tokens, length, stride, batch_tokens, split
+            ):
+                losses = _losses(model, inputs, targets, split).double().sum(0).cpu().numpy()
+                rows, keep = targets.shape
+                scored = slice(inputs.shape[1] - keep, inputs.shape[1])
+                loss_sum[scored] += losses
+                count[scored] += rows
+                num_done += rows * keep
+                if progress is not None:
+                    progress(num_done, num_tokens)
+    finally:
+        model.train(was_training)
+    seconds = time.perf_counter() - start_time
+
+    return Evaluation(
+        length=length,
+        stride=stride,
+        num_tokens=num_tokens,
+        num_bytes=None if num_bytes is None else round(num_bytes * num_tokens / len(ids)),
+        nll=float(loss_sum.sum() / num_tokens),
+        tokens_per_second=num_tokens / seconds,
+        peak_memory_bytes=memory.peak_bytes,
+        loss_by_position=tuple(
+            float(s / c) if c else None for s, c in zip(loss_sum, count, strict=True)
+        ),
+        count_by_position=tuple(count.tolist()),
+    )
+
+
+def _check(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    length: int,
+    stride: int | None,
+    batch_tokens: int,
+    limit_tokens: int | None,
+) -> None:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < 2:
+        raise ValueError(
+            f"evaluate: ids must be one row of at least 2 integers, "
+            f"got {ids.dtype} {list(ids.shape)}"
+        )
+    vocab_size = model.config.get_text_config().vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"evaluate: ids must lie in [0, {vocab_size}), the model's vocabulary; "
+            f"got {ids.min()} to {ids.max()}"
+        )
+    for name, value in [
+        ("length", length),
+        ("batch_tokens", batch_tokens),
+        ("limit_tokens", 1 if limit_tokens is None else limit_tokens),
+    ]:
+        if value < 1:
+            raise ValueError(f"evaluate: {name} must be at least 1, got {value}")
+    if stride is not None and not 1 <= stride <= length:
+        raise ValueError(f"evaluate: stride must lie in [1, length = {length}], got {stride}")
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"evaluate: length must be at most {limit}, the rows of the model's table of learned "
+            f"positions; got {length}"
+        )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest input that the model's learned position table allows; None without one."""
+    config = model.config.get_text_config()
+    if config.model_type == "linbias":
+        return int(config.train_length) if config.position == "learned" else None
+    tables = ("wpe", "embed_positions", "position_embeddings")
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in tables and isinstance(module, nn.Embedding):
+            return int(getattr(config, "max_position_embeddings", module.num_embeddings))
+    return None
+
+
+def _batches(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    num_tokens: int,
+    length: int,
+    stride: int | None,
+    batch_tokens: int,
+    split: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows of one shape: inputs [rows, width], and targets [rows, keep] of their ends."""
+    if not split:  # every window's logits are made whole
+        vocab_size = model.config.get_text_config().vocab_size
+        batch_tokens = min(batch_tokens, _LOGITS_AT_ONCE // vocab_size)
+    same_shape = groupby(windows(num_tokens, length, stride), lambda w: (w.stop - w.start, w.keep))
+    for (width, keep), group in same_shape:
+        while batch := list(islice(group, max(1, batch_tokens // width))):
+            tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
+            rows = torch.from_numpy(tokens).to(model.device)
+            yield rows[:, :-1], rows[:, -keep:]
+
+
+def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
+    """Whether logits are just head(hidden): then they can be made and used up part by part.
+
+    Some models scale or cap their logits after the head. A few tokens tell.
+    """
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    inputs = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return torch.equal(head(hidden).to(logits.dtype), logits)
+
+
+def _losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, split: bool) -> Tensor:
+    """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
+    rows, keep = targets.shape
+    if not split:
+        logits = model(input_ids=inputs, use_cache=False).logits[:, -keep:]
+        return F.cross_entropy(logits.float().mT, targets, reduction="none")
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[:, -keep:]
+    head: nn.Module = model.get_output_embeddings()
+    at_once = max(1, _LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+    parts = zip(
+        torch.split(hidden.reshape(rows * keep, -1), at_once),
+        torch.split(targets.reshape(-1), at_once),
+        strict=True,
+    )
+    losses = [F.cross_entropy(head(h).float(), t, reduction="none") for h, t in parts]
+    return torch.cat(losses).view(rows, keep)

@@ -1,0 +1,56 @@
+"""Let a model go on writing a text."""
+
+from pathlib import Path
+
+import torch
+from transformers import TextStreamer
+
+from linbias.lm.load import load_model, load_tokenizer
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    stream: bool = False,
+) -> str:
+    """Continue a prompt with a model from a folder or the Hugging Face Hub.
+
+    Args:
+        path: as for `load_model`.
+        prompt: not empty.
+        max_new_tokens: tokens to write, unless the model ends earlier by itself.
+        temperature: divides the logits before sampling; 0 always takes the likeliest token.
+        top_k: choose among the k likeliest tokens; 0 means among all.
+        seed: sets PyTorch's generator; the same seed writes the same text.
+        stream: print the text as it comes, prompt included.
+
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        ValueError: an argument breaks a rule above, or there is no such model.
+    """
+    if not prompt:
+        raise ValueError("generate: prompt must not be empty")
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    if temperature < 0 or top_k < 0:
+        raise ValueError(
+            f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
+        )
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    ids = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer) if stream else None,
+        **(sampling if temperature else {"do_sample": False}),
+    )
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

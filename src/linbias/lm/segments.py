@@ -1,0 +1,57 @@
+"""The training sequences of a run, as a data set."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linbias.lm.tokenizers import Ids
+
+
+class Segments(Dataset[dict[str, Tensor]]):
+    """All segments that a run trains on, one after another, pass after pass over the text.
+
+    Segment i of the text reads tokens i * length to (i + 1) * length - 1 and predicts the token
+    after each; what is left over at the end is not used. Every pass has its own shuffle, drawn
+    from the seed and the number of the pass, so the order needs no state to be saved: to go on at
+    step n is to read from place n * batch_size.
+
+    Args:
+        ids: [tokens], more than `length`.
+        length: Tokens that a segment predicts.
+        num_segments: Segments of the whole run.
+        seed: Of the shuffles.
+
+    Example:
+        >>> segments = Segments(np.arange(7, dtype=np.uint8), length=3, num_segments=9, seed=0)
+        >>> batch = segments.__getitems__([0])
+        >>> (batch["labels"] - batch["input_ids"]).tolist()
+        [[1, 1, 1]]
+    """
+
+    def __init__(self, ids: Ids, *, length: int, num_segments: int, seed: int) -> None:
+        self.ids, self.length, self.num_segments, self.seed = ids, length, num_segments, seed
+        self.per_pass = (len(ids) - 1) // length
+
+    def __len__(self) -> int:
+        return self.num_segments
+
+    def __getitems__(self, places: list[int]) -> dict[str, Tensor]:
+        """A whole batch at once, which leaves nothing to collate."""
+        turns = [divmod(place, self.per_pass) for place in places]
+        order = [_shuffle(self.seed, number, self.per_pass)[index] for number, index in turns]
+        starts = np.array(order)[:, None] * self.length
+        tokens = self.ids[starts + np.arange(self.length + 1)].astype(np.int64)
+        segments = torch.from_numpy(tokens)
+        return {"input_ids": segments[:, :-1], "labels": segments[:, 1:]}
+
+
+@lru_cache(maxsize=2)  # a batch may end one pass and begin the next
+def _shuffle(seed: int, number: int, size: int) -> npt.NDArray[np.integer[Any]]:
+    return np.random.default_rng((seed, number)).permutation(size)

@@ -1,0 +1,166 @@
+"""Text to numbers and back: bytes, or byte pairs learned from a corpus.
+
+Both are byte-level, so every text has an encoding and decodes to itself, and no token stands for
+"unknown". Byte pair encoding without any merge *is* the byte tokenizer, so one class and one file
+format (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+
+_FILE = "tokenizer.json"
+# Text goes to the library in batches of pieces that end with a line: it works on the pieces of a
+# batch in parallel, and holds much more than the ids of a batch in memory.
+_PIECE_BYTES = 1 << 14
+_BATCH_PIECES = 64
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A byte-level tokenizer.
+
+    A token never crosses a line end, so lines are encoded independently of each other and a text
+    of any size is encoded piece by piece.
+
+    Example:
+        >>> ids = byte_tokenizer().encode("ALiBi")
+        >>> ids.tolist()
+        [65, 76, 105, 66, 105]
+        >>> byte_tokenizer().decode(ids)
+        'ALiBi'
+    """
+
+    backend: tokenizers.Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; ids are 0 to vocab_size - 1."""
+        return int(self.backend.get_vocab_size())
+
+    def encode(self, text: str | bytes) -> Ids:
+        """Encodes text.
+
+        Args:
+            text: A string, or its UTF-8 bytes.
+
+        Returns:
+            [number of tokens], the narrowest of uint8, uint16 and uint32 that holds every id.
+
+        Raises:
+            ValueError: `text` is bytes, not UTF-8, and there are merges to apply.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        dtype = np.min_scalar_type(self.vocab_size - 1)
+        if self.vocab_size == 256:  # no merges: the ids are the bytes
+            return np.frombuffer(data, dtype)
+        ids = [
+            np.asarray(piece.ids, dtype)
+            for batch in _batches(data)
+            for piece in self.backend.encode_batch(batch)
+        ]
+        return np.concatenate(ids) if ids else np.empty(0, dtype)
+
+    def decode(self, ids: Iterable[int] | Ids) -> str:
+        """Decodes ids; bytes that form no UTF-8 character become U+FFFD."""
+        return str(self.backend.decode(list(map(int, ids)), skip_special_tokens=False))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer asks for."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+        Path(folder, _FILE).write_text(self.backend.to_str(), encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: The folder holds no readable `tokenizer.json`.
+        """
+        path = Path(folder, _FILE)
+        if not path.is_file():
+            raise ValueError(f"Tokenizer.load: folder must hold {_FILE}, got {folder}")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception for a damaged file
+            raise ValueError(f"Tokenizer.load: {path} is damaged ({error})") from error
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids are the 256 byte values."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    return Tokenizer(_byte_level(models.BPE(vocab=vocabulary, merges=[])))
+
+
+def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
+    """Learns byte pair encoding from a text.
+
+    The text is split into lines, and those into words, spaces and digits as in GPT-2, before pairs
+    are counted. The same text gives the same tokenizer. A short text may give fewer tokens.
+
+    Args:
+        text: UTF-8.
+        vocab_size: Number of tokens, the 256 bytes included; above 256.
+
+    Raises:
+        ValueError: `vocab_size` is not above 256.
+    """
+    if vocab_size <= 256:
+        raise ValueError(f"train_bpe: vocab_size must be above 256 (the bytes), got {vocab_size}")
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=_byte_characters(), show_progress=False
+    )
+    backend.train_from_iterator(_batches(text), trainer)
+    return Tokenizer(backend)
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "merged_with_previous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level files print for each byte: itself if visible in Latin-1,
+    else the next one from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = count(256)
+    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+
+
+def _batches(data: bytes) -> Iterator[list[str]]:
+    pieces = _pieces(data)
+    while batch := list(islice(pieces, _BATCH_PIECES)):
+        yield batch
+
+
+def _pieces(data: bytes) -> Iterator[str]:
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start + _PIECE_BYTES) + 1 or len(data)
+        yield data[start:end].decode()
+        start = end

@@ -1,0 +1,284 @@
+"""Corpora and tokenizers: nothing is lost, nothing is in two splits, and bad text is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from linbias.lm import corpus as corpora
+from linbias.lm import tokenizers as tokenizing
+from linbias.lm.corpus import SPLITS, load_corpus
+from linbias.lm.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+
+SAMPLE = "".join(f"def f{i}(x):\n    return x * {i}  # größer als {i - 1}\n\n" for i in range(200))
+BPE = train_bpe(SAMPLE.encode(), 300)
+
+
+def write_files(folder: Path, texts: dict[str, bytes]) -> Path:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text)
+    return folder
+
+
+@given(st.text())
+def test_bytes_are_ids_and_decode_to_the_text(text: str) -> None:
+    ids = byte_tokenizer().encode(text)
+    assert ids.dtype == np.uint8
+    assert bytes(ids) == text.encode()
+    assert byte_tokenizer().decode(ids) == text
+
+
+@given(st.text())
+def test_any_text_survives_byte_pairs(text: str) -> None:
+    assert BPE.decode(BPE.encode(text)) == text
+
+
+def test_byte_pairs_shorten_text_and_fit_their_type() -> None:
+    ids = BPE.encode(SAMPLE)
+    assert (BPE.vocab_size, ids.dtype) == (300, np.uint16)
+    assert len(ids) < 0.6 * len(SAMPLE.encode())
+    assert ids.max() < 300
+
+
+def test_training_byte_pairs_twice_gives_the_same_tokenizer() -> None:
+    assert train_bpe(SAMPLE.encode(), 300).backend.to_str() == BPE.backend.to_str()
+
+
+def test_encoding_does_not_depend_on_the_pieces_a_text_is_cut_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = SAMPLE + "a\r\nb\x0bc\u2028d\n\n\n   e"
+    whole = BPE.encode(text)
+    monkeypatch.setattr(tokenizing, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(tokenizing, "_BATCH_PIECES", 3)
+    assert np.array_equal(BPE.encode(text), whole)
+    assert np.array_equal(BPE.backend.encode(text).ids, whole)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), BPE], ids=["bytes", "bpe"])
+def test_saved_tokenizer_loads_here_and_in_transformers(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer.save(tmp_path)
+    ids = tokenizer.encode(SAMPLE).tolist()
+    assert Tokenizer.load(tmp_path).encode(SAMPLE).tolist() == ids
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(SAMPLE).input_ids == ids
+    assert theirs.decode(ids) == SAMPLE
+
+
+def test_empty_text_has_no_tokens() -> None:
+    assert len(byte_tokenizer().encode("")) == len(BPE.encode(b"")) == 0
+
+
+def test_broken_characters_decode_to_the_replacement_sign() -> None:
+    assert byte_tokenizer().decode([0x61, 0xC3]) == "a\ufffd"
+
+
+def test_stdlib_is_split_about_90_5_5_and_always_alike() -> None:
+    corpus = load_corpus()
+    total = sum(corpus.num_bytes.values())
+    assert 5e6 < total < 20e6
+    assert 0.85 < corpus.num_bytes["train"] / total < 0.95
+    assert min(corpus.num_bytes.values()) / total > 0.02
+    assert {split: len(getattr(corpus, split)) for split in SPLITS} == corpus.num_bytes
+    assert corpus.fingerprint == load_corpus("stdlib").fingerprint
+
+
+def test_stdlib_holds_source_only() -> None:
+    paths = corpora._stdlib_files().keys()
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= paths
+    folders = {part for path in paths for part in Path(path).parts}
+    assert not folders & {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
+    assert not any(path.startswith("_sysconfigdata") for path in paths)
+
+
+def test_no_file_and_no_content_is_in_two_splits() -> None:
+    files = {f"{i}.txt": b"text %d\n" % (i // 2) for i in range(100)}  # each content twice
+    texts = corpora._split_files(files)
+    lines = [line for split in SPLITS for line in texts[split].splitlines()]
+    assert len(lines) == len(set(lines)) == 50
+    assert [len(texts[split].splitlines()) for split in ("valid", "test")] == [2, 2]
+
+
+def test_split_of_files_depends_on_paths_not_on_their_order() -> None:
+    files = {f"{i}.txt": b"text %d\n" % i for i in range(30)}
+    shuffled = dict(sorted(files.items(), key=lambda item: hash(item[0])))
+    assert corpora._split_files(files) == corpora._split_files(shuffled)
+
+
+def test_three_files_are_one_split_each(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.txt": b"aaa", "b/c.txt": b"bbb\n", "d.md": b"ddd", ".x/h": b"hid"})
+    corpus = load_corpus(str(tmp_path))
+    texts = sorted(corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS)
+    assert texts == ["aaa\n", "bbb\n", "ddd\n"]
+
+
+def test_one_file_is_cut_into_contiguous_parts_between_characters(tmp_path: Path) -> None:
+    text = "ä€😀" * 101 + "\n"
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    corpus = load_corpus(str(tmp_path / "one.txt"))
+    parts = [corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS]
+    assert "".join(parts) == text
+    assert [round(n / len(text.encode()), 2) for n in corpus.num_bytes.values()] == [
+        0.9,
+        0.05,
+        0.05,
+    ]
+
+
+def test_globs_choose_files(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"{i}.txt": b"text %d" % i for i in range(3)} | {"x.bin": b"\0"})
+    assert load_corpus(f"{tmp_path}/*.txt").source.startswith("3 files of ")
+
+
+def test_max_bytes_ends_each_split_at_a_character(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("€" * 1000, encoding="utf-8")
+    corpus = load_corpus(str(tmp_path / "one.txt"), max_bytes=100)
+    assert corpus.num_bytes == {"train": 99, "valid": 99, "test": 99}
+
+
+def test_fingerprint_tells_texts_and_tokenizers_apart(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    prints = set()
+    for text in (SAMPLE, SAMPLE.replace("f7", "g7")):
+        path.write_text(text, encoding="utf-8")
+        prints.add(load_corpus(str(path)).fingerprint)
+        for size in (280, 290):
+            prints.add(load_corpus(str(path), tokenizer="bpe", vocab_size=size).fingerprint)
+    assert len(prints) == 6
+
+
+def test_cached_ids_are_those_computed_and_are_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = tmp_path / "one.txt", tmp_path / "cache"
+    path.write_text(SAMPLE, encoding="utf-8")
+    fresh = load_corpus(str(path), tokenizer="bpe", vocab_size=300)
+    load_corpus(str(path), tokenizer="bpe", vocab_size=300, cache_dir=cache)
+    monkeypatch.setattr(corpora, "train_bpe", None)
+    cached = load_corpus(str(path), tokenizer="bpe", vocab_size=300, cache_dir=cache)
+    for split in SPLITS:
+        assert np.array_equal(getattr(cached, split), getattr(fresh, split))
+    assert cached.tokenizer.backend.to_str() == fresh.tokenizer.backend.to_str()
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.fixture
+def data_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for `datasets.load_dataset`; `.data` is what it returns, `.calls` what it got."""
+    import datasets
+
+    fake = SimpleNamespace(data={}, calls=[])
+
+    def load_dataset(path: str, configuration: str | None, **options: object) -> object:
+        fake.calls.append((path, configuration, options))
+        return fake.data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return fake
+
+
+def rows(*texts: str) -> list[dict[str, object]]:
+    return [{"text": text, "id": 0} for text in texts]
+
+
+def test_data_set_keeps_its_own_splits_and_blank_lines(data_sets: SimpleNamespace) -> None:
+    data_sets.data = {
+        "test": rows("c"),
+        "train": rows(" = A = \n", "", "a"),
+        "validation": rows("b"),
+    }
+    corpus = load_corpus("wikitext-103", stream=True, cache_dir="kept")
+    decoded = [corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS]
+    assert decoded == [" = A = \n\na\n", "b\n", "c\n"]
+    options = {"streaming": True, "cache_dir": "kept"}
+    assert data_sets.calls == [("Salesforce/wikitext", "wikitext-103-raw-v1", options)]
+
+
+def test_data_set_without_splits_is_cut(data_sets: SimpleNamespace) -> None:
+    data_sets.data = {"train": rows(*map(str, range(10, 50)))}
+    corpus = load_corpus("someone/numbers:small", column="text")
+    assert data_sets.calls[0][:2] == ("someone/numbers", "small")
+    joined = "".join(corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS)
+    assert joined == "".join(f"{i}\n" for i in range(10, 50))
+
+
+def test_streaming_stops_reading_at_max_bytes(data_sets: SimpleNamespace) -> None:
+    def endless():
+        while True:
+            yield {"text": "more"}
+
+    data_sets.data = {"train": endless(), "validation": endless(), "test": endless()}
+    assert load_corpus("a/b", stream=True, max_bytes=17).num_bytes["train"] == 17
+
+
+def test_column_that_is_no_text_is_refused(data_sets: SimpleNamespace) -> None:
+    data_sets.data = {"train": rows("a")}
+    for column in ("id", "none"):
+        with pytest.raises(
+            ValueError, match=f"column must be one of text, got '{column}' of text"
+        ):
+            load_corpus("a/b", column=column)
+
+
+def test_data_set_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"can be reached, got 'no-such' \(no network\)"):
+        load_corpus("no-such")
+
+
+BAD_FILES = {
+    "files must be UTF-8 text, got a NUL at byte 2 in .*bad": b"ab\0",
+    "files must be UTF-8 text, got a byte that is not UTF-8 at byte 1 in .*bad": b"a\xff",
+    "files must not be empty, got .*bad": b"",
+    "must hold text for three splits, got 2 bytes": b"a",
+}
+
+
+@pytest.mark.parametrize("message", BAD_FILES)
+def test_unusable_file_is_refused(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad"
+    path.write_bytes(BAD_FILES[message])
+    with pytest.raises(ValueError, match=f"load_corpus: .*{message}"):
+        load_corpus(str(path))
+
+
+BAD_CALLS = [
+    ("tokenizer must be 'bytes' or 'bpe', got 'words'", {"tokenizer": "words"}),
+    ("max_bytes must be positive, got 0", {"max_bytes": 0}),
+    ("name must be 'stdlib', a file.* got './missing.txt'", {"name": "./missing.txt"}),
+    ("name must be 'stdlib', a file.* got 'missing.txt'", {"name": "missing.txt"}),
+    ("name must be 'stdlib', a file.* got 'missing/\\*'", {"name": "missing/*"}),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), BAD_CALLS)
+def test_bad_choice_is_refused(message: str, call: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"load_corpus: {message}"):
+        load_corpus(**call)
+
+
+def test_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train_bpe: vocab_size must be above 256 .* got 256"):
+        train_bpe(b"text", 256)
+
+
+def test_folder_without_or_with_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder must hold tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,467 @@
+"""Training: an interrupted run ends like an unbroken one, and a run's folder is never mistaken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import linbias.lm.train as trainer_module
+from linbias.lm.corpus import Corpus, load_corpus
+from linbias.lm.segments import Segments
+from linbias.lm.train import TrainSettings, train
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+# 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does
+# not divide the number of steps; dropout makes the weights depend on the random state as well.
+SETTINGS = TrainSettings(
+    model={**TINY, "hidden_dropout": 0.1},
+    length=16,
+    batch_size=6,
+    accumulation=2,
+    steps=12,
+    save_steps=5,
+    threads=1,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(24)))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def corpus(text: str) -> Corpus:
+    return load_corpus(text)
+
+
+@pytest.fixture(scope="session")
+def unbroken(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run", progress=False)
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """The same weights bit for bit, and the same numbers but for time and memory."""
+    assert (folder / "model.safetensors").read_bytes() == (
+        other / "model.safetensors"
+    ).read_bytes()
+    for name in ("loss", "steps", "tokens"):
+        assert metrics(folder)[name] == metrics(other)[name]
+
+
+def test_every_segment_is_read_once_per_pass_and_predicts_its_next_tokens() -> None:
+    ids = np.arange(100, dtype=np.uint8)
+    segments = Segments(ids, length=7, num_segments=42, seed=3)
+    assert segments.per_pass == 14
+    batch = segments.__getitems__(list(range(42)))
+    assert torch.equal(batch["labels"], batch["input_ids"] + 1)
+    firsts = batch["input_ids"][:, 0].view(3, 14)
+    assert all(sorted(one.tolist()) == list(range(0, 98, 7)) for one in firsts)
+    assert not torch.equal(firsts[0], firsts[1])
+    again = Segments(ids, length=7, num_segments=42, seed=3).__getitems__([15, 27, 28])
+    assert torch.equal(again["input_ids"], batch["input_ids"][[15, 27, 28]])
+
+
+def test_result_loads_by_auto_classes_and_metrics_tell_the_run(unbroken: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(unbroken)
+    assert (model.config.train_length, model.config.vocab_size) == (16, 256)
+    assert model.config.use_cache
+    assert AutoTokenizer.from_pretrained(unbroken)("ab").input_ids == [97, 98]
+    told = metrics(unbroken)
+    assert (told["steps"], told["tokens"], told["num_processes"]) == (12, 12 * 6 * 16, 1)
+    assert told["num_parameters"] == model.num_parameters()
+    assert told["tokens_per_second"] == pytest.approx(told["tokens"] / told["seconds"])
+    assert told["peak_memory_bytes"] > 0
+    names = {path.name for path in unbroken.iterdir()}
+    assert names == {
+        *("settings.json", "metrics.json", "config.json", "generation_config.json"),
+        *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    }
+
+
+def test_finished_run_is_returned_as_it_is(
+    unbroken: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "Trainer", None)
+    before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
+    assert train(SETTINGS, corpus, unbroken) == unbroken
+    assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
+
+
+def test_training_learns(corpus: Corpus, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, model=TINY, steps=60, learning_rate=1e-2, save_steps=60)
+    assert metrics(train(settings, corpus, tmp_path, progress=False))["loss"] < 3.0  # from 5.5
+
+
+class Kill(TrainerCallback):
+    """Kills its process, as `kill -9` would, at one event of one step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.step = step
+        setattr(self, event, self.look)
+
+    def look(self, args, state, *_, **__) -> None:
+        if state.global_step == self.step:
+            die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(text: str, output: Path, event: str, step: int) -> None:
+    if event == "while saving":
+        torch_save = torch.save
+
+        def save_and_die(content: object, path: str) -> None:
+            if path.endswith(f"checkpoint-{step}/scheduler.pt"):
+                die()  # the model and the optimizer are written, the rest is not
+            torch_save(content, path)
+
+        torch.save = save_and_die
+        train(SETTINGS, load_corpus(text), output, progress=False)
+    elif event == "while moving":
+        os_replace = os.replace
+
+        def replace_and_die(source: Path, target: Path) -> None:
+            os_replace(source, target)
+            if Path(target).name == "model.safetensors":
+                die()
+
+        os.replace = replace_and_die
+        train(SETTINGS, load_corpus(text), output, progress=False)
+    else:
+        train(SETTINGS, load_corpus(text), output, progress=False, callbacks=[Kill(event, step)])
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("on_step_end", 1)],
+        [("on_step_begin", 5), ("on_step_end", 7), ("on_step_begin", 10), ("on_train_end", 12)],
+        [("while saving", 5)],
+        [("on_step_end", 6), ("while saving", 10), ("while saving", 12)],
+        [("while moving", 12)],
+    ],
+    ids=lambda deaths: ", ".join(f"{event} {step}" for event, step in deaths),
+)
+def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
+    deaths: list[tuple[str, int]], unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("forkserver")  # imports once, dies often
+    context.set_forkserver_preload(["linbias.lm.train", "linbias.lm.corpus"])
+    for death in deaths:
+        process = context.Process(target=train_until_killed, args=(text, tmp_path, *death))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not (tmp_path / "metrics.json").exists()
+    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == self.step:
+            raise Stop
+
+
+def interrupt(corpus: Corpus, output: Path, step: int, settings: TrainSettings = SETTINGS) -> Path:
+    """Leaves an unfinished run; returns its checkpoints."""
+    with pytest.raises(Stop):
+        train(settings, corpus, output, progress=False, callbacks=[StopAt(step)])
+    return output / "checkpoints"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unmarked"])
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(
+    damage: str, unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
+    if damage == "truncated":
+        os.truncate(newest / "optimizer.pt", 1000)
+    else:
+        (newest / {"missing": "rng_state.pth", "unmarked": "complete.json"}[damage]).unlink()
+    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+
+
+@pytest.mark.parametrize("full_at", ["optimizer.pt", "model.safetensors"])
+def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
+    full_at: str,
+    unbroken: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(path: object) -> bool:
+        return str(path).endswith(f"checkpoint-10/{full_at}")
+
+    def fail(path: object) -> None:
+        Path(str(path)).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    from transformers import modeling_utils
+
+    torch_save, tensors_save = torch.save, modeling_utils.safe_save_file
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda x, f: fail(f) if full(f) else torch_save(x, f))
+        patch.setattr(
+            modeling_utils,
+            "safe_save_file",
+            lambda x, f, **kw: fail(f) if full(f) else tensors_save(x, f, **kw),
+        )
+        with pytest.raises(OSError, match=r"train: could not write a checkpoint .*No space left"):
+            train(SETTINGS, corpus, tmp_path, progress=False)
+    assert (tmp_path / "checkpoints" / "checkpoint-5" / "complete.json").exists()
+    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+
+
+def test_full_disk_at_the_end_leaves_no_half_model(
+    unbroken: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(corpus.tokenizer), "save", fail)
+        with pytest.raises(OSError, match="No space left"):
+            train(SETTINGS, corpus, tmp_path, progress=False)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+
+
+def test_other_settings_and_other_text_are_refused_with_the_difference(
+    unbroken: Path, corpus: Corpus
+) -> None:
+    other = replace(SETTINGS, learning_rate=0.5, model={**TINY, "position": "rotary"})
+    with pytest.raises(ValueError, match=r"learning_rate is 0\.001 there and 0\.5 here") as error:
+        train(other, corpus, unbroken, progress=False)
+    assert "model.hidden_dropout is 0.1 there and None here" in str(error.value)
+    assert "model.position is None there and 'rotary' here" in str(error.value)
+    with pytest.raises(ValueError, match=r"corpus\.fingerprint is '\w+' there and 'other' here"):
+        train(SETTINGS, replace(corpus, fingerprint="other"), unbroken, progress=False)
+
+
+def test_folder_of_something_else_is_refused_and_left_alone(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="train: output must be empty or hold this run"):
+        train(SETTINGS, corpus, tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_folder_that_cannot_be_written_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"train: output must be a folder to write in, got .*file/run"
+    ):
+        train(SETTINGS, corpus, tmp_path / "file" / "run")
+
+
+def test_corpus_shorter_than_a_segment_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    short = replace(corpus, train=corpus.train[:16])
+    with pytest.raises(ValueError, match=r"must hold length \+ 1 = 17 tokens .* got 16"):
+        train(SETTINGS, short, tmp_path)
+
+
+def test_model_that_cannot_be_built_is_refused_before_anything_is_written(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, model={"num_attention_heads": 5})
+    with pytest.raises(ValueError, match="LinbiasConfig: hidden_size must be a multiple of 5"):
+        train(settings, corpus, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_loss_that_is_not_finite_ends_the_run(corpus: Corpus, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, learning_rate=1e30, warmup=0.0)
+    with pytest.raises(ValueError, match="train: loss must stay finite, got nan"):
+        train(settings, corpus, tmp_path, progress=False)
+
+
+def test_parts_of_a_batch_add_up_to_it(corpus: Corpus, tmp_path: Path) -> None:
+    weights = []
+    for accumulation in (1, 3):
+        settings = replace(SETTINGS, model=TINY, accumulation=accumulation)
+        output = train(settings, corpus, tmp_path / str(accumulation), progress=False)
+        weights.append(load_file(output / "model.safetensors"))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=1e-4, rtol=0)
+
+
+IN_EACH_PROCESS = """
+import sys
+from dataclasses import replace
+from torch import distributed, save
+from test_lm_train import SETTINGS, TINY, Stop, StopAt, TrainerCallback, load_corpus, train
+
+text, folder = sys.argv[1:]
+settings = replace(SETTINGS, model=TINY, accumulation=1)
+
+
+class KeepWeights(TrainerCallback):
+    def on_train_end(self, args, state, control, model, **_):
+        save(model.state_dict(), f"{folder}/rank{distributed.get_rank()}.pt")
+
+
+def run(name, settings=settings, callbacks=()):
+    train(settings, load_corpus(text), f"{folder}/{name}", progress=False, callbacks=callbacks)
+
+
+run("unbroken", callbacks=[KeepWeights()])
+for name, kind in {"resumed": settings, "sharded": replace(settings, fsdp={})}.items():
+    try:
+        run(name, kind, callbacks=[StopAt(7)])
+    except Stop:
+        run(name, kind)
+distributed.destroy_process_group()
+"""
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script in two processes that talk over the loopback device."""
+    options = "--nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
+    command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        [*command, "--local-addr=127.0.0.1", *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_EACH_PROCESS)
+    done = torchrun(script, text, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "missing keys" not in done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
+    assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
+
+    alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
+    alone = load_file(
+        train(alone_settings, corpus, tmp_path / "alone", progress=False) / "model.safetensors"
+    )
+    for kind in ("unbroken", "sharded"):
+        weights = load_file(tmp_path / kind / "model.safetensors")
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="num_processes is 2 there and 1 here"):
+        train(alone_settings, corpus, tmp_path / "unbroken", progress=False)
+
+
+def test_budgets_in_tokens_and_seconds_become_steps_once(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_tokens = replace(SETTINGS, steps=None, tokens=4 * 96 + 1)
+    assert metrics(train(by_tokens, corpus, tmp_path / "tokens", progress=False))["steps"] == 5
+
+    by_seconds = replace(SETTINGS, steps=None, seconds=0.2)
+    interrupt(corpus, tmp_path / "s", 1, by_seconds)
+    steps = json.loads((tmp_path / "s" / "settings.json").read_text())["steps"]
+    monkeypatch.setattr(trainer_module, "StopWatch", None)  # a second measurement would fail
+    assert metrics(train(by_seconds, corpus, tmp_path / "s", progress=False))["steps"] == steps
+
+
+def test_progress_is_one_bar_on_stderr_or_nothing(
+    corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(SETTINGS, steps=4, save_steps=1)
+    interrupt(corpus, tmp_path / "quiet", 2, settings)
+    train(settings, corpus, tmp_path / "quiet", progress=False)
+    assert capfd.readouterr() == ("", "")
+    train(settings, corpus, tmp_path / "loud")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("training") == 1
+    assert "4/4" in err and "tokens/s" in err
+
+
+def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(replace(SETTINGS, tensorboard=True), corpus, tmp_path, progress=False)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
+
+
+def test_bfloat16_trains_float32_weights(corpus: Corpus, tmp_path: Path) -> None:
+    output = train(replace(SETTINGS, precision="bf16"), corpus, tmp_path, progress=False)
+    assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {
+        torch.float32
+    }
+
+
+def test_learned_positions_train_at_the_full_length_of_their_table(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, model={**TINY, "position": "learned"}, steps=1)
+    assert train(settings, corpus, tmp_path, progress=False)
+
+
+BAD_SETTINGS = [
+    ("steps, tokens, seconds must be given one at a time", {"steps": None}),
+    ("steps, tokens, seconds must be given one at a time", {"tokens": 5}),
+    ("steps must be at least 1, got 0", {"steps": 0}),
+    ("length must be at least 1, got 0", {"length": 0}),
+    ("batch_size must be at least 1, got -1", {"batch_size": -1}),
+    ("seconds must be positive, got 0", {"steps": None, "seconds": 0}),
+    ("learning_rate must be positive, got 0", {"learning_rate": 0}),
+    (r"warmup must be in \[0, 1\), got 1", {"warmup": 1}),
+    ("weight_decay must be at least 0, got -1", {"weight_decay": -1}),
+    ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
+    ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
+    ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
+    (r"model must be made of LinbiasConfig's fields, got \['depth'\]", {"model": {"depth": 3}}),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), BAD_SETTINGS)
+def test_bad_setting_is_refused(message: str, change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"TrainSettings: {message}"):
+        replace(SETTINGS, **change)
+
+
+def test_half_precision_without_a_gpu_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="precision 'fp16' must have a GPU"):
+        train(replace(SETTINGS, precision="fp16"), corpus, tmp_path)
+
+
+def test_batch_that_cannot_be_divided_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of processes x accumulation = 1 x 4, got 6"):
+        train(replace(SETTINGS, accumulation=4), corpus, tmp_path)
