@@ -1,0 +1,61 @@
+"""What this machine can run, and why not the rest."""
+
+from importlib import import_module
+from typing import Any
+
+from linbias import _machine
+from linbias._checks import Described, check
+
+# A part of linbias, and what has to be installed for it.
+PARTS = {"linbias.torch": "linbias[torch]", "linbias.lm": "linbias[lm]"}
+
+
+def diagnose() -> dict[str, Any]:
+    """Collect the facts that `linbias doctor` prints.
+
+    Returns:
+        `machine` (processor, cores, threads, instruction sets, devices), `versions`, `parts` and
+        `implementations`. In the last two, None stands for "works" and a string says why not; an
+        implementation is asked for a plain causal call on every device.
+    """
+    parts = {part: _why_not_importable(part) for part in PARTS}
+    machine: dict[str, Any] = {
+        "processor": _machine.processor(),
+        "cores": _machine.num_cores(),
+        "instruction sets": _machine.cpu_features(),
+    }
+    implementations: dict[str, dict[str, str | None]] = {}
+    if parts["linbias.torch"] is None:
+        import torch
+
+        from linbias.torch.functional import IMPLEMENTATIONS
+
+        devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+        machine["threads"] = torch.get_num_threads()
+        machine["devices"] = devices
+        for implementation in IMPLEMENTATIONS:
+            implementations[implementation.NAME] = {
+                device: implementation.why_not(_plain_call(device)) for device in devices
+            }
+    return {
+        "machine": machine,
+        "versions": _machine.versions(),
+        "parts": parts,
+        "implementations": implementations,
+    }
+
+
+def _plain_call(device: str) -> Any:
+    q = Described((1, 8, 1024, 64), "float32", device)
+    return check("doctor", q, q, q)
+
+
+def _why_not_importable(part: str) -> str | None:
+    try:
+        import_module(part)
+    except ImportError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Transformers wraps what really happened
+            cause = cause.__cause__
+        return f"{cause} (it needs: pip install '{PARTS[part]}')"
+    return None

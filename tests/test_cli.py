@@ -1,0 +1,268 @@
+"""The command line, in process where that tells the same, else as a person starts it."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from linbias import cli
+from linbias.lm.extrapolate import ExtrapolateSettings
+from linbias.lm.train import TrainSettings
+
+TINY = [
+    "--set",
+    "hidden_size=16",
+    "--set",
+    "num_hidden_layers=1",
+    "--set",
+    "num_attention_heads=2",
+]
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "100"})
+
+
+def start(*words: object, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "linbias", *map(str, words)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    words = random.Random(0).choices(["train", "short", "test", "long", "slope", "bias"], k=6000)
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text(" ".join(words))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "train"
+    budget = ["--steps", 3, "--length", 16, "--batch-size", 2, "--threads", 1]
+    result = run("train", "--corpus", corpus, *TINY, *budget, "-q", "--json", "-o", folder)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"] == 3 * 2 * 16
+    return folder
+
+
+# explain: the numbers that the book chapter prints
+
+
+def test_explain_prints_the_chapters_trace():
+    result = run("explain")
+    assert result.exit_code == 0
+    head_0, head_1 = result.stdout.split("\n\n")
+    assert "slope 0.5" in head_0
+    assert "slope 0.25" in head_1
+    weights = [line.split()[-1] for line in head_0.splitlines()[2:7]]
+    assert weights == ["0.2879", "0.3541", "0.2148", "0.0642", "0.0790"]
+    weights = [line.split()[-1] for line in head_1.splitlines()[2:7]]
+    assert weights == ["0.2142", "0.3384", "0.1299", "0.2052", "0.1122"]
+
+
+@pytest.mark.parametrize("query", ["cat", "1", "-4"])
+def test_explain_finds_a_query_by_token_and_number(query):
+    row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
+    assert (row["query"], row["head"]) == (1, 0)
+    assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
+
+
+def test_explain_all_causal_as_json_hides_later_keys():
+    found = json.loads(run("explain", "--query", "all", "--causal", "--json").stdout)
+    assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
+    assert found["left"] == [0.5, 0.25]
+    assert len(found["rows"]) == 10
+    for row in found["rows"]:
+        later = slice(row["query"] + 1, None)
+        assert all(value is None for value in row["biased"][later])
+        assert not any(row["weight"][later])
+        assert sum(row["weight"]) == pytest.approx(1.0)
+
+
+def test_explain_reads_arrays_from_a_file(tmp_path):
+    q, k, v = np.zeros((1, 2, 3)), np.zeros((1, 4, 3)), np.arange(4.0).reshape(1, 4, 1)
+    np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, left=[0.0], tokens=list("abcd"))
+    result = run("explain", tmp_path / "arrays.npz", "--causal", "--query", "c", "--json")
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
+    assert row["output"] == [1.0]
+
+
+# evaluate, generate, doctor
+
+
+def test_evaluate_scores_every_length_on_the_same_tokens(model, corpus):
+    words = ["evaluate", model, "--corpus", corpus, "--length", "16,64", "-q"]
+    results = json.loads(run(*words, "--json").stdout)
+    assert [r["length"] for r in results] == [16, 64]
+    assert results[0]["num_tokens"] == results[1]["num_tokens"]
+    table = run(*words).stdout
+    for r in results:
+        assert f"{r['bits_per_byte']:.4f}" in table
+
+
+def test_evaluate_slides_a_window(model, corpus):
+    words = ["evaluate", model, "--corpus", corpus, "--limit-tokens", 100, "-q", "--json"]
+    (result,) = json.loads(run(*words, "--stride", 1).stdout)
+    assert (result["length"], result["stride"]) == (16, 1)  # as long as it was trained
+    assert result["count_by_position"] == [1] * 15 + [85]
+
+
+def test_generate_is_fixed_by_its_seed(model):
+    words = ["generate", model, "--prompt", "train ", "-n", 20]
+    texts = [json.loads(run(*words, "--seed", s, "--json").stdout)["text"] for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("train ")
+    assert run(*words, "--seed", 1).stdout.strip() == texts[0].strip()
+
+
+def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch):
+    found = json.loads(run("doctor", "--json").stdout)
+    assert set(found) == {"machine", "versions", "parts", "implementations"}
+    assert found["implementations"]["dense"] == {"cpu": None}
+    from linbias.torch import dense
+
+    monkeypatch.setattr(dense, "why_not", lambda call: "needs a moon [full]")
+    shown = run("doctor").stdout
+    assert "off: needs a moon [full]" in shown
+    assert found["versions"]["torch"] in shown
+
+
+def test_doctor_says_what_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr("linbias.doctor.PARTS", {"linbias.absent": "linbias[moon]"})
+    monkeypatch.setitem(__import__("linbias.doctor").doctor.PARTS, "linbias.torch", "x")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "No module named 'linbias.absent'" in result.stdout
+    assert "linbias[moon]" in result.stdout
+
+
+# errors: one line, exit status 2, no traceback
+
+ERRORS = [
+    (["evaluate", "./absent"], "path must be a folder with a config.json, got './absent'"),
+    (["evaluate", "{model}", "--length", "a"], "--length: must be whole numbers such as 128,256"),
+    (
+        ["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}"],
+        "length must be at least 1",
+    ),
+    (
+        ["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"],
+        "train, valid, test, got 'no'",
+    ),
+    (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
+    (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
+    (["train", "--set", "widht=1"], "widht"),
+    (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
+    (
+        ["train", "--steps", "1", "--tokens", "1"],
+        "steps, tokens, seconds must be given one at a time",
+    ),
+    (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+    (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
+    (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
+    (["extrapolate", "--methods", "rope"], "methods must be among alibi"),
+    (["extrapolate", "--test-lengths", "1,x"], "--test-lengths: must be whole numbers"),
+    (["generate", "{model}", "--prompt", ""], "prompt must not be empty"),
+    (["generate", "{corpus}"], "path must be a folder with a config.json"),
+    (["explain", "{corpus}"], "arrays must be an .npz file"),
+    (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
+    (["explain", "--query", "5"], "query must be one of 5, got 5"),
+    (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), ERRORS)
+def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
+    places = {"model": model, "corpus": corpus, "tmp": tmp_path}
+    result = run(*(word.format(**places) for word in words))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert re.fullmatch(r"error: .+\n", result.stderr)
+    assert result.stdout == ""
+
+
+def test_arrays_that_would_run_code_are_refused(tmp_path):
+    np.savez(tmp_path / "arrays.npz", q=np.array([print], dtype=object))
+    result = run("explain", tmp_path / "arrays.npz")
+    assert result.exit_code == 2
+    assert "arrays must be an .npz file" in result.stderr
+
+
+def test_a_real_process_ends_with_one_line_and_no_traceback():
+    process = start("evaluate", "./absent")
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (2, "")
+    assert stderr.startswith("error: load_model: path must be a folder")
+    assert stderr.count("\n") == 1
+
+
+def test_help_is_quick_and_names_every_command():
+    code = (
+        "import sys, linbias.cli; sys.exit(any(m in sys.modules for m in ['torch', 'matplotlib']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    shown = run("--help").stdout
+    for command in ("train", "evaluate", "extrapolate", "generate", "explain", "doctor"):
+        assert command in shown
+        assert run(command, "--help").exit_code == 0
+    assert run("--version").stdout.strip() == "0.1.0"
+
+
+def test_defaults_of_the_command_line_are_those_of_the_settings():
+    settings = ExtrapolateSettings()
+    option = {name: p.default for name, p in signature(cli.extrapolate).parameters.items()}
+    for name in ("methods", "train_lengths", "seeds"):
+        assert option[name] == ",".join(map(str, getattr(settings, name)))
+    for name in ("corpus", "tokenizer", "vocab_size", "max_bytes", "stride", "eval_tokens"):
+        assert option[name] == getattr(settings, name)
+    for name in ("batch_size", "learning_rate", "precision", "save_steps", "threads"):
+        assert option[name] == getattr(settings.training, name)
+    option = {name: p.default for name, p in signature(cli.train).parameters.items()}
+    for field in fields(TrainSettings):
+        if field.name in option and field.name != "fsdp":
+            assert option[field.name] == field.default, field.name
+
+
+# Ctrl-C, as a person does it
+
+
+def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
+    folder = tmp_path / "run"
+    words = [
+        *("extrapolate", "--methods", "alibi", "--train-lengths", 16, "--test-lengths", 32),
+        *("--corpus", corpus, *TINY, "--batch-size", 2, "--steps", 2000, "--save-steps", 100),
+        *("--threads", 1, "-o", folder, "-q"),
+    ]
+    process = start(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("models/*/checkpoints/*/complete.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stdout == ""
+    assert stderr.strip() == "Stopped. The same command goes on from here."
+
+    result = run(*words, "--json")
+    assert result.exit_code == 0, result.stderr
+    results = json.loads(result.stdout)
+    assert [r["test_length"] for r in results["evaluations"]] == [16, 32]
+    assert results["trainings"][0]["steps"] == 2000
+    assert (folder / "report.html").exists()
