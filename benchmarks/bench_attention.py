@@ -1,8 +1,8 @@
 """Time linear-bias attention and the peers that a user can write today, interleaved in one run.
 
-    python benchmarks/bench_attention.py                      # the default suite, records to benchmarks/results
-    python benchmarks/bench_attention.py --lengths 2048 --repeats 3
-    python benchmarks/bench_attention.py --model output/extrapolate/models/alibi-L128-s0
+    python benchmarks/bench_attention.py                       # every case below, records to benchmarks/results
+    python benchmarks/bench_attention.py --cases causal-8192 zero-slopes-4096 --repeats 9
+    python benchmarks/bench_attention.py --model output/extrapolate/models/alibi-L128-s0   # its q, k and v
 
 Peers: PyTorch's scaled_dot_product_attention with the bias as a mask, the same causal without a bias (for scale
 only: it computes something else), FlexAttention with an ALiBi score_mod, and that with a BlockMask of a window
@@ -12,6 +12,7 @@ per head, as wide as a bound from the norms allows. Every result is checked befo
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,42 +23,85 @@ import linbias
 import linbias.torch
 import record
 from linbias._checks import TOLERANCE
-from linbias.torch import blocked
+from linbias.torch import blocked, cpu
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
+ALLOWED_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-def peers(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, backward: bool
+@dataclass(frozen=True)
+class BenchCase:
+    name: str
+    T: int
+    B: int = 1
+    dtype: str = "float32"
+    backward: bool = False
+    causal: bool = True
+    zero_slopes: bool = False
+    ours: tuple[str, ...] = ("cpu", "blocked")
+    peers: tuple[str, ...] = ("sdpa mask", "sdpa, no bias", "flex", "flex, window mask")
+
+
+CASES = (
+    BenchCase("short-256", 256, B=8, ours=("cpu", "blocked", "dense")),
+    BenchCase("causal-2048", 2048, ours=("cpu", "blocked", "dense")),
+    BenchCase("causal-8192", 8192),
+    BenchCase("causal-32768", 32768, ours=("cpu",), peers=("flex", "flex, window mask")),
+    BenchCase("causal-16384", 16384, ours=("cpu",), peers=()),
+    BenchCase("causal-131072", 131072, ours=("cpu",), peers=()),
+    BenchCase("bfloat16-8192", 8192, dtype="bfloat16"),
+    BenchCase("symmetric-8192", 8192, causal=False),
+    BenchCase("zero-slopes-4096", 4096, zero_slopes=True, ours=("cpu",), peers=("sdpa, no bias",)),
+    BenchCase(
+        "zero-slopes-bfloat16-4096",
+        4096,
+        dtype="bfloat16",
+        zero_slopes=True,
+        ours=("cpu",),
+        peers=("sdpa, no bias",),
+    ),
+    BenchCase("training-4096", 4096, backward=True, peers=("sdpa mask", "sdpa, no bias")),
+    BenchCase("training-512", 512, B=4, backward=True, peers=("sdpa mask", "sdpa, no bias")),
+)
+
+
+def functions(
+    case: BenchCase, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
-    """Everything that can run this call, by name."""
+    """Everything that can run this case, by name."""
     T, S = q.shape[2], k.shape[2]
     plain = torch.nn.functional.scaled_dot_product_attention
-    found: dict[str, Callable[[], Tensor]] = {
-        name: lambda name=name: linbias.torch.attention(q, k, v, slopes, implementation=name)
-        for name in ("dense", "blocked")
-        if name == "blocked" or slopes.numel() * T * S * 4 * 4 < MASK_LIMIT_BYTES
-    }
-    if slopes.numel() * T * S * q.element_size() < MASK_LIMIT_BYTES:
-        infinite = [math.inf] * len(slopes)
-        bias = torch.from_numpy(linbias.bias(slopes.tolist(), T, S, infinite)).to(q)
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name in case.ours:
+        if q.device.type == "cpu" or name != "cpu":
+            found[name] = lambda name=name: linbias.torch.attention(
+                q, k, v, slopes, causal=case.causal, implementation=name
+            )
+    if "sdpa mask" in case.peers and slopes.numel() * T * S * q.element_size() < MASK_LIMIT_BYTES:
+        right = [math.inf] * len(slopes) if case.causal else None
+        bias = torch.from_numpy(linbias.bias(slopes.tolist(), T, S, right)).to(q)
         found["sdpa mask"] = lambda: plain(q, k, v, attn_mask=bias)
-    found["sdpa causal, no bias"] = lambda: plain(q, k, v, is_causal=True)
-    if backward and q.device.type == "cpu":
+    if "sdpa, no bias" in case.peers:
+        found["sdpa, no bias"] = lambda: plain(q, k, v, is_causal=case.causal)
+    if case.backward and q.device.type == "cpu":
         return found  # FlexAttention has no backward pass on a CPU
 
     def score(s, b, h, i, j):
-        return s - slopes[h] * (i - j)
+        return s - slopes[h] * (i - j).abs()
 
     window = window_per_head(q, k, slopes)
     compiled, make_mask = torch.compile(flex_attention), torch.compile(create_block_mask)
-    for name, mask in (
-        ("flex", lambda b, h, i, j: i >= j),
-        ("flex, window mask", lambda b, h, i, j: (i >= j) & (i - j <= window[h])),
-    ):
-        heads = len(slopes) if "window" in name else None
-        block_mask = make_mask(mask, None, heads, T, S, device=q.device.type)
-        found[name] = lambda m=block_mask: compiled(q, k, v, score_mod=score, block_mask=m)
+    masks = {
+        "flex": lambda b, h, i, j: i >= j if case.causal else i >= 0,
+        "flex, window mask": lambda b, h, i, j: (
+            ((i >= j) if case.causal else (i >= 0)) & ((i - j).abs() <= window[h])
+        ),
+    }
+    for name, mask in masks.items():
+        if name in case.peers:
+            heads = len(slopes) if "window" in name else None
+            block_mask = make_mask(mask, None, heads, T, S, device=q.device.type)
+            found[name] = lambda m=block_mask: compiled(q, k, v, score_mod=score, block_mask=m)
     return found
 
 
@@ -65,72 +109,87 @@ def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     """The window that a bound from the largest norms allows: 2 |q| |k| scale + ln(S / tolerance) nats."""
     largest = (torch.linalg.vector_norm(x.float(), dim=-1).amax() for x in (q, k))
     score = math.prod(float(x) for x in largest) * q.shape[-1] ** -0.5
-    nats = 2 * score + math.log(k.shape[2] / TOLERANCE[str(q.dtype).removeprefix("torch.")])
+    nats = 2 * score + math.log(k.shape[2] / TOLERANCE[_dtype(q)])
     return (nats / slopes).ceil().clamp(max=k.shape[2]).long()
 
 
-def check(name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> None:
+def check(
+    case: BenchCase, name: str, out: Tensor, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+) -> None:
     """Compare a few rows with the NumPy definition; the peer without a bias computes something else."""
-    if "no bias" in name:
+    if name == "sdpa, no bias" and not case.zero_slopes:
         return
-    for t in (0, q.shape[2] // 3, q.shape[2] - 1):
-        rows = (
-            x.detach().double().cpu().numpy()
-            for x in (q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
-        )
-        expected = torch.from_numpy(linbias.attention(*rows, slopes.tolist()))
+    T = q.shape[2]
+    for t in (0, T // 3, T - 1):
+        row = q[:, :, t : t + 1]
+        if case.causal:
+            arrays, extra = (row, k[:, :, : t + 1], v[:, :, : t + 1]), None
+        else:  # a query at t among T keys: as the last one, the keys behind it turned to the other side
+            arrays, extra = (row, k, v), -torch.abs(torch.arange(T) - t)
+        wide = [x.detach().double().cpu() for x in arrays]
+        if extra is None:
+            expected = torch.from_numpy(
+                linbias.attention(*(x.numpy() for x in wide), slopes.tolist())
+            )
+        else:
+            bias = slopes.double()[:, None, None] * extra
+            expected = (
+                torch.softmax(wide[0] @ wide[1].mT * q.shape[-1] ** -0.5 + bias, -1) @ wide[2]
+            )
         error = (out[:, :, t : t + 1].detach().double().cpu() - expected).abs().max().item()
-        allowed = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[q.dtype]
-        if not error < allowed:
-            raise SystemExit(f"{name} is wrong: row {t} is off by {error:.3g}")
+        if not error < ALLOWED_ERROR[q.dtype]:
+            raise SystemExit(f"{case.name}: {name} is wrong: row {t} is off by {error:.3g}")
 
 
 def bench(
-    case: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor,
-    mode: str,
-    options: argparse.Namespace,
+    case: BenchCase, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: argparse.Namespace
 ) -> None:
     (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
-    backward = mode == "forward+backward"
-    functions = peers(q, k, v, slopes, backward)
-    for name, function in functions.items():
+    runnable = functions(case, q, k, v, slopes)
+    for name, function in runnable.items():
         with torch.no_grad():
-            check(name, function(), q, k, v, slopes)
-    work = blocked.work_kept(
-        blocked.forward(
-            *(x.detach() for x in (q, k, v)), slopes, None, None, None, D**-0.5, 0.0,
-            TOLERANCE[str(q.dtype).removeprefix("torch.")], False,
-        )[3], T, S, H // G,
-    ).mean().item()  # fmt: skip
-    if backward:
+            check(case, name, function(), q, k, v, slopes)
+    timed = runnable
+    if case.backward:
         dout = torch.randn_like(q)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         timed = {
-            n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in functions.items()
+            n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in runnable.items()
         }
-    else:
-        timed = functions
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(case.backward):
         times = record.interleave(timed, options.repeats)
-    best = record.spread(times["blocked"])["p50_ms"]
+    mode = "forward+backward" if case.backward else "forward"
+    first = record.spread(next(iter(times.values())))["p50_ms"]
     for name, values in times.items():
         line = {
-            "case": case, "implementation": name, "mode": mode,
-            "B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": str(q.dtype).removeprefix("torch."),
+            "case": case.name, "implementation": name, "mode": mode,
+            "B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": _dtype(q),
             **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": None,
-            "flop": record.flop(B, H, T, S, D) * (7 if backward else 2) // 2,
-            "bytes": record.moved_bytes(B, H, G, T, S, D, q.element_size()) * (3 if backward else 1),
-            "work_kept": round(work, 4) if name == "blocked" else None,
-            "inputs": options.inputs, **record.here(options.device),
+            "flop": record.flop(B, H, T, S, D, case.causal) * (7 if case.backward else 2) // 2,
+            "bytes": record.moved_bytes(B, H, G, T, S, D, q.element_size()) * (3 if case.backward else 1),
+            "work_kept": work_kept(case, name, q, k, v, slopes), "inputs": options.inputs,
+            "target": cpu.core.target() if name == "cpu" else None, **record.here(options.device),
         }  # fmt: skip
         record.write(line, options.records)
+        kept = "" if line["work_kept"] is None else f"  work kept {line['work_kept']:.1%}"
         print(
-            f"{case:24} {mode:17} {name:22} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / best:6.2f} x blocked"
+            f"{case.name:26} {name:18} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / first:6.2f}{kept}",
+            flush=True,
         )
+
+
+def work_kept(
+    case: BenchCase, name: str, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+) -> float | None:
+    """The share of visible query-key pairs in the blocks that our causal implementations visit."""
+    modules = {"blocked": blocked, "cpu": cpu}
+    if name not in modules or not case.causal:
+        return None
+    arrays = (x.detach() for x in (q, k, v))
+    numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[_dtype(q)], True
+    visited = modules[name].forward(*arrays, slopes, None, None, None, *numbers)[3]
+    group = q.shape[1] // k.shape[1]
+    return round(modules[name].work_kept(visited, q.shape[2], k.shape[2], group).mean().item(), 4)
 
 
 def trained_inputs(folder: Path, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,18 +209,23 @@ def trained_inputs(folder: Path, length: int) -> tuple[Tensor, Tensor, Tensor]:
     positions.attention = catch
     with torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
+    positions.attention = linbias.torch.attention
     return caught[len(caught) // 2]
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--backward-lengths", type=int, nargs="*", default=[512, 4096])
+    parser.add_argument(
+        "--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES]
+    )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -174,28 +238,19 @@ def main() -> None:
     options.records = options.records or record.default_path(options.device)
     options.inputs = "trained model" if options.model else "random normal"
     torch.manual_seed(0)
-    for mode, lengths in (
-        ("forward", options.lengths),
-        ("forward+backward", options.backward_lengths),
-    ):
-        for length in lengths:
-            if options.model:
-                q, k, v = (x.detach().clone() for x in trained_inputs(options.model, length))
-            else:
-                shape = (3, 1, options.heads, length, options.head_size)
-                q, k, v = torch.randn(shape, device=options.device).to(
-                    getattr(torch, options.dtype)
-                )
-            slopes = torch.tensor(linbias.slopes(q.shape[1]), dtype=torch.float32, device=q.device)
-            bench(
-                f"causal-{length}",
-                q.contiguous(),
-                k.contiguous(),
-                v.contiguous(),
-                slopes,
-                mode,
-                options,
-            )
+    for case in CASES:
+        if case.name not in options.cases:
+            continue
+        if options.model:
+            q, k, v = (x.expand(case.B, -1, -1, -1) for x in trained_inputs(options.model, case.T))
+        else:
+            q, k, v = torch.randn(3, case.B, options.heads, case.T, options.head_size)
+        q, k, v = (
+            x.detach().to(options.device, getattr(torch, case.dtype)).contiguous()
+            for x in (q, k, v)
+        )
+        slopes = torch.tensor(linbias.slopes(q.shape[1]), dtype=torch.float32, device=q.device)
+        bench(case, q, k, v, slopes * 0 if case.zero_slopes else slopes, options)
 
 
 if __name__ == "__main__":

@@ -941,6 +941,9 @@ Status backward_as(const Call& call, const Backward& results) {
   // Enough tasks to share out, whatever the number of threads: the sums must not depend on it.
   constexpr int64_t kEnoughTasks = 16;
   const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
+  for (int64_t head = 0; head < num_heads; ++head) {
+    static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
+  }
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   int64_t num_parts = smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
   const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;

@@ -71,6 +71,11 @@ TILE_ROWS: int = 48 if _cpu is None else _cpu.TILE_ROWS
 BLOCK_KEYS: int = 64 if _cpu is None else _cpu.BLOCK_KEYS
 
 
+def target() -> str | None:
+    """The CPU target that the core runs on here, such as "avx2"; None where it is not compiled."""
+    return None if _cpu is None else str(_cpu.target())
+
+
 def forward(
     call: Arguments, tolerance: float, visited_tiles: int, results: tuple[int, ...]
 ) -> None:
