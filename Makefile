@@ -27,7 +27,8 @@ fix: $(VENV)/.dev  ## format and mend what lint can mend
 
 bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to benchmarks/results
 	$(BIN)/python benchmarks/bench_attention.py
-	$(BIN)/python benchmarks/bench_memory.py
+	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked
 
 gpu: $(VENV)/.dev  ## the contract on a CUDA device, then its benchmark
 	$(BIN)/python -m pytest -m gpu

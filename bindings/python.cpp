@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <new>
 
 #include "linbias/attention.h"
 
@@ -26,10 +25,11 @@ Array array(const Strided& from) {
 }
 
 Call call(int dtype, const Sizes& n, const Strided& q, const Strided& k, const Strided& v, Address left, Address right,
-          Address key_range, double scale, double dropout, double tolerance, std::uint32_t seed, int num_threads, bool precise) {
+          Address key_range, Address key_bound, double scale, double dropout, double tolerance, std::uint32_t seed,
+          int num_threads, bool precise) {
   return {static_cast<DType>(dtype), n[0], n[1], n[2], n[3], n[4], n[5], n[6], array(q), array(k), array(v),
-          pointer(left), pointer(right), static_cast<const std::int64_t*>(pointer(key_range)), scale, dropout,
-          tolerance, seed, num_threads < 1 ? 1 : num_threads, precise};
+          pointer(left), pointer(right), static_cast<const std::int64_t*>(pointer(key_range)), pointer(key_bound),
+          scale, dropout, tolerance, seed, num_threads < 1 ? 1 : num_threads, precise};
 }
 
 Forward forward_results(const std::array<Address, 4>& to, std::int64_t visited_tiles) {
@@ -37,7 +37,9 @@ Forward forward_results(const std::array<Address, 4>& to, std::int64_t visited_t
 }
 
 void raise_if_bad(Status status) {
-  if (status == Status::out_of_memory) throw std::bad_alloc();
+  if (status != Status::out_of_memory) return;
+  PyErr_SetString(PyExc_MemoryError, "attention: no memory for the packed keys and values of this call");
+  throw nb::python_error();
 }
 
 }  // namespace
@@ -49,10 +51,10 @@ NB_MODULE(_cpu, m) {
   m.def("targets", [] { return std::string(targets()); });
   m.def("force_target", &force_target, nb::arg("name").none());
   m.def("forward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v, Address left,
-                      Address right, Address key_range, double scale, double dropout, double tolerance,
-                      std::uint32_t seed, int num_threads, bool precise, std::int64_t visited_tiles,
+                      Address right, Address key_range, Address key_bound, double scale, double dropout,
+                      double tolerance, std::uint32_t seed, int num_threads, bool precise, std::int64_t visited_tiles,
                       const std::array<Address, 4>& results) {
-    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, scale, dropout, tolerance, seed, num_threads, precise);
+    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, tolerance, seed, num_threads, precise);
     Status status;
     {
       nb::gil_scoped_release release;
@@ -61,11 +63,11 @@ NB_MODULE(_cpu, m) {
     raise_if_bad(status);
   });
   m.def("backward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v,
-                       Address left, Address right, Address key_range, double scale, double dropout,
-                       std::uint32_t seed, int num_threads, Address dout, Address dlse,
+                       Address left, Address right, Address key_range, Address key_bound, double scale,
+                       double dropout, std::uint32_t seed, int num_threads, Address dout, Address dlse,
                        std::int64_t visited_tiles,
                        const std::array<Address, 4>& saved, const std::array<Address, 5>& gradients) {
-    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, scale, dropout, 0.0, seed, num_threads, true);
+    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, 0.0, seed, num_threads, true);
     const Backward results = {pointer(dout), pointer(dlse), forward_results(saved, visited_tiles), pointer(gradients[0]),
                               pointer(gradients[1]), pointer(gradients[2]), pointer(gradients[3]),
                               pointer(gradients[4])};

@@ -152,7 +152,7 @@ void run(const Case& c, DType dtype, const char* type) {
                   {a.q.data(), c.H * c.T * c.D, c.T * c.D, c.D},
                   {a.k.data(), c.G * c.S * c.D, c.S * c.D, c.D},
                   {a.v.data(), c.G * c.S * c.E, c.S * c.E, c.E},
-                  a.left.data(), c.causal ? nullptr : a.right.data(), c.ranges ? a.key_range.data() : nullptr,
+                  a.left.data(), c.causal ? nullptr : a.right.data(), c.ranges ? a.key_range.data() : nullptr, nullptr,
                   1 / std::sqrt(static_cast<double>(c.D)), 0.0, c.tolerance, 0, c.threads, true};
   const Forward results{a.out.data(), a.row_max.data(), a.log_sum.data(), a.visited.data(), tiles};
   forward(call, results);

@@ -167,3 +167,19 @@ LINBIAS_INLINE float widen(Float16 x) {
   __builtin_memcpy(&y, &bits, sizeof y);
   return y;
 }
+
+// One vector of inputs, widened.
+LINBIAS_INLINE Vector<float> load_wide(const float* from) { return load(from); }
+LINBIAS_INLINE Vector<double> load_wide(const double* from) { return load(from); }
+LINBIAS_INLINE Vector<float> load_wide(const Bfloat16* from) {
+  typedef std::uint16_t Narrow __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
+  typedef std::uint32_t Wide __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  Narrow x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return (Vector<float>)(__builtin_convertvector(x, Wide) << 16);
+}
+LINBIAS_INLINE Vector<float> load_wide(const Float16* from) {
+  Vector<float> x;
+  for (int i = 0; i < Simd<float>::kLanes; ++i) x[i] = widen(from[i]);
+  return x;
+}

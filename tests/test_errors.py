@@ -48,6 +48,7 @@ MESSAGES = [
     (dict(key_range=torch.tensor([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
     (dict(key_range=torch.tensor([[4, 3], [0, 7]])), ValueError, r"got \[4, 3\] in batch row 0"),
     (dict(key_range=torch.tensor([[-1, 3], [0, 7]])), ValueError, r"got \[-1, 3\] in batch row 0"),
+    (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
     (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1.0"),
@@ -139,4 +140,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 22
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 23

@@ -107,6 +107,52 @@ def test_contract_in_other_dtypes(implementation, case, dtype, poisoned_memory):
     check_case(TorchSubject(implementation), case, dtype)
 
 
+DECODING = (
+    by_name("long-cache", T=1),
+    by_name("long-cache", T=4, D=64, E=32, H=6, G=2),
+    by_name("long-cache", T=2, causal=False, right="halved"),
+    by_name("long-cache", T=1, causal=False, left="hidden", right="paper"),
+    by_name("long-cache", T=3, key_range=((0, 1500), (700, 2053))),
+    by_name("long-cache", T=4, key_range=((5, 7), (3, 3))),
+)
+
+
+@pytest.mark.parametrize("bounded", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
+    case = DECODING[index]
+    inputs, truth, plains = expected(case, dtype)
+    arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
+    bound = arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None
+    out, lse = linbias.torch.attention(
+        **arrays,
+        left=inputs.left,
+        right=inputs.right,
+        causal=case.causal,
+        key_range=torch.tensor(case.key_range) if case.key_range else None,
+        key_bound=bound,
+        implementation=implementation,
+        return_lse=True,
+    )
+    wide = "float64" if dtype == "float64" else "float32"
+    for name, result, narrow in (("out", out, dtype), ("lse", lse, wide)):
+        plain = [p[0][name] for p in plains]
+        actual = result.double().numpy()
+        assert_within_budget(name, actual, truth[0][name], plain, narrow, TOLERANCE[dtype])
+
+
+def test_a_key_bound_spares_reading_far_keys():
+    """Far keys that nobody may read are NaN here: a bound is the caller's promise that it need not be looked up."""
+    q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 4096, 16), torch.randn(1, 2, 4096, 16)
+    bound = k.norm(dim=-1).amax(-1)
+    expected_out = linbias.torch.attention(q, k, v, [0.5, 0.25])
+    k[:, :, :2048], v[:, :, :2048] = torch.nan, torch.nan
+    out = linbias.torch.attention(q, k, v, [0.5, 0.25], key_bound=bound, implementation="cpu")
+    torch.testing.assert_close(out, expected_out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ("multi-query", "symmetric", "long", "long-symmetric", "dropout"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -150,7 +196,7 @@ def test_certificate_leaves_most_of_a_long_sequence():
     q, k, v = (x[:, :, :].contiguous() for x in (q, k, v))
     left = torch.tensor([0.5, 0.0])
     _, _, _, visited = linbias.torch.blocked.forward(
-        q, k, v, left, None, None, None, 0.25, 0.0, 2.0**-24, False
+        q, k, v, left, None, None, None, None, 0.25, 0.0, 2.0**-24, False
     )
     steep, flat = visited[0, :, :-1, 0]
     assert steep.max() <= 1
@@ -160,7 +206,7 @@ def test_certificate_leaves_most_of_a_long_sequence():
 def test_tolerance_zero_visits_every_key():
     q, k, v = torch.randn(3, 1, 1, 700, 8)
     visited = linbias.torch.blocked.forward(
-        q, k, v, torch.tensor([9.0]), None, None, None, 0.3, 0.0, 0.0, False
+        q, k, v, torch.tensor([9.0]), None, None, None, None, 0.3, 0.0, 0.0, False
     )[3]
     assert visited[0, 0, :3, 0].tolist() == [0, 1, 2]
 

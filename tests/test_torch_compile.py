@@ -75,5 +75,5 @@ def test_operators_pass_opcheck(implementation, variant):
         key_range = torch.tensor([[0, 9], [3, 7]])
     if variant == "dropout":
         seed, dropout = torch.tensor(7), 0.5
-    arguments = (q, k, v, left, right, key_range, seed, 0.3, dropout, 1e-7, True)
+    arguments = (q, k, v, left, right, key_range, None, seed, 0.3, dropout, 1e-7, True)
     torch.library.opcheck(implementation.forward, arguments)

@@ -63,6 +63,7 @@ def check(
     left: Described | None = None,
     right: Described | None = None,
     key_range: Described | None = None,
+    key_bound: Described | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
@@ -116,6 +117,11 @@ def check(
             raise ValueError(
                 f"{function}: key_range must have shape [B, 2] = {[B, 2]}, got {key_range}"
             )
+    if key_bound is not None and (key_bound.shape != (B, G) or key_bound.dtype not in FLOATS):
+        raise ValueError(
+            f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
+            f" got {key_bound.dtype} {key_bound}"
+        )
     return Call(
         B,
         H,

@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     left: int  # [B, H], wide, contiguous, like all below
     right: int  # [B, H]
     key_range: int  # [B, 2], int64
+    key_bound: int  # [B, G], wide
     scale: float
     dropout: float
     seed: int
@@ -76,6 +77,21 @@ def target() -> str | None:
     return None if _cpu is None else str(_cpu.target())
 
 
+def targets() -> list[str]:
+    """The CPU targets that were compiled and run on this machine, best first."""
+    return [] if _cpu is None else str(_cpu.targets()).split(",")
+
+
+def force_target(name: str | None) -> None:
+    """Run on this target instead of the best one (for tests and measurements); None goes back.
+
+    Raises:
+        ValueError: It is not one of `targets()`.
+    """
+    if _cpu is None or not _cpu.force_target(name):
+        raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")
+
+
 def forward(
     call: Arguments, tolerance: float, visited_tiles: int, results: tuple[int, ...]
 ) -> None:
@@ -97,11 +113,12 @@ def backward(
 ) -> None:
     """Write dq, dk, dv, dleft, dright (wide; dk and dv come zeroed) to the five addresses given."""
     threads = call.seed, call.num_threads
-    _cpu.backward(*_numbers(call), *threads, dout, dlse, visited_tiles, saved, gradients)
+    numbers = _numbers(call._replace(key_bound=0))
+    _cpu.backward(*numbers, *threads, dout, dlse, visited_tiles, saved, gradients)
 
 
 def _numbers(call: Arguments) -> tuple[Any, ...]:
-    return (_DTYPES.index(call.dtype), *call[1:10])
+    return (_DTYPES.index(call.dtype), *call[1:11])
 
 
 def attention(
@@ -191,6 +208,7 @@ def attention(
         left_address,
         right_address,
         key_range=0,
+        key_bound=0,
         scale=call.scale,
         dropout=0.0,
         seed=0,

@@ -24,6 +24,7 @@ struct Call {
   const void* left;                // [B, H], wide; infinite hides the side
   const void* right;               // likewise, or null: causal
   const std::int64_t* key_range;   // [B, 2], or null: all keys
+  const void* key_bound;           // [B, G], wide: at least |k| of every key, all of them finite; or null
   double scale, dropout, tolerance;
   std::uint32_t seed;
   int num_threads;

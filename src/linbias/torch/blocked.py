@@ -70,7 +70,7 @@ attention, forward = operator.define(NAME, _fill, _fill_gradients, tile_rows)
 
 def _groups(call: Arguments) -> Iterator[Group]:
     """Split a call by key/value head, and by batch row where each has a key range of its own."""
-    q, k, v, left, right, key_range, seed, scale, dropout, _ = call
+    q, k, v, left, right, key_range, _, seed, scale, dropout, _ = call
     (B, H), (G, S) = q.shape[:2], k.shape[1:3]
     if B == 0:
         return

@@ -45,6 +45,7 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
         None if s is None else s.expand(B, H).contiguous() for s in (call.left, call.right)
     )
     key_range = None if call.key_range is None else call.key_range.to(torch.int64).contiguous()
+    key_bound = None if call.key_bound is None else call.key_bound.to(call.left.dtype).contiguous()
     (G, S, D), E, T = k.shape[1:], v.shape[3], q.shape[2]
     threads = 1 + B * H * T * min(T, S) * (D + E) // _WORK_PER_THREAD
     arguments = core.Arguments(
@@ -56,13 +57,14 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
         left=0 if left is None else left.data_ptr(),
         right=0 if right is None else right.data_ptr(),
         key_range=0 if key_range is None else key_range.data_ptr(),
+        key_bound=0 if key_bound is None else key_bound.data_ptr(),
         scale=call.scale,
         dropout=call.dropout,
         seed=0 if call.seed is None else int(call.seed),
         num_threads=min(torch.get_num_threads(), threads),
         precise=call.precise,
     )
-    return arguments, [x for x in (q, k, v, left, right, key_range) if x is not None]
+    return arguments, [x for x in (q, k, v, left, right, key_range, key_bound) if x is not None]
 
 
 def _is_plain(x: Tensor) -> bool:

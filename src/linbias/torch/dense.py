@@ -24,6 +24,7 @@ def attention(
     left: Tensor,
     right: Tensor | None,
     key_range: Tensor | None,
+    key_bound: Tensor | None,
     seed: Tensor | None,
     call: Call,
 ) -> tuple[Tensor, Tensor]:

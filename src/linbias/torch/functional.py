@@ -49,6 +49,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     right: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
+    key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
     implementation: str = "auto",
@@ -87,6 +88,9 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
         key_range: [B, 2], integers: first and one past last key of each batch row; keys outside are never
             used, whatever they hold, and the last query stands at the last key inside. For left padding,
             [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
+        key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
+            largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
+            every key once for its norm. It is a promise, not checked; an implementation may do without it.
         dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
@@ -124,6 +128,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
         None if left is None else _describe("left", left),
         None if right is None else _describe("right", right),
         None if key_range is None else _describe("key_range", key_range),
+        None if key_bound is None else _describe("key_bound", key_bound),
         causal=causal,
         scale=scale,
         dropout=dropout,
@@ -139,7 +144,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     seed = draw_seed() if call.dropout else None
     # Inside, autocast would take the wide products back to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = chosen.attention(q, k, v, left, right, key_range, seed, call)
+        out, lse = chosen.attention(q, k, v, left, right, key_range, key_bound, seed, call)
     return (out, lse) if return_lse else out
 
 

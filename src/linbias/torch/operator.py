@@ -22,6 +22,7 @@ class Arguments(NamedTuple):
     left: Tensor  # [H] or [B, H], wide: float64 for float64 inputs, else float32
     right: Tensor | None  # likewise; None: causal
     key_range: Tensor | None  # [B, 2]
+    key_bound: Tensor | None  # [B, G]; only forward may use it
     seed: Tensor | None  # []; None: no dropout
     scale: float
     dropout: float
@@ -62,10 +63,19 @@ class FillGradients(Protocol):
     ) -> None: ...
 
 
-Attention = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Call],
-    tuple[Tensor, Tensor],
-]
+class Attention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: Tensor,
+        right: Tensor | None,
+        key_range: Tensor | None,
+        key_bound: Tensor | None,
+        seed: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def define(
@@ -102,6 +112,7 @@ def define(
         left: Tensor,
         right: Tensor | None,
         key_range: Tensor | None,
+        key_bound: Tensor | None,
         seed: Tensor | None,
         scale: float,
         dropout: float,
@@ -109,14 +120,14 @@ def define(
         precise: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         results = empty_results(q, k, v, left)
-        call = Arguments(q, k, v, left, right, key_range, seed, scale, dropout, precise)
+        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, precise)
         # Inside an operator, autocast would take the wide products back to 16 bits.
         with torch.autocast(q.device.type, enabled=False):
             fill(call, tolerance, results)
         return results
 
     @forward.register_fake
-    def _(q, k, v, left, right, key_range, seed, scale, dropout, tolerance, precise):  # type: ignore[no-untyped-def]
+    def _(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, tolerance, precise):  # type: ignore[no-untyped-def]
         return empty_results(q, k, v, left)
 
     @torch.library.custom_op(f"linbias::{name}_backward", mutates_args=())
@@ -133,6 +144,7 @@ def define(
         left: Tensor,
         right: Tensor | None,
         key_range: Tensor | None,
+        key_bound: Tensor | None,
         seed: Tensor | None,
         scale: float,
         dropout: float,
@@ -145,7 +157,7 @@ def define(
             dslopes,
             torch.zeros_like(dslopes),
         )
-        call = Arguments(q, k, v, left, right, key_range, seed, scale, dropout, True)
+        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, True)
         saved = Results(out, row_max, log_sum, visited)
         with torch.autocast(q.device.type, enabled=False):
             fill_gradients(call, dout, dlse, saved, gradients)
@@ -167,7 +179,7 @@ def define(
         saved = (
             ctx.saved_tensors
         )  # once: activation checkpointing recomputes them at the first touch
-        arrays, results = saved[:7], saved[7:]
+        arrays, results = saved[:8], saved[8:]
         dq, dk, dv, dleft, dright = backward(dout, dlog_sum, *results, *arrays, *ctx.numbers)
         left, right = arrays[3:5]
         # An infinite slope hides its side and has no gradient.
@@ -175,7 +187,7 @@ def define(
             None if s is None else torch.where(s.isinf(), 0.0, d if s.dim() == 2 else d.sum(0))
             for s, d in ((left, dleft), (right, dright))
         )
-        return dq, dk, dv, dleft, dright, None, None, None, None, None, None
+        return dq, dk, dv, dleft, dright, *[None] * 7
 
     forward.register_autograd(differentiate, setup_context=save)
 
@@ -186,6 +198,7 @@ def define(
         left: Tensor,
         right: Tensor | None,
         key_range: Tensor | None,
+        key_bound: Tensor | None,
         seed: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor]:
@@ -195,7 +208,9 @@ def define(
             x is not None and x.requires_grad for x in leaves
         )
         numbers = call.scale, call.dropout, call.tolerance, precise
-        out, row_max, log_sum, _ = forward(q, k, v, left, right, key_range, seed, *numbers)
+        out, row_max, log_sum, _ = forward(
+            q, k, v, left, right, key_range, key_bound, seed, *numbers
+        )
         return out.to(q.dtype), row_max + log_sum
 
     return attention, forward
