@@ -187,7 +187,7 @@ def work_kept(
         return None
     arrays = (x.detach() for x in (q, k, v))
     numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[_dtype(q)], True
-    visited = modules[name].forward(*arrays, slopes, None, None, None, *numbers)[3]
+    visited = modules[name].forward(*arrays, slopes, None, None, None, None, *numbers)[3]
     group = q.shape[1] // k.shape[1]
     return round(modules[name].work_kept(visited, q.shape[2], k.shape[2], group).mean().item(), 4)
 

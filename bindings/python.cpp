@@ -49,7 +49,7 @@ NB_MODULE(_cpu, m) {
   m.attr("BLOCK_KEYS") = kBlockKeys;
   m.def("target", [] { return std::string(target()); });
   m.def("targets", [] { return std::string(targets()); });
-  m.def("force_target", &force_target, nb::arg("name").none());
+  m.def("force_target", [](const std::string& name) { return force_target(name.empty() ? nullptr : name.c_str()); });
   m.def("forward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v, Address left,
                       Address right, Address key_range, Address key_bound, double scale, double dropout,
                       double tolerance, std::uint32_t seed, int num_threads, bool precise, std::int64_t visited_tiles,

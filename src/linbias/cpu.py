@@ -88,7 +88,7 @@ def force_target(name: str | None) -> None:
     Raises:
         ValueError: It is not one of `targets()`.
     """
-    if _cpu is None or not _cpu.force_target(name):
+    if _cpu is None or not _cpu.force_target(name or ""):
         raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")
 
 

@@ -1,0 +1,156 @@
+"""The compiled core: every target, the NumPy door, threads, strides, and what happens without it."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import linbias
+from cases import by_name, make_inputs
+from contract import check_case
+from linbias import cpu
+from test_torch import TorchSubject
+
+pytestmark = pytest.mark.skipif(cpu.target() is None, reason="the core is not compiled here")
+
+
+@pytest.fixture
+def forced_target():
+    yield cpu.force_target
+    cpu.force_target(None)
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16", "float16"))
+@pytest.mark.parametrize(
+    "name", ("symmetric", "asymmetric-per-batch", "long-range", "long-directional", "dropout")
+)
+@pytest.mark.parametrize("target", cpu.targets())
+def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
+    forced_target(target)
+    assert cpu.target() == target
+    check_case(TorchSubject("cpu"), by_name(name), dtype)
+
+
+@pytest.mark.parametrize("sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (128, 129), (256, 255)))
+@pytest.mark.parametrize("target", cpu.targets())
+def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
+    forced_target(target)
+    check_case(TorchSubject("cpu"), by_name("T-below-S", D=sizes[0], E=sizes[1]), "float32")
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(ValueError, match=r"force_target: name must be one of \[.*\], got 'sse9'"):
+        cpu.force_target("sse9")
+
+
+def arrays(case=None, dtype=np.float32):
+    inputs = make_inputs(case or by_name("asymmetric"), "float32")
+    return [x.astype(dtype) for x in (inputs.q, inputs.k, inputs.v)]
+
+
+@pytest.mark.parametrize("dtype", (np.float16, np.float32, np.float64))
+def test_numpy_arrays_come_through(dtype):
+    q, k, v = arrays(dtype=dtype)
+    options = {"causal": False, "right": [0.1] * 6, "return_lse": True}
+    out, lse = cpu.attention(q, k, v, **options)
+    expected, expected_lse = linbias.attention(*(x.astype(float) for x in (q, k, v)), **options)
+    assert out.dtype == dtype
+    tolerance = {np.float16: 2e-3, np.float32: 2e-6, np.float64: 1e-14}[dtype]
+    np.testing.assert_allclose(out, expected, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, atol=max(tolerance / 100, 1e-13), rtol=1e-6)
+
+
+def test_any_strides_are_read_rightly():
+    q, k, v = arrays()
+    expected = cpu.attention(q, k, v)
+    rounded = np.concatenate([v, np.full_like(v, np.nan)], axis=-1)
+    odd = np.frombuffer(b"x" + v.tobytes(), np.uint8)[1:].view(np.uint8)
+    misaligned = np.ndarray(v.shape, v.dtype, odd.data)
+    for q2, k2, v2 in (
+        (q[..., ::-1][..., ::-1], k, v),
+        (q[:, :, ::-1], k[:, :, ::-1], v[:, :, ::-1]),  # negative
+        (np.asfortranarray(q), k.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3), v),
+        (q, k, rounded[..., : v.shape[-1]]),
+        (q, k, misaligned),
+    ):
+        out = cpu.attention(q2, k2, v2)
+        if q2.strides[2] < 0:
+            reference = linbias.attention(*(x.astype(float) for x in (q2, k2, v2)))
+            np.testing.assert_allclose(out, reference, atol=2e-6)
+        else:
+            np.testing.assert_array_equal(out, expected)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, n, 300, 24, requires_grad=True) for n in (4, 2, 2)]
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out = linbias.torch.attention(*leaves, implementation="cpu")
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_several_python_threads_may_call_at_once():
+    q, k, v = arrays(by_name("long"))
+    expected = cpu.attention(q, k, v, num_threads=2)
+    results = [None] * 4
+
+    def call(index):
+        for _ in range(5):
+            results[index] = cpu.attention(q, k, v, num_threads=2)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(result, expected) for result in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_after_threads_can_call_on():
+    q, k, v = arrays(by_name("long"))
+    expected = cpu.attention(q, k, v, num_threads=2)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(cpu.attention(q, k, v, num_threads=2), expected)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_too_large_a_call_is_a_memory_error_and_no_crash():
+    q = torch.ones(1, 1, 8, 4)
+    k = torch.ones(1).expand(1, 1, 2**44, 4)
+    with pytest.raises(MemoryError, match="no memory for the packed keys and values"):
+        linbias.torch.attention(q, k, k, implementation="cpu")
+
+
+def test_what_it_cannot_run_is_said_and_passed_over():
+    q = torch.ones(1, 1, 3, 257)
+    with pytest.raises(
+        NotImplementedError, match="cpu cannot run this call: head sizes go up to 256, got 257"
+    ):
+        linbias.torch.attention(q, q, q, implementation="cpu")
+    assert linbias.torch.attention(q, q, q).shape == q.shape
+    with pytest.raises(NotImplementedError, match="head sizes go up to 256"):
+        cpu.attention(*(q.numpy() for _ in range(3)))
+
+
+def test_without_the_compiled_core_the_reason_is_stated(monkeypatch):
+    monkeypatch.setattr(cpu, "_cpu", None)
+    monkeypatch.setattr(cpu, "_REASON", "the compiled core cannot be imported", raising=False)
+    q = torch.ones(1, 1, 3, 4)
+    with pytest.raises(NotImplementedError, match="the compiled core cannot be imported"):
+        linbias.torch.attention(q, q, q, implementation="cpu")
+    assert linbias.torch.attention(q, q, q).shape == q.shape
+    assert cpu.target() is None
