@@ -113,9 +113,8 @@ void column_strip(int64_t rows, int64_t depth, const W* a, int64_t a_row, int64_
   }
 }
 
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns]; rows even, columns a multiple of the lanes.
 template <typename W>
-void multiply(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b,
+void multiply_short(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b,
               int64_t b_row, W* c, int64_t c_row, bool add) {
   constexpr int kLanes = Simd<W>::kLanes;
   for (int64_t j = 0; j < columns; j += kBlockVectors * kLanes) {
@@ -129,6 +128,19 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t 
     } else {
       column_strip<W, 1>(rows, depth, a, a_row, a_column, b + j, b_row, c + j, c_row, add);
     }
+  }
+}
+
+// c[rows, columns] (+)= a[rows, depth] b[depth, columns]; rows even, columns a multiple of the lanes. Products are
+// summed 64 at a time: sums of short sums lose fewer digits than one long sum.
+constexpr int64_t kDepth = 64;
+
+template <typename W>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b,
+              int64_t b_row, W* c, int64_t c_row, bool add) {
+  for (int64_t k = 0; k < depth; k += kDepth) {
+    multiply_short<W>(rows, columns, smaller_of(kDepth, depth - k), a + k * a_column, a_row, a_column, b + k * b_row,
+                      b_row, c, c_row, add || k > 0);
   }
 }
 

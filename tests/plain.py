@@ -11,11 +11,17 @@ from truth import keep_mask
 
 
 def plain_attention(
-    inputs: Inputs, case: Case, dtype: torch.dtype, seed: int = 0, turn: int = 0
+    inputs: Inputs,
+    case: Case,
+    dtype: torch.dtype,
+    seed: int = 0,
+    turn: int = 0,
+    flip: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return {out, lse} and the gradients {q, k, v, left, right} as float64 arrays.
 
-    turn rotates the entries of q and k: the same sums in another order, as good a computation, rounded otherwise.
+    turn rotates the entries of q and k, flip reverses the order of the keys: the same sums in another order, as
+    good a computation, rounded otherwise.
     """
     inputs = replace(inputs, q=np.roll(inputs.q, turn, -1), k=np.roll(inputs.k, turn, -1))
     leaves = {
@@ -29,7 +35,7 @@ def plain_attention(
     rows = []
     for b in range(case.B):
         for h in range(case.H):
-            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h]))
+            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h], flip))
     if rows:
         out = torch.stack([row[0] for row in rows]).view(case.B, case.H, case.T, case.E)
         lse = torch.stack([row[1] for row in rows]).view(case.B, case.H, case.T)
@@ -49,9 +55,13 @@ def plain_attention(
     return results, gradients
 
 
-def _one_head(leaves, case, b, h, keep):
+def _one_head(leaves, case, b, h, keep, flip):
     q, k, v = leaves["q"][b, h], leaves["k"][b, h // (case.H // case.G)], leaves["v"]
     v = v[b, h // (case.H // case.G)]
+    keys = torch.arange(case.S)
+    if flip:
+        k, v, keys = k.flip(0), v.flip(0), keys.flip(0)
+        keep = None if keep is None else keep.flip(1)
     left, right = (
         None if slope is None else slope[h] if slope.dim() == 1 else slope[b, h]
         for slope in (leaves["left"], leaves.get("right"))
@@ -60,14 +70,14 @@ def _one_head(leaves, case, b, h, keep):
         right = left
     first, end = case.key_range[b] if case.key_range else (0, case.S)
     position = torch.arange(case.T)[:, None] + end - case.T
-    distance = position - torch.arange(case.S)
+    distance = position - keys
     score = q @ k.T * (case.D**-0.5 if case.scale is None else case.scale)
     for slope, reach in ((left, distance), (right, -distance)):
         if slope is None or torch.isinf(slope):
             score = score.masked_fill(reach > 0, -math.inf)
         else:
             score = score - slope * reach.clamp(min=0)
-    inside = (torch.arange(case.S) >= first) & (torch.arange(case.S) < end)
+    inside = (keys >= first) & (keys < end)
     score = score.masked_fill(~inside, -math.inf)
     rows = (score > -math.inf).any(1)
     weight = torch.softmax(score[rows], 1)

@@ -24,7 +24,7 @@ def forced_target():
 
 @pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16", "float16"))
 @pytest.mark.parametrize(
-    "name", ("symmetric", "asymmetric-per-batch", "long-range", "long-directional", "dropout")
+    "name", ("symmetric", "asymmetric-per-batch", "long-range", "long-symmetric", "dropout")
 )
 @pytest.mark.parametrize("target", cpu.targets())
 def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
@@ -33,7 +33,7 @@ def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
     check_case(TorchSubject("cpu"), by_name(name), dtype)
 
 
-@pytest.mark.parametrize("sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (128, 129), (256, 255)))
+@pytest.mark.parametrize("sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (129, 127), (256, 255)))
 @pytest.mark.parametrize("target", cpu.targets())
 def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
     forced_target(target)
@@ -130,7 +130,7 @@ def test_a_fork_after_threads_can_call_on():
 
 def test_too_large_a_call_is_a_memory_error_and_no_crash():
     q = torch.ones(1, 1, 8, 4)
-    k = torch.ones(1).expand(1, 1, 2**44, 4)
+    k = torch.ones(4).expand(1, 1, 2**44, 4)
     with pytest.raises(MemoryError, match="no memory for the packed keys and values"):
         linbias.torch.attention(q, k, k, implementation="cpu")
 
