@@ -214,9 +214,10 @@ void split_weights(int64_t count, float* from, uint32_t* high) {
     _mm512_storeu_ps(from + i, _mm512_sub_ps(x, _mm512_castsi512_ps(widened)));
   }
 }
-#else
-void multiply_pairs(int64_t, int64_t, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool);
-void split_weights(int64_t, float*, uint32_t*);
+#else  // named in branches that are never taken
+[[maybe_unused]] void multiply_pairs(int64_t, int64_t, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, float*,
+                                     int64_t, bool) {}
+[[maybe_unused]] void split_weights(int64_t, float*, uint32_t*) {}
 #endif
 
 // ------------------------------------------------------------------------------------------------------- packing
