@@ -64,10 +64,10 @@ NB_MODULE(_cpu, m) {
   });
   m.def("backward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v,
                        Address left, Address right, Address key_range, Address key_bound, double scale,
-                       double dropout, std::uint32_t seed, int num_threads, Address dout, Address dlse,
+                       double dropout, double tolerance, std::uint32_t seed, int num_threads, Address dout, Address dlse,
                        std::int64_t visited_tiles,
                        const std::array<Address, 4>& saved, const std::array<Address, 5>& gradients) {
-    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, 0.0, seed, num_threads, true);
+    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, tolerance, seed, num_threads, true);
     const Backward results = {pointer(dout), pointer(dlse), forward_results(saved, visited_tiles), pointer(gradients[0]),
                               pointer(gradients[1]), pointer(gradients[2]), pointer(gradients[3]),
                               pointer(gradients[4])};

@@ -67,7 +67,11 @@ struct Buffer {
 };
 
 #include "products-inl.h"
+#include "head-inl.h"
+#include "bounds-inl.h"
 #include "packing-inl.h"
+#include "tile-inl.h"
+#include "certificate-inl.h"
 #include "forward-inl.h"
 #include "decode-inl.h"
 #include "backward-inl.h"
@@ -80,7 +84,7 @@ Status forward_as(const Call& call, const Forward& results) {
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
   if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
-  PackTask<W, In, kPairs<In>>{call, packed}.run();
+  PackTask<W, In, kPairs<In>>{call, packed, true}.run();
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, scratches.data, num_tiles, slack_of<W>(call.D)};
   parallel(call.B * call.H * num_tiles, call.num_threads, ForwardTask<W, In>::run, &task);

@@ -37,9 +37,16 @@ struct BackwardTask {
     W* dq = scratch.acc;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
     const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
-    for (int64_t block = tile.near_first - visited[kLeft]; block <= tile.near_last + visited[kRight]; ++block) {
-      visit(tile, block, scratch, dq, dk, dv, dslopes);
+    // From either end inwards, as the outer blocks may turn out to be negligible.
+    bool fades = true;
+    for (int64_t block = tile.near_first - visited[kLeft]; block <= tile.near_last; ++block) {
+      fades = visit(tile, block, fades, scratch, dq, dk, dv);
     }
+    fades = true;
+    for (int64_t block = tile.near_last + visited[kRight]; block > tile.near_last; --block) {
+      fades = visit(tile, block, fades, scratch, dq, dk, dv);
+    }
+    add_slope_gradients(tile, scratch, dslopes);
     const W scale = static_cast<W>(call.scale);
     for (int64_t i = 0; i < tile.rows; ++i) {
       W* to = static_cast<W*>(results.dq) + tile.index(i) * call.D;
@@ -52,14 +59,17 @@ struct BackwardTask {
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       W* dout = scratch.dout + i * packed.padded_E;
       for (int64_t e = 0; e < packed.padded_E; ++e) dout[e] = 0;
-      scratch.delta[i] = 0;
+      scratch.delta[i] = scratch.dscore_sum[i] = scratch.row_sum[i] = scratch.left_out[i] = 0;
+      scratch.slope_sum[kLeft][i] = scratch.slope_sum[kRight][i] = 0;
+      scratch.reach_sum[kLeft][i] = scratch.reach_sum[kRight][i] = 0;
       scratch.row_max[i] = kInfinity<W>;  // exp(score - inf) = 0: no weight in a row without keys
       if (i >= tile.rows) continue;
       const int64_t at = tile.index(i);
       const W log_sum = static_cast<const W*>(results.saved.log_sum)[at];
       if (log_sum == -kInfinity<W>) continue;
       scratch.row_max[i] = static_cast<const W*>(results.saved.row_max)[at];
-      const W per_sum = static_cast<W>(__builtin_exp(-static_cast<double>(log_sum)));
+      scratch.row_sum[i] = static_cast<W>(__builtin_exp(static_cast<double>(log_sum)));
+      const W per_sum = 1 / scratch.row_sum[i];
       const W* given = static_cast<const W*>(results.dout) + at * call.E;
       const W* out = static_cast<const W*>(results.saved.out) + at * call.E;
       W delta = 0;
@@ -71,15 +81,19 @@ struct BackwardTask {
     }
   }
 
-  void visit(const Tile<W>& tile, int64_t block, Scratch<W>& scratch, W* dq, W* dk, W* dv, double* dslopes) const {
+  // Add what a block gives, unless those beyond were negligible and it is, too. Returns whether it was.
+  bool visit(const Tile<W>& tile, int64_t block, bool fades, Scratch<W>& scratch, W* dq, W* dk, W* dv) const {
     const Head<W>& head = *tile.head;
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
     multiply<W>(rows, kKeys, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys,
                 scratch.score, kKeys, false);
-    multiply<W>(rows, kKeys, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
-                scratch.dweight, kKeys, false);
     constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
     const Biased<W> biased(tile, block, W{1});
+    const bool finite = head.radius[block] == head.radius[block];
+    const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
+    if (fades && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
+    multiply<W>(rows, kKeys, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
+                scratch.dweight, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {
       Vector<W> x[kVectors];
       W* row = scratch.score + i * kKeys;
@@ -95,24 +109,47 @@ struct BackwardTask {
       dropped = scratch.dropped;
     }
     multiply<W>(kKeys, E, rows, dropped, 1, kKeys, scratch.dout, E, dv + block * kKeys * E, E, true);
-    W* dscore = scratch.dweight;
-    for (int64_t i = 0; i < rows; ++i) {
-      Vector<W> left{}, right{};
+    for (int64_t i = 0; i < rows; ++i) score_gradients(biased, scratch, i);
+    multiply<W>(rows, D, kKeys, scratch.dweight, kKeys, 1, head.keys + block * kKeys * D, D, dq, D, true);
+    multiply<W>(kKeys, D, rows, scratch.dweight, 1, kKeys, scratch.q, D, dk + block * kKeys * D, D, true);
+    return false;
+  }
+
+  // Turn the gradients of the weights of row i into those of its scores, and sum what the slopes need.
+  LINBIAS_INLINE void score_gradients(const Biased<W>& biased, Scratch<W>& scratch, int64_t i) const {
+    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+    Vector<W> total{}, slope[2] = {}, reach[2] = {};
 #pragma GCC unroll 16
-      for (int j = 0; j < kVectors; ++j) {
-        W* at = dscore + i * kKeys + j * kLanes;
-        const Vector<W> found = load(scratch.score + i * kKeys + j * kLanes) * (load(at) - scratch.delta[i]);
-        store<W>(at, found);
-        const Vector<W> distance = biased.reach(i, j), moment = found * distance;
-        left += distance > W{0} ? moment : Vector<W>{};
-        right += distance < W{0} ? moment : Vector<W>{};
-      }
-      // dslope = -sum dscore * |distance|, on each side.
-      dslopes[kLeft] -= static_cast<double>(sum<W>(left));
-      dslopes[kRight] += static_cast<double>(sum<W>(right));
+    for (int j = 0; j < kVectors; ++j) {
+      W* at = scratch.dweight + i * kKeys + j * kLanes;
+      const Vector<W> weight = load(scratch.score + i * kKeys + j * kLanes);
+      const Vector<W> dscore = weight * (load(at) - scratch.delta[i]), distance = biased.reach(i, j);
+      store<W>(at, dscore);
+      total += dscore;
+      const Vector<W> left = distance > W{0} ? distance : Vector<W>{}, right = left - distance;
+      slope[kLeft] += dscore * left;
+      reach[kLeft] += weight * left;
+      slope[kRight] += dscore * right;
+      reach[kRight] += weight * right;
     }
-    multiply<W>(rows, D, kKeys, dscore, kKeys, 1, head.keys + block * kKeys * D, D, dq, D, true);
-    multiply<W>(kKeys, D, rows, dscore, 1, kKeys, scratch.q, D, dk + block * kKeys * D, D, true);
+    scratch.dscore_sum[i] += sum<W>(total);
+    for (int side = kLeft; side <= kRight; ++side) {
+      if (biased.tile.hidden[side]) continue;
+      scratch.slope_sum[side][i] += sum<W>(slope[side]);
+      scratch.reach_sum[side][i] += sum<W>(reach[side]);
+    }
+  }
+
+  // dslope = -sum dscore |distance|, a sum of large terms that cancel: what makes sum dscore differ from dlse is rounding
+  // error, mostly that of delta, and every dscore carries its weight's share of it.
+  void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      if (!(scratch.row_sum[i] > 0)) continue;
+      const W error = (scratch.dscore_sum[i] - static_cast<const W*>(results.dlse)[tile.index(i)]) / scratch.row_sum[i];
+      for (int side = kLeft; side <= kRight; ++side) {
+        dslopes[side] -= static_cast<double>(scratch.slope_sum[side][i] - error * scratch.reach_sum[side][i]);
+      }
+    }
   }
 
   // Add up what the query heads of a group, and the parts of each, found for one block of a key/value head.
@@ -166,7 +203,7 @@ Status backward_as(const Call& call, const Backward& results) {
       !dv.allocate(num_heads * num_parts, rows, packed.padded_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
     return Status::out_of_memory;
   }
-  PackTask<W, In, false>{call, packed}.run();
+  PackTask<W, In, false>{call, packed, false}.run();
   BackwardTask<W, In> task{call,      results,   packed,         scratches.data, num_tiles,
                            num_parts, tiles_per_part, dk.data, dv.data,        dslopes.data};
   parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);

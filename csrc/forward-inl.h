@@ -1,179 +1,6 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// One tile: its biased scores, its dropout, its certificate, and its forward pass.
-
-// What a worker needs for one tile; rows beyond the tile's are zeros.
-template <typename W>
-struct Scratch {
-  W *q, *score, *acc, *dout, *dweight, *dropped;
-  uint32_t *q_pairs, *weight_pairs;
-  W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows];
-};
-
-// One tile of one query head: its rows, the head it reads, and its slopes.
-template <typename W>
-struct Tile {
-  const Call* call;
-  const Head<W>* head;
-  int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
-  W slope[2];
-  bool hidden[2];  // whether a side shows nothing
-  int64_t near_first, near_last;  // blocks; none if near_last < near_first
-
-  Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
-      : call(&c), b(batch), h(query_head), start(tile * kRows) {
-    head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
-    rows = smaller_of(kRows, c.T - start);
-    padded_rows = round_up(rows, kBlockRows);
-    position = start + head->num_keys - c.T;
-    const W left = static_cast<const W*>(c.left)[b * c.H + h];
-    const W right = c.right ? static_cast<const W*>(c.right)[b * c.H + h] : kInfinity<W>;
-    hidden[kLeft] = is_infinite(left);
-    hidden[kRight] = is_infinite(right);
-    slope[kLeft] = hidden[kLeft] ? W{0} : left;
-    slope[kRight] = hidden[kRight] ? W{0} : right;
-    const int64_t stop = larger_of(position + rows, 0);
-    near_first = larger_of(position, 0) / kKeys;
-    near_last = stop ? (stop - 1) / kKeys : -1;
-    if (stop == 0) near_first = 0;
-  }
-
-  // Whether a block lies wholly to one side of every row, with no padding in it.
-  bool is_far(int64_t block) const {
-    return (block < near_first || block > near_last) && (block + 1) * kKeys <= head->num_keys;
-  }
-
-  int64_t index(int64_t i) const { return (b * call->H + h) * call->T + start + i; }
-};
-
-// The biased scores of one row of a block: score - slope * distance, -inf where hidden.
-template <typename W>
-struct Biased {
-  static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
-  Vector<W> ramp;
-  bool far;
-  W one_slope, end, scale;
-  const Tile<W>& tile;
-  int64_t first_key;
-
-  LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block, W factor) : scale(factor), tile(t), first_key(block * kKeys) {
-    for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
-    far = t.is_far(block);
-    one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
-    end = static_cast<W>(t.head->num_keys - first_key);
-  }
-
-  // Distances of row i to the keys of vector j: integers, exact.
-  LINBIAS_INLINE Vector<W> reach(int64_t i, int j) const {
-    return static_cast<W>(tile.position + i - first_key - j * kLanes) - ramp;
-  }
-
-  LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
-    if (far) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) * scale - one_slope * reach(i, j);
-      return;
-    }
-    const Vector<W> lowest = broadcast(-kInfinity<W>);
-    for (int j = 0; j < kVectors; ++j) {
-      const Vector<W> distance = reach(i, j);
-      Vector<W> y = load(score + j * kLanes) * scale;
-      y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
-      if (tile.hidden[kLeft]) y = distance > W{0} ? lowest : y;
-      if (tile.hidden[kRight]) y = distance < W{0} ? lowest : y;
-      x[j] = ramp + static_cast<W>(j * kLanes) >= end ? lowest : y;
-    }
-  }
-};
-
-// The rule of linbias/torch/dropout.py: which weights stay.
-struct Dropout {
-  uint32_t rows[kRows], threshold;
-
-  static uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352d;
-    x ^= x >> 15;
-    x *= 0x846ca68b;
-    return x ^ x >> 16;
-  }
-
-  template <typename W>
-  explicit Dropout(const Tile<W>& tile) {
-    const Call& call = *tile.call;
-    threshold = static_cast<uint32_t>(call.dropout * 4294967296.0 + 0.5);
-    const uint32_t head = mix(mix(call.seed) ^ static_cast<uint32_t>(tile.b * call.H + tile.h));
-    for (int64_t i = 0; i < kRows; ++i) rows[i] = mix(head ^ static_cast<uint32_t>(tile.start + i));
-  }
-
-  // to <- from / (1 - dropout) where it stays, 0 elsewhere.
-  template <typename W>
-  void apply(const Tile<W>& tile, int64_t block, const W* from, W* to) const {
-    const W share = static_cast<W>(1.0 / (1.0 - tile.call->dropout));
-    uint32_t columns[kKeys];
-    for (int64_t j = 0; j < kKeys; ++j) {
-      columns[j] = mix(static_cast<uint32_t>(tile.head->first + block * kKeys + j));
-    }
-    for (int64_t i = 0; i < tile.padded_rows; ++i) {
-      for (int64_t j = 0; j < kKeys; ++j) {
-        to[i * kKeys + j] = mix(rows[i] ^ columns[j]) >= threshold ? from[i * kKeys + j] * share : W{0};
-      }
-    }
-  }
-};
-
-template <typename W, typename In>
-void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
-  const Call& call = *tile.call;
-  const W scale = static_cast<W>(call.scale);
-  for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const In* from = static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
-                     (tile.start + i) * call.q.row;
-    for (int64_t d = 0; d < padded_D; ++d) {
-      q[i * padded_D + d] = i < tile.rows && d < call.D ? static_cast<W>(widen(from[d])) * scale : W{0};
-    }
-  }
-}
-
-// The queries as they come, in pairs; the scale is for later.
-template <typename W, typename In>
-void load_query_pairs(const Tile<W>& tile, uint32_t* q) {
-  const Call& call = *tile.call;
-  const int64_t pairs = round_up(call.D, 2) / 2;
-  for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) +
-                                                             tile.b * call.q.batch + tile.h * call.q.head +
-                                                             (tile.start + i) * call.q.row);
-    for (int64_t d = 0; d < call.D; d += 2) {
-      const uint32_t low = i < tile.rows ? from[d] : 0, high = i < tile.rows && d + 1 < call.D ? from[d + 1] : 0;
-      q[i * pairs + d / 2] = low | high << 16;
-    }
-  }
-}
-
-// May this tile leave out every key from block `nearest` outwards? Comparisons with NaN say no.
-template <typename W>
-bool is_covered(const Tile<W>& tile, const Scratch<W>& scratch, Side side, int64_t nearest, W slack) {
-  const Head<W>& head = *tile.head;
-  const W m = tile.slope[side];
-  if (!(m > 0)) return false;
-  const double key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
-  const double num_unvisited = side == kLeft ? key + 1 : static_cast<double>(head.num_keys) - key;
-  const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m)));
-  const double count = __builtin_log(num_unvisited);
-  const Call& call = *tile.call;
-  const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance);
-  const W offset = static_cast<W>((whole < count ? whole : count) - share);
-  const W reach = head.reach[side][nearest], step = m * (1 - slack);
-  const W distance = static_cast<W>(side == kLeft ? tile.position - key : key - tile.position);
-  const W away = side == kLeft ? W{1} : W{-1};
-  int still_open = 0;
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    const W tail = scratch.base[i] + scratch.norm[i] * reach - step * (distance + away * static_cast<W>(i)) + offset;
-    still_open |= !(tail <= scratch.row_max[i] + log_from_below(scratch.row_sum[i]));
-  }
-  return !still_open;
-}
+// The forward pass of one tile: near to far, with an online softmax, until the certificate holds.
 
 template <typename W, typename In>
 struct ForwardTask {
@@ -186,9 +13,10 @@ struct ForwardTask {
 
   static void run(void* context, int64_t task, int worker) {
     const ForwardTask& self = *static_cast<const ForwardTask*>(context);
-    // The last tiles of a causal call and the flattest heads have most to do: they come first.
-    const int64_t t = self.num_tiles - 1 - task / (self.call.B * self.call.H);
-    const int64_t head = self.call.B * self.call.H - 1 - task % (self.call.B * self.call.H);
+    // The flattest heads and the last tiles of a causal call have most to do: they come first. Neighbouring tiles read
+    // much the same keys, so they follow each other.
+    const int64_t head = self.call.B * self.call.H - 1 - task / self.num_tiles;
+    const int64_t t = self.num_tiles - 1 - task % self.num_tiles;
     self.tile(head / self.call.H, head % self.call.H, t, self.scratches[worker]);
   }
 
@@ -207,24 +35,28 @@ struct ForwardTask {
       scratch.norm[i] = square_root(squares) * (1 + slack) * (1 + slack);
       scratch.base[i] = aligned + slack * scratch.norm[i] * (head.center_norm + head.largest);
       scratch.row_max[i] = -kInfinity<W>;
-      scratch.row_sum[i] = 0;
+      scratch.row_sum[i] = scratch.left_out[i] = 0;
+      place_row(head, scratch, i);
     }
+    scratch.open_row = 0;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_E; ++i) scratch.acc[i] = 0;
 
-    for (int64_t block = tile.near_last; block >= tile.near_first; --block) visit(tile, block, scratch);
+    for (int64_t block = tile.near_last; block >= tile.near_first; --block) visit(tile, block, false, scratch);
     int64_t next[2] = {tile.near_first - 1, tile.near_last + 1};
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
     bool open[2] = {!tile.hidden[kLeft] && next[kLeft] >= 0, !tile.hidden[kRight] && next[kRight] < head.num_blocks};
+    bool fades[2] = {false, false};
     while (open[kLeft] || open[kRight]) {
       for (int turn = kLeft; turn <= kRight; ++turn) {
         const Side side = static_cast<Side>(turn);
         if (!open[side]) continue;
-        if (is_covered(tile, scratch, side, next[side], slack)) {
+        if (is_covered(tile, scratch, side, next[side], packed.tails_of(b * call.H + h, side), slack)) {
           open[side] = false;
           continue;
         }
-        visit(tile, next[side], scratch);
+        const bool finite = head.radius[next[side]] == head.radius[next[side]];
+        fades[side] = visit(tile, next[side], fades[side] && finite, scratch);
         ++visited[side];
         next[side] += side == kLeft ? -1 : 1;
         open[side] = next[side] >= 0 && next[side] < head.num_blocks;
@@ -233,7 +65,9 @@ struct ForwardTask {
     finish(tile, scratch);
   }
 
-  void visit(const Tile<W>& tile, int64_t block, Scratch<W>& scratch) const {
+  // Add a block to the sums of all rows, unless its neighbour has faded and its own scores are negligible too. Returns
+  // whether it has faded: little is left to add beyond it.
+  bool visit(const Tile<W>& tile, int64_t block, bool fades, Scratch<W>& scratch) const {
     const Head<W>& head = *tile.head;
     const int64_t pairs = round_up(call.D, 2) / 2;
     if constexpr (kPairs<In>) {
@@ -244,7 +78,13 @@ struct ForwardTask {
                   head.keys_across + block * call.D * kKeys, kKeys, scratch.score, kKeys, false);
     }
     const Biased<W> biased(tile, block, kPairs<In> ? static_cast<W>(call.scale) : W{1});
-    for (int64_t i = 0; i < tile.padded_rows; ++i) online_softmax(biased, scratch, i);
+    const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
+    if (fades && is_negligible(biased, allowance, scratch)) return true;
+    int matters = 0;
+    for (int64_t i = 0; i < tile.padded_rows; ++i) {
+      const W added = online_softmax(biased, scratch, i);
+      matters |= !(added * 16 <= allowance * scratch.row_sum[i]);
+    }
     W* weight = scratch.score;
     if (call.dropout > 0) {
       weight = scratch.dropped;
@@ -261,10 +101,11 @@ struct ForwardTask {
       multiply<W>(tile.padded_rows, packed.padded_E, kKeys, weight, kKeys, 1,
                   head.values + block * kKeys * packed.padded_E, packed.padded_E, scratch.acc, packed.padded_E, true);
     }
+    return !matters;
   }
 
-  // Turn the products of row i into weights, and what was summed before to the new maximum.
-  LINBIAS_INLINE void online_softmax(const Biased<W>& biased, Scratch<W>& scratch, int64_t i) const {
+  // Turn the products of row i into weights, and what was summed before to the new maximum. Returns their sum.
+  LINBIAS_INLINE W online_softmax(const Biased<W>& biased, Scratch<W>& scratch, int64_t i) const {
     constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
     Vector<W> x[kVectors];
     W* row = scratch.score + i * kKeys;
@@ -277,6 +118,7 @@ struct ForwardTask {
       const W shrink = exponential<W>(broadcast(scratch.row_max[i] - found))[0];
       scratch.row_max[i] = found;
       scratch.row_sum[i] *= shrink;
+      scratch.left_out[i] *= shrink;
       W* acc = scratch.acc + i * packed.padded_E;
       for (int64_t e = 0; e < packed.padded_E; e += kLanes) store<W>(acc + e, load(acc + e) * shrink);
     }
@@ -289,7 +131,9 @@ struct ForwardTask {
       total += weight;
       store<W>(row + j * kLanes, weight);
     }
-    scratch.row_sum[i] += sum<W>(total);
+    const W added = sum<W>(total);
+    scratch.row_sum[i] += added;
+    return added;
   }
 
   void finish(const Tile<W>& tile, const Scratch<W>& scratch) const {
@@ -303,29 +147,3 @@ struct ForwardTask {
     }
   }
 };
-
-template <typename W>
-bool allocate_scratch(const Call& call, const Packed<W>& packed, Buffer<Scratch<W>>& scratches, Buffer<W>& memory) {
-  const int64_t of_queries = kRows * packed.padded_D, of_scores = kRows * kKeys;
-  const int64_t of_values = kRows * larger_of(packed.padded_D, packed.padded_E);  // acc holds out, or dq
-  // Two 16-bit numbers fill a word of W at most.
-  const int64_t each = round_up(2 * of_queries + 2 * of_values + 4 * of_scores, 64);
-  if (!scratches.allocate(call.num_threads) || !memory.allocate(call.num_threads, each)) return false;
-  for (int worker = 0; worker < call.num_threads; ++worker) {
-    Scratch<W>& scratch = scratches.data[worker];
-    scratch.q = memory.data + worker * each;
-    scratch.acc = scratch.q + of_queries;
-    scratch.dout = scratch.acc + of_values;
-    scratch.score = scratch.dout + of_values;
-    scratch.dweight = scratch.score + of_scores;
-    scratch.dropped = scratch.dweight + of_scores;
-    scratch.weight_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + of_scores);
-    scratch.q_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + 2 * of_scores);
-  }
-  return true;
-}
-
-template <typename W>
-constexpr W slack_of(int64_t D) {
-  return static_cast<W>(D + 8) * (sizeof(W) == 4 ? static_cast<W>(0x1p-23) : static_cast<W>(0x1p-52));
-}

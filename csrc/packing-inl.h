@@ -1,126 +1,11 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// The keys and values of a call, packed once for all tiles, and how far each block's keys reach.
-
-// The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors.
-template <typename W>
-struct Head {
-  int64_t first, num_keys, num_blocks;
-  W* keys_across;    // [blocks, D, kKeys]
-  W* values;         // [blocks * kKeys, E padded]
-  W* keys;           // [blocks * kKeys, D padded], backward only
-  W* values_across;  // [blocks, E, kKeys], backward only
-  uint32_t* key_pairs;    // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key, instead of
-  uint32_t* value_pairs;  // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1  (keys_across and values)
-  W* center;         // [D], the mean key
-  W* reach[2];       // [blocks] each: the largest |k - center| of this block and all beyond it on that side
-  W center_norm, largest;
-};
-
-template <typename W, typename In>
-void pack_block(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block, int64_t padded_D,
-                int64_t padded_E) {
-  const int64_t D = call.D, E = call.E;
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t s = block * kKeys + i;
-    const bool real = s < head.num_keys;
-    const In* key = k + (head.first + s) * call.k.row;
-    const In* value = v + (head.first + s) * call.v.row;
-    W* across = head.keys_across + block * D * kKeys + i;
-    for (int64_t d = 0; d < D; ++d) across[d * kKeys] = real ? static_cast<W>(widen(key[d])) : W{0};
-    W* row = head.values + s * padded_E;
-    for (int64_t e = 0; e < padded_E; ++e) row[e] = real && e < E ? static_cast<W>(widen(value[e])) : W{0};
-    if (head.keys) {
-      W* along = head.keys + s * padded_D;
-      for (int64_t d = 0; d < padded_D; ++d) along[d] = real && d < D ? static_cast<W>(widen(key[d])) : W{0};
-      W* value_across = head.values_across + block * E * kKeys + i;
-      for (int64_t e = 0; e < E; ++e) value_across[e * kKeys] = row[e];
-    }
-  }
-}
-
-// The same in pairs of 16-bit numbers.
-template <typename W, typename In>
-void pack_block_pairs(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block,
-                      int64_t padded_E) {
-  const int64_t D = call.D, E = call.E, pairs = round_up(D, 2) / 2;
-  uint32_t* keys = head.key_pairs + block * pairs * kKeys;
-  uint16_t* values = reinterpret_cast<uint16_t*>(head.value_pairs + block * (kKeys / 2) * padded_E);
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t s = block * kKeys + i;
-    const bool real = s < head.num_keys;
-    const uint16_t* key = reinterpret_cast<const uint16_t*>(k + (head.first + s) * call.k.row);
-    const uint16_t* value = reinterpret_cast<const uint16_t*>(v + (head.first + s) * call.v.row);
-    for (int64_t d = 0; d < D; d += 2) {
-      const uint32_t low = real ? key[d] : 0, high = real && d + 1 < D ? key[d + 1] : 0;
-      keys[d / 2 * kKeys + i] = low | high << 16;
-    }
-    uint16_t* row = values + i / 2 * padded_E * 2 + i % 2;
-    for (int64_t e = 0; e < padded_E; ++e) row[2 * e] = real && e < E ? value[e] : 0;
-  }
-}
-
-// Entry d of all keys of a block, as [kKeys]; `room` serves where they lie in pairs.
-template <typename W, typename In>
-const W* key_entries(const Call& call, const Head<W>& head, int64_t block, int64_t d, W* room) {
-  if constexpr (!kPairs<In>) return head.keys_across + (block * call.D + d) * kKeys;
-  const uint32_t* pairs = head.key_pairs + (block * (round_up(call.D, 2) / 2) + d / 2) * kKeys;
-  const int shift = d % 2 ? 0 : 16;
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const uint32_t bits = pairs[i] << shift & 0xffff0000;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    room[i] = static_cast<W>(x);
-  }
-  return room;
-}
-
-// 0, or NaN if a value of the block is not finite.
-template <typename W, typename In>
-W finite_or_nan(const Head<W>& head, int64_t block, int64_t padded_E) {
-  W found[16] = {};
-  if constexpr (kPairs<In>) {
-    const uint32_t* values = head.value_pairs + block * (kKeys / 2) * padded_E;
-    for (int64_t j = 0; j < kKeys / 2 * padded_E; j += 16) {
-      for (int lane = 0; lane < 16; ++lane) {
-        const uint32_t x = values[j + lane];
-        const bool bad = (x & 0x7f80) == 0x7f80 || (x & 0x7f800000) == 0x7f800000;
-        found[lane] = bad ? static_cast<W>(__builtin_nan("")) : found[lane];
-      }
-    }
-  } else {
-    const W* values = head.values + block * kKeys * padded_E;
-    for (int64_t j = 0; j < kKeys * padded_E; j += 16) {
-      for (int lane = 0; lane < 16; ++lane) found[lane] += values[j + lane] * W{0};
-    }
-  }
-  W total = 0;
-  for (const W x : found) total += x;
-  return total;
-}
-
-// The largest |k - center| of a block; NaN if anything in it, keys or values, is not finite.
-template <typename W, typename In>
-W block_radius(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E) {
-  W squares[kKeys] = {}, room[kKeys];
-  for (int64_t d = 0; d < call.D; ++d) {
-    const W* entries = key_entries<W, In>(call, head, block, d, room);
-    for (int64_t i = 0; i < kKeys; ++i) {
-      const W difference = entries[i] - head.center[d];
-      squares[i] += difference * difference;
-    }
-  }
-  const int64_t real = smaller_of(kKeys, head.num_keys - block * kKeys);
-  W found = 0;
-  for (int64_t i = 0; i < real; ++i) found = found == found && !(squares[i] <= found) ? squares[i] : found;
-  found += finite_or_nan<W, In>(head, block, padded_E);
-  return square_root(found);
-}
+// All keys and values of a call, packed once for all tiles, with what the certificate needs of them.
 
 template <typename W>
 struct Packed {
   Buffer<Head<W>> heads;
-  Buffer<W> keys_across, values, keys, values_across, center, reach;
+  Buffer<W> keys_across, values, keys, values_across, center, radius, spread, tails, room;
   Buffer<uint32_t> key_pairs, value_pairs;
   int64_t padded_D, padded_E, num_blocks;
 
@@ -131,12 +16,18 @@ struct Packed {
     padded_E = round_up(call.E, Simd<W>::kLanes);
     const int64_t rows = num_blocks * kKeys;
     return heads.allocate(num_heads) && center.allocate(num_heads, call.D) &&
-           reach.allocate(num_heads, 2, num_blocks) &&
+           radius.allocate(num_heads, num_blocks) &&
+           (backward || (spread.allocate(num_heads, num_blocks) &&
+                         tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
+                         room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
            (pairs ? key_pairs.allocate(num_heads, rows, round_up(call.D, 2) / 2) &&
                         value_pairs.allocate(num_heads, rows / 2, padded_E)
                   : keys_across.allocate(num_heads, rows, call.D) && values.allocate(num_heads, rows, padded_E)) &&
            (!backward || (keys.allocate(num_heads, rows, padded_D) && values_across.allocate(num_heads, rows, call.E)));
   }
+
+  // The table of tails of query head `row` of [B, H] on one side.
+  W* tails_of(int64_t row, int64_t side) const { return tails.data + (row * 2 + side) * num_blocks * kEntries; }
 };
 
 template <bool kFirst, typename A, typename B>
@@ -152,10 +43,11 @@ template <typename W, typename In, bool kInPairs>
 struct PackTask {
   const Call& call;
   Packed<W>& packed;
+  bool certify;  // whether tails are wanted; or else, of the radii, only which are NaN
   static constexpr int64_t kBlocksAtOnce = 16;
   using Packing = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
-  // One key/value head: where it lies, its mean key, and afterwards how far its keys reach.
+  // Where one key/value head lies.
   void place(int64_t index) {
     const int64_t b = index / call.G;
     Head<W>& head = packed.heads.data[index];
@@ -173,74 +65,106 @@ struct PackTask {
     head.keys = packed.keys.data ? packed.keys.data + index * rows * packed.padded_D : nullptr;
     head.values_across = packed.values_across.data ? packed.values_across.data + index * rows * call.E : nullptr;
     head.center = packed.center.data + index * call.D;
-    head.reach[kLeft] = packed.reach.data + index * 2 * packed.num_blocks;
-    head.reach[kRight] = head.reach[kLeft] + packed.num_blocks;
+    head.radius = packed.radius.data + index * packed.num_blocks;
+    head.spread = certify ? packed.spread.data + index * packed.num_blocks : nullptr;
   }
 
-  static void pack(void* context, int64_t task, int) {
-    PackTask& self = *static_cast<PackTask*>(context);
-    const int64_t parts = round_up(self.packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
-    const Call& call = self.call;
-    const Head<W>& head = self.packed.heads.data[index];
-    const int64_t b = index / call.G, g = index % call.G;
-    const In* k = static_cast<const In*>(call.k.data) + b * call.k.batch + g * call.k.head;
-    const In* v = static_cast<const In*>(call.v.data) + b * call.v.batch + g * call.v.head;
-    for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
-      if constexpr (kInPairs) {
-        pack_block_pairs<W, In>(call, head, k, v, block, self.packed.padded_E);
-      } else {
-        pack_block<W, In>(call, head, k, v, block, self.packed.padded_D, self.packed.padded_E);
-      }
-    }
+  const In* keys_of(int64_t index) const {
+    return static_cast<const In*>(call.k.data) + index / call.G * call.k.batch + index % call.G * call.k.head +
+           packed.heads.data[index].first * call.k.row;
+  }
+  const In* values_of(int64_t index) const {
+    return static_cast<const In*>(call.v.data) + index / call.G * call.v.batch + index % call.G * call.v.head +
+           packed.heads.data[index].first * call.v.row;
   }
 
-  static void center(void* context, int64_t index, int) {
+  // The mean of about kSampled keys: any center makes a valid bound, and this one costs next to nothing.
+  static void find_center(void* context, int64_t index, int) {
     PackTask& self = *static_cast<PackTask*>(context);
+    constexpr int64_t kSampled = 512;
     Head<W>& head = self.packed.heads.data[index];
-    const int64_t D = self.call.D;
-    W squares = 0;
-    for (int64_t d = 0; d < D; ++d) {
-      Vector<W> total{};
-      for (int64_t block = 0; block < head.num_blocks; ++block) {
-        W room[kKeys];
-        const W* entries = key_entries<W, Packing>(self.call, head, block, d, room);
-        for (int64_t i = 0; i < kKeys; i += Simd<W>::kLanes) total += load(entries + i);
-      }
-      head.center[d] = sum<W>(total) / static_cast<W>(larger_of(head.num_keys, 1));
+    const int64_t every = round_up(larger_of(head.num_keys, 1), kSampled) / kSampled;
+    const In* keys = self.keys_of(index);
+    for (int64_t d = 0; d < self.call.D; ++d) head.center[d] = 0;
+    W count = 0, squares = 0;
+    for (int64_t s = 0; s < head.num_keys; s += every, ++count) {
+      for (int64_t d = 0; d < self.call.D; ++d) head.center[d] += static_cast<W>(widen(keys[s * self.call.k.row + d]));
+    }
+    for (int64_t d = 0; d < self.call.D; ++d) {
+      head.center[d] /= count > 0 ? count : W{1};
       squares += head.center[d] * head.center[d];
     }
     head.center_norm = square_root(squares);
   }
 
-  static void measure(void* context, int64_t task, int) {
+  // Pack some blocks, and measure them while they are near.
+  static void pack(void* context, int64_t task, int worker) {
     PackTask& self = *static_cast<PackTask*>(context);
-    const int64_t parts = round_up(self.packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    const Head<W>& head = self.packed.heads.data[task / parts];
-    const int64_t from = task % parts * kBlocksAtOnce;
+    const Call& call = self.call;
+    const Packed<W>& packed = self.packed;
+    const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
+    const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
+    const Head<W>& head = packed.heads.data[index];
+    const bool roughly = !self.has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
-      head.reach[kLeft][block] = block_radius<W, Packing>(self.call, head, block, self.packed.padded_E);
+      if constexpr (kInPairs) {
+        pack_block_pairs<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_E);
+      } else {
+        pack_block<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_D,
+                          packed.padded_E);
+      }
+      if (self.certify) {
+        measure_block<W, Packing>(call, head, block, packed.padded_E, roughly, slack_of<W>(call.D),
+                                  packed.room.data + worker * (call.D + kKeys) * kKeys);
+      } else if constexpr (!kInPairs) {
+        head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
+                             zero_or_nan(head.values + block * kKeys * packed.padded_E, kKeys * packed.padded_E);
+      }
     }
   }
 
-  // Running maxima, from either end; NaN stays NaN.
-  static void accumulate(Head<W>& head) {
-    W *left = head.reach[kLeft], *right = head.reach[kRight];
-    const auto further = [](W beyond, W here) { return beyond == beyond && !(here <= beyond) ? here : beyond; };
-    for (int64_t j = head.num_blocks - 1; j >= 0; --j) {
-      right[j] = j + 1 < head.num_blocks ? further(right[j + 1], left[j]) : left[j];
+  // Does a query head of this key/value head have a window of several blocks, and an end of it to find?
+  bool has_a_long_window(int64_t index) const {
+    const int64_t group = call.H / call.G;
+    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
+      const void* sides[2] = {call.left, call.right};
+      for (const void* side : sides) {
+        if (!side) continue;
+        const W m = static_cast<const W*>(side)[index / call.G * call.H + h];
+        // The spread saves about 3 nats of some 25, and no window is shorter than 10.
+        if (m * kKeys < 3 && m * static_cast<W>(packed.heads.data[index].num_keys) > 10) return true;
+      }
     }
-    for (int64_t j = 1; j < head.num_blocks; ++j) left[j] = further(left[j - 1], left[j]);
-    head.largest = head.num_blocks ? right[0] : 0;
+    return false;
+  }
+
+  static void find_largest(Head<W>& head) {
+    head.largest = 0;
+    for (int64_t block = 0; block < head.num_blocks; ++block) {
+      const W radius = head.radius[block];
+      if (head.largest == head.largest && !(radius <= head.largest)) head.largest = radius;  // NaN stays
+    }
+  }
+
+  static void bound_tails(void* context, int64_t task, int) {
+    PackTask& self = *static_cast<PackTask*>(context);
+    const Call& call = self.call;
+    const int64_t row = task / 2, group = call.H / call.G;  // of [B, H]
+    const void* slopes = task % 2 == kLeft ? call.left : call.right;
+    const W m = slopes ? static_cast<const W*>(slopes)[row] : kInfinity<W>;
+    if (!(m > 0) || is_infinite(m)) return;
+    const Head<W>& head = self.packed.heads.data[row / call.H * call.G + row % call.H / group];
+    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D), self.packed.tails_of(row, task % 2));
   }
 
   void run() {
     const int64_t num_heads = call.B * call.G;
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     for (int64_t index = 0; index < num_heads; ++index) place(index);
+    if (certify) parallel(num_heads, call.num_threads, find_center, this);
     parallel(num_heads * parts, call.num_threads, pack, this);
-    parallel(num_heads, call.num_threads, center, this);
-    parallel(num_heads * parts, call.num_threads, measure, this);
-    for (int64_t index = 0; index < num_heads; ++index) accumulate(packed.heads.data[index]);
+    if (!certify) return;
+    for (int64_t index = 0; index < num_heads; ++index) find_largest(packed.heads.data[index]);
+    parallel(call.B * call.H * 2, call.num_threads, bound_tails, this);
   }
 };

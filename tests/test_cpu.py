@@ -15,12 +15,6 @@ from test_torch import TorchSubject
 
 pytestmark = pytest.mark.skipif(cpu.target() is None, reason="the core is not compiled here")
 
-# Not strict: the budget is set by the machine's own matrix products, which may have no fused multiply-add either.
-WITHOUT_FMA = pytest.mark.xfail(
-    reason="without fused multiply-add a slope gradient is over the budget (docs/LOG.md)",
-    strict=False,
-)
-
 
 @pytest.fixture
 def forced_target():
@@ -41,9 +35,7 @@ def forced_target():
     ),
 )
 @pytest.mark.parametrize("target", cpu.targets())
-def test_every_target_keeps_the_contract(target, name, dtype, forced_target, request):
-    if (target, name, dtype) == ("baseline", "long-directional", "float64"):
-        request.applymarker(WITHOUT_FMA)
+def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
     forced_target(target)
     assert cpu.target() == target
     check_case(TorchSubject("cpu"), by_name(name), dtype)
@@ -53,9 +45,7 @@ def test_every_target_keeps_the_contract(target, name, dtype, forced_target, req
     "sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (128, 129), (129, 127), (256, 255))
 )
 @pytest.mark.parametrize("target", cpu.targets())
-def test_head_sizes_around_the_vector_width(target, sizes, forced_target, request):
-    if (target, sizes) == ("baseline", (128, 129)):
-        request.applymarker(WITHOUT_FMA)
+def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
     forced_target(target)
     check_case(TorchSubject("cpu"), by_name("T-below-S", D=sizes[0], E=sizes[1]), "float32")
 

@@ -47,6 +47,7 @@ class Arguments(NamedTuple):
     key_bound: int  # [B, G], wide
     scale: float
     dropout: float
+    tolerance: float
     seed: int
     num_threads: int
     precise: bool  # the result will be differentiated
@@ -92,15 +93,12 @@ def force_target(name: str | None) -> None:
         raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")
 
 
-def forward(
-    call: Arguments, tolerance: float, visited_tiles: int, results: tuple[int, ...]
-) -> None:
+def forward(call: Arguments, visited_tiles: int, results: tuple[int, ...]) -> None:
     """Write out, row_max, log_sum (wide) and visited (int32) to the four addresses given.
 
     visited is [B, H, visited_tiles, 2], of which the first `num_tiles(T)` tiles are written.
     """
-    threads = call.seed, call.num_threads, call.precise
-    _cpu.forward(*_numbers(call), tolerance, *threads, visited_tiles, results)
+    _cpu.forward(*_numbers(call), call.precise, visited_tiles, results)
 
 
 def backward(
@@ -112,13 +110,12 @@ def backward(
     gradients: tuple[int, ...],
 ) -> None:
     """Write dq, dk, dv, dleft, dright (wide; dk and dv come zeroed) to the five addresses given."""
-    threads = call.seed, call.num_threads
     numbers = _numbers(call._replace(key_bound=0))
-    _cpu.backward(*numbers, *threads, dout, dlse, visited_tiles, saved, gradients)
+    _cpu.backward(*numbers, dout, dlse, visited_tiles, saved, gradients)
 
 
 def _numbers(call: Arguments) -> tuple[Any, ...]:
-    return (_DTYPES.index(call.dtype), *call[1:11])
+    return (_DTYPES.index(call.dtype), *call[1:14])
 
 
 def attention(
@@ -211,12 +208,13 @@ def attention(
         key_bound=0,
         scale=call.scale,
         dropout=0.0,
+        tolerance=call.tolerance,
         seed=0,
         num_threads=max(1, num_threads),
         precise=False,
     )
     results = (out.ctypes.data, row_max.ctypes.data, log_sum.ctypes.data, visited.ctypes.data)
-    forward(arguments, call.tolerance, visited.shape[2], results)
+    forward(arguments, visited.shape[2], results)
     out = out.astype(q.dtype, copy=False)
     return (out, row_max + log_sum) if return_lse else out
 

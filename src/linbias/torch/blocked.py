@@ -30,10 +30,12 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def _fill(call: Arguments, tolerance: float, results: Results) -> None:
+def _fill(call: Arguments, results: Results) -> None:
     out, row_max, log_sum, visited = results
     for group in _groups(call):
-        certificate = Certificate(group.k, group.v, group.left, group.right, call.scale, tolerance)
+        certificate = Certificate(
+            group.k, group.v, group.left, group.right, call.scale, call.tolerance
+        )
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
             out[here], row_max[here], log_sum[here], counts = forward_tile(
@@ -70,7 +72,7 @@ attention, forward = operator.define(NAME, _fill, _fill_gradients, tile_rows)
 
 def _groups(call: Arguments) -> Iterator[Group]:
     """Split a call by key/value head, and by batch row where each has a key range of its own."""
-    q, k, v, left, right, key_range, _, seed, scale, dropout, _ = call
+    q, k, v, left, right, key_range = call[:6]
     (B, H), (G, S) = q.shape[:2], k.shape[1:3]
     if B == 0:
         return
@@ -90,9 +92,9 @@ def _groups(call: Arguments) -> Iterator[Group]:
                 v=v[rows, g, keys].to(left.dtype),
                 left=_of_group(left, rows, heads),
                 right=None if right is None else _of_group(right, rows, heads),
-                scale=scale,
-                dropout=dropout,
-                seed=seed,
+                scale=call.scale,
+                dropout=call.dropout,
+                seed=call.seed,
                 batch_heads=batch_heads[rows, heads],
                 rows=rows,
                 heads=heads,

@@ -15,9 +15,9 @@ NAME = core.NAME
 _WORK_PER_THREAD = 1 << 26
 
 
-def _fill(call: Arguments, tolerance: float, results: Results) -> None:
+def _fill(call: Arguments, results: Results) -> None:
     arguments, alive = _arguments(call)
-    core.forward(arguments, tolerance, results.visited.shape[2], _addresses(results))
+    core.forward(arguments, results.visited.shape[2], _addresses(results))
     del alive
 
 
@@ -61,6 +61,7 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
         key_bound=0 if key_bound is None else key_bound.data_ptr(),
         scale=call.scale,
         dropout=call.dropout,
+        tolerance=call.tolerance,
         seed=0 if call.seed is None else int(call.seed),
         num_threads=min(torch.get_num_threads(), threads),
         precise=call.precise,

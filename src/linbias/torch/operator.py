@@ -26,6 +26,7 @@ class Arguments(NamedTuple):
     seed: Tensor | None  # []; None: no dropout
     scale: float
     dropout: float
+    tolerance: float
     precise: bool  # the result will be differentiated
 
 
@@ -54,7 +55,7 @@ class Gradients(NamedTuple):
 
 
 class Fill(Protocol):
-    def __call__(self, call: Arguments, tolerance: float, results: Results) -> None: ...
+    def __call__(self, call: Arguments, results: Results) -> None: ...
 
 
 class FillGradients(Protocol):
@@ -120,10 +121,11 @@ def define(
         precise: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         results = empty_results(q, k, v, left)
-        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, precise)
+        numbers = scale, dropout, tolerance, precise
+        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, *numbers)
         # Inside an operator, autocast would take the wide products back to 16 bits.
         with torch.autocast(q.device.type, enabled=False):
-            fill(call, tolerance, results)
+            fill(call, results)
         return results
 
     @forward.register_fake
@@ -148,6 +150,7 @@ def define(
         seed: Tensor | None,
         scale: float,
         dropout: float,
+        tolerance: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dslopes = left.new_zeros(q.shape[:2])
         gradients = Gradients(
@@ -157,7 +160,8 @@ def define(
             dslopes,
             torch.zeros_like(dslopes),
         )
-        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, True)
+        numbers = scale, dropout, tolerance, True
+        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, *numbers)
         saved = Results(out, row_max, log_sum, visited)
         with torch.autocast(q.device.type, enabled=False):
             fill_gradients(call, dout, dlse, saved, gradients)
@@ -169,9 +173,9 @@ def define(
         return (*(x.new_empty(x.shape) for x in (q, k, v)), dslopes, torch.empty_like(dslopes))
 
     def save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        *arrays, scale, dropout, _tolerance, _precise = inputs
+        *arrays, scale, dropout, tolerance, _precise = inputs
         ctx.save_for_backward(*arrays, *output)
-        ctx.numbers = scale, dropout
+        ctx.numbers = scale, dropout, tolerance
         # row_max counts as a constant, so that the gradient of log_sum is that of lse.
         ctx.mark_non_differentiable(output[1], output[3])
 

@@ -1,0 +1,99 @@
+// Part of attention-inl.h, included within its namespace.
+//
+// What the certificate knows of keys that no one looks at (docs/math.md). For each block of a key/value head, their
+// distances from a center: the largest, and a bound on how much they spread in any one direction. For each query head
+// and side, from these and the slope, a table of bounds on everything from a block outwards, at some lengths of q.
+
+template <typename W>
+constexpr W slack_of(int64_t D) {
+  return static_cast<W>(D + 8) * (sizeof(W) == 4 ? static_cast<W>(0x1p-23) : static_cast<W>(0x1p-52));
+}
+
+// Fill in the radius and the spread of a block. `room` holds [D + kKeys, kKeys].
+// With g_st = (k_s - c).(k_t - c), the sum of (u.(k_s - c))^4 over a block is u x u against the k x k, whose Gram matrix has
+// entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost (`roughly`), the
+// spread is the radius, as if all keys lay along one line.
+template <typename W, typename In>
+void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool roughly, W slack, W* room) {
+  const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
+  W squares[kKeys] = {}, entry_room[kKeys];
+  for (int64_t d = 0; d < call.D; ++d) {
+    const W* entries = key_entries<W, In>(call, head, block, d, entry_room);
+    for (int64_t i = 0; i < kKeys; ++i) {
+      const W difference = i < count ? entries[i] - head.center[d] : W{0};
+      room[d * kKeys + i] = difference;
+      squares[i] += difference * difference;
+    }
+  }
+  W found = 0;
+  for (const W square : squares) found = found == found && !(square <= found) ? square : found;
+  found += values_zero_or_nan<W, In>(head, block, padded_E);
+  head.radius[block] = square_root(found);
+  head.spread[block] = head.radius[block];
+  if (roughly) return;
+  W* gram = room + call.D * kKeys;
+  multiply<W>(kKeys, kKeys, call.D, room, 1, kKeys, room, kKeys, gram, kKeys, false);
+  W largest_row = 0;
+  for (int64_t s = 0; s < kKeys; ++s) {
+    Vector<W> total{};
+    for (int64_t t = 0; t < kKeys; t += Simd<W>::kLanes) total += load(gram + s * kKeys + t) * load(gram + s * kKeys + t);
+    const W row = sum<W>(total);
+    largest_row = row <= largest_row ? largest_row : row;
+  }
+  const W square = square_root(largest_row / static_cast<W>(count)) * (1 + slack) + slack * found;
+  head.spread[block] = square_root(square);
+}
+
+// log sum exp(q.(k - c) - m distance) over the keys of a block and all beyond it, distances counted from the block's
+// nearest key, at most; for |q| = kShortest * 2^(entry / 2) / (the head's largest |k - c|). The bound grows with |q| and
+// is convex in log |q|, so that between two entries their chord serves.
+constexpr int kEntries = 15;
+constexpr double kShortest = 4;
+
+// The first terms of exp.
+inline double first_terms(double x) { return 1 + x * (1 + x / 2 * (1 + x / 3)); }
+
+// The bound for one block. With x = q.(k - c) <= a = |q| radius, and since (e^x - first_terms(x)) / x^4 grows with x,
+// sum e^x <= n (first_terms(y) + (y / a)^4 (e^a - first_terms(a))) with y = |q| spread, of which y^4 is at least the mean
+// of x^4, and its powers those of x, x^2, x^3.
+struct BlockBound {
+  double radius, spread, share, log_count;
+  bool by_spread;
+
+  template <typename W>
+  BlockBound(const Head<W>& head, int64_t block, double m) : radius(head.radius[block]), spread(head.spread[block]) {
+    const double count = static_cast<double>(smaller_of(kKeys, head.num_keys - block * kKeys)), ratio = spread / radius;
+    share = ratio * ratio * ratio * ratio;
+    const double discounted = __builtin_expm1(-m * count) / __builtin_expm1(-m);  // sum of e^(-m i), i < count
+    by_spread = count * share < discounted;
+    log_count = __builtin_log(by_spread ? count : discounted);
+  }
+
+  double at(double q) const {
+    const double a = q * radius;
+    if (!by_spread) return log_count + a;
+    return log_count + __builtin_log(first_terms(q * spread) + share * (__builtin_exp(a) - first_terms(a)));
+  }
+};
+
+// table[blocks, kEntries] of one query head and side; NaN wherever something beyond is not finite.
+template <typename W>
+void fill_tails(const Head<W>& head, Side side, double m, W slack, W* table) {
+  double tail[kEntries], q[kEntries];
+  const double unit = kShortest / (head.largest > 0 ? static_cast<double>(head.largest) : 1);
+  for (int entry = 0; entry < kEntries; ++entry) {
+    q[entry] = unit * __builtin_exp2(entry / 2.0);
+    tail[entry] = -__builtin_inf();
+  }
+  const double step = m * (1 - static_cast<double>(slack)) * kKeys;
+  for (int64_t i = 0; i < head.num_blocks; ++i) {
+    const int64_t block = side == kLeft ? i : head.num_blocks - 1 - i;
+    const BlockBound bound(head, block, m);
+    for (int entry = 0; entry < kEntries; ++entry) {
+      const double here = bound.at(q[entry]), beyond = tail[entry] - step;
+      const double above = here > beyond ? here : beyond, below = here > beyond ? beyond : here;
+      tail[entry] = above + __builtin_log1p(__builtin_exp(below - above));
+      table[block * kEntries + entry] = static_cast<W>(tail[entry]) * (1 + slack);
+    }
+  }
+}

@@ -1,0 +1,178 @@
+// Part of attention-inl.h, included within its namespace.
+//
+// One tile: where it stands, its biased scores, its dropout, and what a worker needs for it.
+
+// What a worker needs for one tile; rows beyond the tile's are zeros.
+template <typename W>
+struct Scratch {
+  W *q, *score, *acc, *dout, *dweight, *dropped;
+  uint32_t *q_pairs, *weight_pairs;
+  W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
+  W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
+  W left_out[kRows];    // at most this much is missing from row_sum, from blocks whose scores were seen
+  W place[kRows];       // where the row's norm stands between two entries of a tail table
+  int16_t entry[kRows];  // the lower of the two
+  int64_t open_row;     // the row that last kept the tile from stopping
+};
+
+// One tile of one query head: its rows, the head it reads, and its slopes.
+template <typename W>
+struct Tile {
+  const Call* call;
+  const Head<W>* head;
+  int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
+  W slope[2];
+  bool hidden[2];  // whether a side shows nothing
+  int64_t near_first, near_last;  // blocks; none if near_last < near_first
+
+  Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
+      : call(&c), b(batch), h(query_head), start(tile * kRows) {
+    head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
+    rows = smaller_of(kRows, c.T - start);
+    padded_rows = round_up(rows, kBlockRows);
+    position = start + head->num_keys - c.T;
+    const W left = static_cast<const W*>(c.left)[b * c.H + h];
+    const W right = c.right ? static_cast<const W*>(c.right)[b * c.H + h] : kInfinity<W>;
+    hidden[kLeft] = is_infinite(left);
+    hidden[kRight] = is_infinite(right);
+    slope[kLeft] = hidden[kLeft] ? W{0} : left;
+    slope[kRight] = hidden[kRight] ? W{0} : right;
+    const int64_t stop = larger_of(position + rows, 0);
+    near_first = larger_of(position, 0) / kKeys;
+    near_last = stop ? (stop - 1) / kKeys : -1;
+    if (stop == 0) near_first = 0;
+  }
+
+  // Whether a block lies wholly to one side of every row, with no padding in it.
+  bool is_far(int64_t block) const {
+    return (block < near_first || block > near_last) && (block + 1) * kKeys <= head->num_keys;
+  }
+
+  int64_t index(int64_t i) const { return (b * call->H + h) * call->T + start + i; }
+};
+
+// The biased scores of one row of a block: score - slope * distance, -inf where hidden.
+template <typename W>
+struct Biased {
+  static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
+  Vector<W> ramp;
+  bool far;
+  W one_slope, end, scale;
+  const Tile<W>& tile;
+  int64_t first_key;
+
+  LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block, W factor) : scale(factor), tile(t), first_key(block * kKeys) {
+    for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
+    far = t.is_far(block);
+    one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
+    end = static_cast<W>(t.head->num_keys - first_key);
+  }
+
+  // Distances of row i to the keys of vector j: integers, exact.
+  LINBIAS_INLINE Vector<W> reach(int64_t i, int j) const {
+    return static_cast<W>(tile.position + i - first_key - j * kLanes) - ramp;
+  }
+
+  LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
+    if (far) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) * scale - one_slope * reach(i, j);
+      return;
+    }
+    const Vector<W> lowest = broadcast(-kInfinity<W>);
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector<W> distance = reach(i, j);
+      Vector<W> y = load(score + j * kLanes) * scale;
+      y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
+      if (tile.hidden[kLeft]) y = distance > W{0} ? lowest : y;
+      if (tile.hidden[kRight]) y = distance < W{0} ? lowest : y;
+      x[j] = ramp + static_cast<W>(j * kLanes) >= end ? lowest : y;
+    }
+  }
+};
+
+// The rule of linbias/torch/dropout.py: which weights stay.
+struct Dropout {
+  uint32_t rows[kRows], threshold;
+
+  static uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x7feb352d;
+    x ^= x >> 15;
+    x *= 0x846ca68b;
+    return x ^ x >> 16;
+  }
+
+  template <typename W>
+  explicit Dropout(const Tile<W>& tile) {
+    const Call& call = *tile.call;
+    threshold = static_cast<uint32_t>(call.dropout * 4294967296.0 + 0.5);
+    const uint32_t head = mix(mix(call.seed) ^ static_cast<uint32_t>(tile.b * call.H + tile.h));
+    for (int64_t i = 0; i < kRows; ++i) rows[i] = mix(head ^ static_cast<uint32_t>(tile.start + i));
+  }
+
+  // to <- from / (1 - dropout) where it stays, 0 elsewhere.
+  template <typename W>
+  void apply(const Tile<W>& tile, int64_t block, const W* from, W* to) const {
+    const W share = static_cast<W>(1.0 / (1.0 - tile.call->dropout));
+    uint32_t columns[kKeys];
+    for (int64_t j = 0; j < kKeys; ++j) {
+      columns[j] = mix(static_cast<uint32_t>(tile.head->first + block * kKeys + j));
+    }
+    for (int64_t i = 0; i < tile.padded_rows; ++i) {
+      for (int64_t j = 0; j < kKeys; ++j) {
+        to[i * kKeys + j] = mix(rows[i] ^ columns[j]) >= threshold ? from[i * kKeys + j] * share : W{0};
+      }
+    }
+  }
+};
+
+template <typename W, typename In>
+void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
+  const Call& call = *tile.call;
+  const W scale = static_cast<W>(call.scale);
+  for (int64_t i = 0; i < tile.padded_rows; ++i) {
+    const In* from = static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
+                     (tile.start + i) * call.q.row;
+    for (int64_t d = 0; d < padded_D; ++d) {
+      q[i * padded_D + d] = i < tile.rows && d < call.D ? static_cast<W>(widen(from[d])) * scale : W{0};
+    }
+  }
+}
+
+// The queries as they come, in pairs; the scale is for later.
+template <typename W, typename In>
+void load_query_pairs(const Tile<W>& tile, uint32_t* q) {
+  const Call& call = *tile.call;
+  const int64_t pairs = round_up(call.D, 2) / 2;
+  for (int64_t i = 0; i < tile.padded_rows; ++i) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) +
+                                                             tile.b * call.q.batch + tile.h * call.q.head +
+                                                             (tile.start + i) * call.q.row);
+    for (int64_t d = 0; d < call.D; d += 2) {
+      const uint32_t low = i < tile.rows ? from[d] : 0, high = i < tile.rows && d + 1 < call.D ? from[d + 1] : 0;
+      q[i * pairs + d / 2] = low | high << 16;
+    }
+  }
+}
+
+template <typename W>
+bool allocate_scratch(const Call& call, const Packed<W>& packed, Buffer<Scratch<W>>& scratches, Buffer<W>& memory) {
+  const int64_t of_queries = kRows * packed.padded_D, of_scores = kRows * kKeys;
+  const int64_t of_values = kRows * larger_of(packed.padded_D, packed.padded_E);  // acc holds out, or dq
+  // Two 16-bit numbers fill a word of W at most.
+  const int64_t each = round_up(2 * of_queries + 2 * of_values + 4 * of_scores, 64);
+  if (!scratches.allocate(call.num_threads) || !memory.allocate(call.num_threads, each)) return false;
+  for (int worker = 0; worker < call.num_threads; ++worker) {
+    Scratch<W>& scratch = scratches.data[worker];
+    scratch.q = memory.data + worker * each;
+    scratch.acc = scratch.q + of_queries;
+    scratch.dout = scratch.acc + of_values;
+    scratch.score = scratch.dout + of_values;
+    scratch.dweight = scratch.score + of_scores;
+    scratch.dropped = scratch.dweight + of_scores;
+    scratch.weight_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + of_scores);
+    scratch.q_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + 2 * of_scores);
+  }
+  return true;
+}
