@@ -1,9 +1,61 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// Few queries against a long cache: nothing is packed, keys and values are read where they lie, near ones first, a
-// task being one query row. The certificate needs a bound on the norms of the keys that are not read: the caller's
-// (call.key_bound), or else all keys and values are looked at once, which is what a dense decode costs anyway.
+// Few queries against a long cache: nothing is packed, keys and values are read where they lie. Each query row first
+// visits its nearest blocks, one by one. What the certificate then still asks for is cut into parts of fixed length, which
+// threads share out (few heads may have long windows) and whose sums are merged in order.
+// The certificate needs a bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys
+// and values are looked at once, which costs what it takes to read them.
 constexpr int64_t kFewQueries = 4, kLargestSize = 256;
+constexpr int64_t kNearBlocks = 16, kPartBlocks = 32;
+
+// What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
+template <typename In>
+struct Format;
+template <typename B, B infinity>
+struct FormatOf {
+  using Bits = B;
+  typedef B Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  static constexpr Bits kInfinity = infinity, kSize = static_cast<B>(~B{0}) >> 1;
+  static constexpr int kLanes = LINBIAS_VECTOR_BYTES / sizeof(B);
+};
+template <> struct Format<float> : FormatOf<uint32_t, 0x7f800000> {};
+template <> struct Format<double> : FormatOf<uint64_t, 0x7ff0000000000000> {};
+template <> struct Format<Float16> : FormatOf<uint16_t, 0x7c00> {};
+template <> struct Format<Bfloat16> : FormatOf<uint16_t, 0x7f80> {};
+
+template <typename In>
+LINBIAS_INLINE typename Format<In>::Bits size_bits(In x) {
+  typename Format<In>::Bits bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits & Format<In>::kSize;
+}
+
+template <typename V, typename In>
+LINBIAS_INLINE V larger_size(V most, const In* from) {
+  V bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  bits &= Format<In>::kSize;
+  return bits > most ? bits : most;
+}
+
+// total + the squares of Format<In>::kLanes numbers, in any lanes.
+template <typename V, typename In>
+LINBIAS_INLINE V add_squares(V total, const In* from) {
+  constexpr int kLanes = static_cast<int>(sizeof(V) / sizeof(total[0]));
+  for (int i = 0; i < Format<In>::kLanes; i += kLanes) {
+    const V x = load_wide(from + i);
+    total += x * x;
+  }
+  return total;
+}
+
+#if defined(LINBIAS_BF16)
+LINBIAS_INLINE Vector<float> add_squares(Vector<float> total, const Bfloat16* from) {
+  __m512bh x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return (Vector<float>)_mm512_dpbf16_ps((__m512)total, x, x);
+}
+#endif
 
 template <typename W, typename In>
 struct DecodeTask {
@@ -12,7 +64,12 @@ struct DecodeTask {
   W* reach[2];  // [B * G, blocks] each, without key_bound: the largest |k| of a block and all beyond it
   int64_t num_blocks;
   W slack;
+  W* sums;          // [rows + parts, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each part
+  int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
+  int64_t* end;     // [rows, 2]: where the certificate lets go, exclusive, outwards
+  int64_t* parts;   // [rows * 2 + 1]: where the parts of a row and side begin
   static constexpr int kLanes = Simd<W>::kLanes;
+  static constexpr int64_t kBlocksAtOnce = 16;
 
   struct Row {
     int64_t b, h, first, num_keys, position, head;  // head: of the keys, b * G + g
@@ -24,6 +81,8 @@ struct DecodeTask {
     bool hidden[2];
   };
 
+  int64_t num_rows() const { return call.B * call.H * call.T; }
+
   void place(int64_t b, int64_t g, Row& row) const {
     row.first = call.key_range ? call.key_range[2 * b] : 0;
     row.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - row.first;
@@ -32,30 +91,42 @@ struct DecodeTask {
     row.values = static_cast<const In*>(call.v.data) + b * call.v.batch + g * call.v.head + row.first * call.v.row;
   }
 
-  // The largest |k| of a block of one head, NaN if something in it is not finite.
+  // The largest |k| of some blocks of one head, NaN where something is not finite.
   static void measure(void* context, int64_t task, int) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
-    const Call& call = self.call;
+    const int64_t tasks = round_up(self.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     Row row;
-    const int64_t head = task / self.num_blocks, block = task % self.num_blocks;
-    self.place(head / call.G, head % call.G, row);
-    W found = 0;
-    for (int64_t s = block * kKeys; s < smaller_of((block + 1) * kKeys, row.num_keys); ++s) {
-      const In *key = row.keys + s * call.k.row, *value = row.values + s * call.v.row;
-      W squares = 0, not_finite = 0;
-      Vector<W> many{}, odd{};
-      int64_t d = 0, e = 0;
-      for (; d + kLanes <= call.D; d += kLanes) {
-        const Vector<W> x = load_wide(key + d);
-        many += x * x;
-      }
-      for (; d < call.D; ++d) squares += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
-      for (; e + kLanes <= call.E; e += kLanes) odd += load_wide(value + e) * W{0};
-      for (; e < call.E; ++e) not_finite += static_cast<W>(widen(value[e])) * W{0};
-      squares += sum<W>(many) + sum<W>(odd) + not_finite;
-      found = found == found && !(squares <= found) ? squares : found;
+    self.place(task / tasks / self.call.G, task / tasks % self.call.G, row);
+    const int64_t from = task % tasks * kBlocksAtOnce;
+    for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, self.num_blocks); ++block) {
+      self.reach[kLeft][row.head * self.num_blocks + block] = self.largest_norm(row, block * kKeys);
     }
-    self.reach[kLeft][task] = square_root(found) * (1 + self.slack);
+  }
+
+  // Keys and values a cache line each in turn: twice as fast as some rows of one and then of the other.
+  W largest_norm(const Row& row, int64_t from) const {
+    constexpr int64_t kStep = Format<In>::kLanes;
+    typename Format<In>::Vector most{};  // of the values' sizes
+    typename Format<In>::Bits last = 0;
+    W found = 0;
+    for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s) {
+      const In *key = row.keys + s * call.k.row, *value = row.values + s * call.v.row;
+      Vector<W> squares{};
+      W square = 0;
+      int64_t d = 0, e = 0;
+      for (; smaller_of(call.D, call.E) - d >= kStep; d = e += kStep) {
+        squares = add_squares(squares, key + d);
+        most = larger_size(most, value + e);
+      }
+      for (; d + kStep <= call.D; d += kStep) squares = add_squares(squares, key + d);
+      for (; e + kStep <= call.E; e += kStep) most = larger_size(most, value + e);
+      for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
+      for (; e < call.E; ++e) last = size_bits(value[e]) > last ? size_bits(value[e]) : last;
+      square += sum<W>(squares);
+      found = found == found && !(square <= found) ? square : found;
+    }
+    for (int64_t j = 0; j < kStep; ++j) last = most[j] > last ? most[j] : last;
+    return last < Format<In>::kInfinity ? square_root(found) * (1 + slack) : static_cast<W>(__builtin_nan(""));
   }
 
   void accumulate(int64_t head) const {
@@ -67,39 +138,92 @@ struct DecodeTask {
     for (int64_t j = 1; j < num_blocks; ++j) left[j] = further(left[j - 1], left[j]);
   }
 
-  static void run(void* context, int64_t task, int) {
-    const DecodeTask& self = *static_cast<const DecodeTask*>(context);
-    const Call& call = self.call;
-    const int64_t t = task % call.T;
-    Row row;
-    row.b = task / call.T / call.H;
-    row.h = call.H - 1 - task / call.T % call.H;  // the flattest heads first
-    self.place(row.b, row.h / (call.H / call.G), row);
+  // Place query row `index` of [B, H, T], with nothing visited yet.
+  void begin_row(int64_t index, Row& row) const {
+    const int64_t t = index % call.T;
+    row.b = index / call.T / call.H;
+    row.h = index / call.T % call.H;
+    place(row.b, row.h / (call.H / call.G), row);
     row.position = t + row.num_keys - call.T;
-    self.load_query(t, row);
+    load_query(t, row);
+  }
+
+  // Visit the nearest blocks of a row, and find out how far it has to read.
+  static void run_near(void* context, int64_t index, int) {
+    const DecodeTask& self = *static_cast<const DecodeTask*>(context);
+    Row row;
+    self.begin_row(index, row);
     const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
     int64_t next[2] = {row.position >= 0 ? row.position / kKeys : -1, 0};
     next[kRight] = next[kLeft] + 1;
     if (next[kLeft] >= 0) self.visit(next[kLeft]--, row);
     bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= 0, !row.hidden[kRight] && next[kRight] < blocks};
-    while (open[kLeft] || open[kRight]) {
-      for (int turn = kLeft; turn <= kRight; ++turn) {
-        const Side side = static_cast<Side>(turn);
-        if (!open[side]) continue;
-        if (self.is_covered(row, side, next[side])) {
-          open[side] = false;
-          continue;
-        }
-        self.visit(next[side], row);
-        next[side] += side == kLeft ? -1 : 1;
-        open[side] = next[side] >= 0 && next[side] < blocks;
-      }
+    for (int64_t turn = 0; turn < 2 * kNearBlocks && (open[kLeft] || open[kRight]); ++turn) {
+      const Side side = static_cast<Side>(turn % 2);
+      if (!open[side]) continue;
+      open[side] = !self.is_covered(row, side, next[side]);
+      if (!open[side]) continue;
+      self.visit(next[side], row);
+      next[side] += side == kLeft ? -1 : 1;
+      open[side] = next[side] >= 0 && next[side] < blocks;
     }
-    const int64_t at = (row.b * call.H + row.h) * call.T + t;
-    W* out = static_cast<W*>(self.results.out) + at * call.E;
-    for (int64_t e = 0; e < call.E; ++e) out[e] = row.acc[e] / (row.row_sum == 0 ? W{1} : row.row_sum);
-    static_cast<W*>(self.results.row_max)[at] = row.row_max;
-    static_cast<W*>(self.results.log_sum)[at] = static_cast<W>(__builtin_log(static_cast<double>(row.row_sum)));
+    for (int side = kLeft; side <= kRight; ++side) {
+      self.begin[index * 2 + side] = self.end[index * 2 + side] = next[side];
+      if (open[side]) self.end[index * 2 + side] = self.find_end(row, static_cast<Side>(side), next[side], blocks);
+    }
+    self.store_sums(row, index);
+  }
+
+  // The first block from `next` outwards that is covered, with all beyond it, or one past the last. Bisection finds a
+  // covered one even where rounding makes the bound wobble.
+  int64_t find_end(const Row& row, Side side, int64_t next, int64_t blocks) const {
+    const int64_t outwards = side == kLeft ? -1 : 1;
+    int64_t open = 0, covered = side == kLeft ? next + 1 : blocks - next;  // counted from next
+    while (covered - open > 1) {
+      const int64_t middle = open + (covered - open) / 2;
+      (is_covered(row, side, next + outwards * middle) ? covered : open) = middle;
+    }
+    return next + outwards * covered;
+  }
+
+  static void run_part(void* context, int64_t part, int) {
+    const DecodeTask& self = *static_cast<const DecodeTask*>(context);
+    int64_t at = 0, above = self.num_rows() * 2;  // parts[at] <= part < parts[above]
+    while (above - at > 1) {
+      const int64_t middle = at + (above - at) / 2;
+      (self.parts[middle] <= part ? at : above) = middle;
+    }
+    Row row;
+    self.begin_row(at / 2, row);
+    const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
+    const int64_t from = (part - self.parts[at]) * kPartBlocks;
+    for (int64_t i = from; i < smaller_of(from + kPartBlocks, count); ++i) self.visit(self.begin[at] + outwards * i, row);
+    self.store_sums(row, self.num_rows() + part);
+  }
+
+  void store_sums(const Row& row, int64_t index) const {
+    W* to = sums + index * (2 + call.E);
+    to[0] = row.row_max;
+    to[1] = row.row_sum;
+    for (int64_t e = 0; e < call.E; ++e) to[2 + e] = row.acc[e];
+  }
+
+  // Merge what the parts of a row found into its near sums, nearest first.
+  static void finish(void* context, int64_t index, int) {
+    const DecodeTask& self = *static_cast<const DecodeTask*>(context);
+    const int64_t E = self.call.E;
+    W* row = self.sums + index * (2 + E);
+    for (int64_t part = self.parts[index * 2]; part < self.parts[index * 2 + 2]; ++part) {
+      const W* other = self.sums + (self.num_rows() + part) * (2 + E);
+      const W high = other[0] > row[0] ? other[0] : row[0], pivot = high == -kInfinity<W> ? W{0} : high;
+      const W keep = exponential<W>(broadcast(row[0] - pivot))[0], add = exponential<W>(broadcast(other[0] - pivot))[0];
+      row[0] = high;
+      for (int64_t i = 1; i < 2 + E; ++i) row[i] = row[i] * keep + other[i] * add;
+    }
+    W* out = static_cast<W*>(self.results.out) + index * E;
+    for (int64_t e = 0; e < E; ++e) out[e] = row[2 + e] / (row[1] == 0 ? W{1} : row[1]);
+    static_cast<W*>(self.results.row_max)[index] = row[0];
+    static_cast<W*>(self.results.log_sum)[index] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
   }
 
   void load_query(int64_t t, Row& row) const {
@@ -213,14 +337,26 @@ struct DecodeTask {
 template <typename W, typename In>
 Status decode_as(const Call& call, const Forward& results) {
   const int64_t num_blocks = round_up(call.S, kKeys) / kKeys, num_heads = call.B * call.G;
-  Buffer<W> reach;
+  const int64_t num_rows = call.B * call.H * call.T;
+  Buffer<W> reach, sums;
+  Buffer<int64_t> ends;
   if (!call.key_bound && !reach.allocate(2, num_heads, num_blocks)) return Status::out_of_memory;
-  DecodeTask<W, In> task{call, results, {reach.data, reach.data + num_heads * num_blocks}, num_blocks,
-                         slack_of<W>(call.D)};
+  const int64_t most_parts = 2 * (num_blocks / kPartBlocks + 1);  // of a row
+  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_parts, 2 + call.E)) return Status::out_of_memory;
+  DecodeTask<W, In> task{call, results, {reach.data, reach.data + num_heads * num_blocks}, num_blocks, slack_of<W>(call.D),
+                         sums.data, ends.data, ends.data + num_rows * 2, ends.data + num_rows * 4};
   if (!call.key_bound) {
-    parallel(num_heads * num_blocks, call.num_threads, DecodeTask<W, In>::measure, &task);
+    const int64_t tasks = round_up(num_blocks, task.kBlocksAtOnce) / task.kBlocksAtOnce;
+    parallel(num_heads * tasks, call.num_threads, DecodeTask<W, In>::measure, &task);
     for (int64_t head = 0; head < num_heads; ++head) task.accumulate(head);
   }
-  parallel(call.B * call.H * call.T, call.num_threads, DecodeTask<W, In>::run, &task);
+  parallel(num_rows, call.num_threads, DecodeTask<W, In>::run_near, &task);
+  task.parts[0] = 0;
+  for (int64_t i = 0; i < num_rows * 2; ++i) {
+    const int64_t count = i % 2 == kLeft ? task.begin[i] - task.end[i] : task.end[i] - task.begin[i];
+    task.parts[i + 1] = task.parts[i] + round_up(count, kPartBlocks) / kPartBlocks;
+  }
+  parallel(task.parts[num_rows * 2], call.num_threads, DecodeTask<W, In>::run_part, &task);
+  parallel(num_rows, 1, DecodeTask<W, In>::finish, &task);
   return Status::ok;
 }
