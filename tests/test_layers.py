@@ -22,11 +22,12 @@ LAYERS = {
     "cpu": {"_cpu"} | CORE | ANYONE,
     "torch": {"cpu"} | CORE | ANYONE,
     "lm": {"torch"} | ANYONE,
+    "paper": {"lm", "torch", "_options"} | ANYONE,
     "__init__": {"reference"} | ANYONE,
     "example": {"reference"} | ANYONE,
     "doctor": {"torch"} | CORE | ANYONE,
     "_options": set(),
-    "cli": {"lm", "torch", "example", "doctor", "_options", "__version__"} | ANYONE,
+    "cli": {"lm", "paper", "torch", "example", "doctor", "_options", "__version__"} | ANYONE,
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {"linbias.torch.dense", "linbias.torch.blocked", "linbias.torch.cpu"}

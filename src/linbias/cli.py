@@ -46,6 +46,7 @@ from linbias._options import (
     parse_numbers,
     training_option,
 )
+from linbias.paper.command import app as paper
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -435,6 +436,9 @@ def generate(
     )
     if as_json:
         _print_json({"model": model, "prompt": prompt, "text": text})
+
+
+app.add_typer(paper, name="paper", rich_help_panel="The paper")
 
 
 def _state(reason: str | None) -> str:

@@ -1,0 +1,348 @@
+"""Checkpoints of the paper's repository: read, checked, and kept as Transformers folders.
+
+The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
+tied weight twice. Reading it runs nothing that it may hold. Here a model is a folder of config.json,
+model.safetensors with every weight once, and dict.txt.
+"""
+
+import json
+import re
+import tempfile
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from linbias.lm.checkpoints import check_writable
+from linbias.paper.config import PaperConfig
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.model import PaperForCausalLM
+
+# The original's name of each number that says what a model is.
+_SIZES = {
+    "hidden_size": "decoder_embed_dim",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_embed_dim",
+    "train_length": "tokens_per_sample",
+    "adaptive_factor": "adaptive_input_factor",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "softmax_dropout": "adaptive_softmax_dropout",
+}
+# What the original can do otherwise and this model cannot. A setting that is absent is as here.
+_FIXED: dict[str, Any] = {
+    "activation_fn": "relu",
+    "adaptive_input": True,
+    "add_bos_token": False,
+    "base_layers": 0,
+    "character_embeddings": False,
+    "decoder_layers_to_keep": None,
+    "decoder_learned_pos": False,
+    "decoder_normalize_before": True,
+    "layernorm_embedding": False,
+    "no_scale_embedding": False,
+    "share_decoder_input_output_embed": False,
+    "tie_adaptive_proj": True,
+    "tie_adaptive_weights": True,
+}
+# Settings that must be as another one is.
+_EQUAL = {
+    "adaptive_softmax_cutoff": "adaptive_input_cutoff",
+    "adaptive_softmax_factor": "adaptive_input_factor",
+    "decoder_input_dim": "decoder_embed_dim",
+    "decoder_output_dim": "decoder_embed_dim",
+}
+
+
+def load(path: str | Path, *, position: str = "alibi") -> PaperForCausalLM:
+    """Load a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
+
+    Args:
+        path: a file, read as by `load_original`, or a folder with config.json and safetensors.
+        position: as for `load_original`; a folder knows its own.
+
+    Returns:
+        The model, float32 from a file, on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: it cannot be read, or tensors are missing, unexpected or misshapen (all named).
+    """
+    path = Path(path)
+    if path.is_dir():
+        config, weights = _read_folder(path)
+        with torch.device("meta"):
+            expected = PaperForCausalLM(config).state_dict()
+        problems = _compare(expected, weights)
+        _refuse("load", path, problems)
+    else:
+        config, weights = load_original(path, position=position)
+    with torch.device("meta"):  # no weights are drawn, only to be replaced
+        model = PaperForCausalLM(config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def load_original(
+    path: str | Path, *, position: str = "alibi"
+) -> tuple[PaperConfig, dict[str, Tensor]]:
+    """Read a checkpoint of the paper's repository.
+
+    Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
+    float32, as it evaluates them.
+
+    Args:
+        path: a `.pt` file.
+        position: what the model adds for order: "alibi", or "sinusoidal" or "none" for models of
+            unchanged fairseq, whose files look the same.
+
+    Returns:
+        The configuration, and the tensors by the names of `PaperForCausalLM`, each weight once.
+
+    Raises:
+        ValueError: it is no such file, it holds code, it describes a model that this is not (the
+            setting is named), or tensors are missing, unexpected, misshapen or differ from those
+            that they are tied to (all named).
+    """
+    path = Path(path)
+    if position not in ("alibi", "sinusoidal", "none"):
+        raise ValueError(
+            "load_original: position must be 'alibi', 'sinusoidal' or 'none', which have no "
+            f"weights; got {position!r}"
+        )
+    record = _read(path)
+    settings, weights = _settings(record, path), _weights(record, path)
+    config = _config(settings, weights, position, path)
+    with torch.device("meta"):
+        expected = PaperForCausalLM(config).state_dict()
+    names = {name: _original_names(name) for name in expected}
+    described = {old: expected[name] for name, olds in names.items() for old in olds}
+    problems = _compare(described, weights) or [
+        f"{copy} differs from {first}, to which it is tied"
+        for first, *copies in names.values()
+        for copy in copies
+        if not torch.equal(weights[first], weights[copy])
+    ]
+    _refuse("load_original", path, problems)
+    return config, {name: weights[olds[0]].float() for name, olds in names.items()}
+
+
+def convert(
+    path: str | Path,
+    out: str | Path,
+    *,
+    dictionary: str | Path | None = None,
+    position: str = "alibi",
+) -> None:
+    """Turn a checkpoint of the paper's repository into a folder that Transformers loads.
+
+    Args:
+        path: as for `load_original`.
+        out: the folder; made where it is missing, refused where it holds a model already.
+        dictionary: the dict.txt that the model was trained with, to be checked and copied.
+        position: as for `load_original`.
+
+    Raises:
+        ValueError: as `load_original`; the dictionary does not fit; `out` is not to be written.
+    """
+    out = Path(out)
+    if (out / "config.json").exists():
+        raise ValueError(f"convert: out must not hold a model already, got {out}")
+    model = load(path, position=position)
+    words = None
+    if dictionary is not None:
+        words = Dictionary.read(Path(dictionary))
+        check_dictionary(words, model.config, dictionary, "convert")
+    check_writable(out, "convert")
+    with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
+        model.save_pretrained(partial)
+        if words is not None:
+            words.write(Path(partial, "dict.txt"))
+        # Without its config.json a folder is no model yet.
+        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(out / file.name)
+
+
+def check_dictionary(
+    dictionary: Dictionary, config: PaperConfig, path: str | Path, function: str
+) -> None:
+    """Refuse a dictionary of another size than the model's.
+
+    Args:
+        dictionary: What was read.
+        config: The model's.
+        path: Where the dictionary was read, for the error.
+        function: Whom the error names.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
+    if len(dictionary) != config.vocab_size:
+        raise ValueError(
+            f"{function}: dictionary must have the model's {config.vocab_size} types, "
+            f"got {len(dictionary)} ({path})"
+        )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The file's record, of tensors and plain values."""
+    if not path.is_file():
+        raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+            warnings.simplefilter("ignore")  # about the pickle's protocol
+            record = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # garbled bytes can lead anywhere
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it asks for {asked[1]}, which was not run" if asked else "it is damaged or foreign"
+        )
+        raise ValueError(
+            "load_original: path must be a checkpoint of tensors and plain values, "
+            f"got {str(path)!r} ({reason})"
+        ) from error
+    if not isinstance(record, Mapping) or not isinstance(record.get("model"), Mapping):
+        raise ValueError(
+            f"load_original: path must be a checkpoint with an entry 'model', got {str(path)!r}"
+        )
+    return record
+
+
+def _settings(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The model's settings, which older files keep together with all others."""
+    cfg = record.get("cfg")
+    parts = (
+        [cfg.get("task"), cfg.get("model")] if isinstance(cfg, Mapping) else [record.get("args")]
+    )
+    settings: dict[str, Any] = {}
+    for part in parts:
+        settings |= vars(part) if isinstance(part, Namespace) else dict(part or {})
+    needed = (*_SIZES.values(), "adaptive_input_cutoff")
+    lacking = [name for name in needed if name not in settings]
+    if lacking:
+        raise ValueError(
+            f"load_original: path must be a checkpoint with the model's settings, got {str(path)!r} "
+            f"(neither cfg nor args has {', '.join(lacking)})"
+        )
+    return settings
+
+
+def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors but those that say nothing: versions, and uninitialised numbers."""
+    weights = {
+        name: tensor
+        for name, tensor in record["model"].items()
+        if not str(name).endswith((".version", "._float_tensor"))
+    }
+    foreign = [
+        f"{name} is no tensor of floating-point numbers"
+        for name, tensor in weights.items()
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point())
+    ]
+    _refuse("load_original", path, foreign)
+    return weights
+
+
+def _config(
+    settings: dict[str, Any], weights: dict[str, Tensor], position: str, path: Path
+) -> PaperConfig:
+    wrong = [
+        f"{name} must be {value!r}, got {settings[name]!r}"
+        for name, value in _FIXED.items()
+        if settings.get(name, value) != value
+    ]
+    wrong += [
+        f"{name} must be {other}, {settings.get(other)!r}, got {settings[name]!r}"
+        for name, other in _EQUAL.items()
+        if settings.get(name, settings.get(other)) != settings.get(other)
+    ]
+    _refuse("load_original", path, wrong)
+    cutoffs = _cutoffs(settings["adaptive_input_cutoff"], path)
+    vocab_size = _vocab_size(cutoffs, weights)
+    return PaperConfig(
+        **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
+        position=position,
+        vocab_size=vocab_size,
+        cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
+        activation_dropout=settings.get("activation_dropout") or settings.get("relu_dropout", 0.0),
+        final_norm=not settings.get("no_decoder_final_norm", False),
+    )
+
+
+def _cutoffs(written: Any, path: Path) -> list[int]:
+    """Read "20000,60000"; very old files hold a list."""
+    parts = written.split(",") if isinstance(written, str) else written
+    try:
+        return [int(part) for part in parts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"load_original: adaptive_input_cutoff must be ids with commas between, "
+            f"got {written!r} ({path})"
+        ) from error
+
+
+def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
+    """One past the last band's ids: no setting says it, and without a last band a cutoff does."""
+    start, band = ([0, *cutoffs])[-1], len(cutoffs)
+    for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
+        if name in weights:
+            return start + len(weights[name])
+    return start
+
+
+def _original_names(name: str) -> list[str]:
+    """The original's names of one of our tensors: two, equal ones, where it is tied."""
+    if name == "adaptive_softmax.class_proj":
+        return ["decoder.adaptive_softmax.head.class_proj.weight"]
+    original = "decoder." + name.removeprefix("model.")
+    tied = re.fullmatch(r"decoder\.embed_tokens\.embeddings\.(\d+)\.([01])\.weight", original)
+    if tied is None:
+        return [original]
+    band, part = int(tied[1]), int(tied[2])
+    if band > 0:
+        return [original, f"decoder.adaptive_softmax.tail.{band - 1}.{2 - 2 * part}.weight"]
+    return [original, "decoder.adaptive_softmax.head.word_proj.weight"][: 2 - part]
+
+
+def _compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with the tensors, in words."""
+    missing = [f"{name} is missing" for name in expected if name not in weights]
+    unexpected = [f"{name} is unexpected" for name in weights if name not in expected]
+    misshapen = [
+        f"{name} has shape {list(weights[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    return missing + unexpected + misshapen
+
+
+def _refuse(function: str, path: Path, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(f"{function}: cannot use {str(path)!r}: {'; '.join(problems)}")
+
+
+def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
+    """The configuration and the tensors of a folder, which may keep them in several files."""
+    try:
+        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        # Cloned, so that they lie in memory as those of a `.pt` file do: products are then bit-equal.
+        weights = {
+            name: tensor.clone()
+            for file in sorted(path.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"load: cannot read a model at {str(path)!r} ({error})") from error
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    if kind != PaperConfig.model_type:
+        raise ValueError(
+            f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "
+            f"got {kind!r} ({path})"
+        )
+    return PaperConfig.from_dict(settings), weights

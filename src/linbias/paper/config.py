@@ -1,0 +1,179 @@
+"""The settings of the paper's language model, saved as config.json."""
+
+import math
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from linbias.slopes import SCHEDULES
+
+POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
+
+
+class PaperConfig(PreTrainedConfig):
+    """Describe the language model of the paper; the defaults are its WikiText-103 model.
+
+    Ids are frequency ranks, cut into bands: `cutoffs` (20000, 60000) of 267744 types make the bands
+    [0, 20000), [20000, 60000) and [60000, 267744). Band i has embeddings of width
+    hidden_size // adaptive_factor**i, so that rare words cost little.
+
+    Args:
+        vocab_size: Types of the dictionary, its four specials included.
+        hidden_size: Width of the residual stream, a multiple of num_attention_heads.
+        num_hidden_layers: Number of blocks.
+        num_attention_heads: Heads H.
+        intermediate_size: Width inside the feed-forward part.
+        position: "alibi", "sinusoidal", "rotary", "t5" or "none".
+        train_length: Tokens per training block.
+        cutoffs: First id of every band but the first, rising; () makes one band. Each band has two
+            ids or more.
+        adaptive_factor: By how much each band is narrower than the one before.
+        dropout: On the embedded input and on what each sub-layer adds.
+        attention_dropout: On the attention weights.
+        activation_dropout: After the ReLU.
+        softmax_dropout: On the input of the softmax, and inside its tails.
+        layer_norm_eps: Added to the variance in every layer norm.
+        final_norm: Whether a layer norm follows the last block.
+        ignore_tail_pad: Whether the loss leaves out the tail term of the second id of each tail
+            band, as the original's training and validation loss does: it compares ids relative to
+            their band with the id of <pad>. Log-probabilities never leave it out.
+        slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
+        slope_scale: Factor on the ALiBi slopes, as in `linbias.lm.LinbiasConfig`.
+        rotary_base: Ratio of the slowest rotary wavelength to the fastest.
+        t5_num_buckets: Distances that the T5 bias tells apart.
+        t5_max_distance: Distance from which on the T5 bias no longer changes.
+        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi" uses it.
+        use_cache: Keep keys and values for decoding when the model is not training.
+        bos_token_id, pad_token_id, eos_token_id: The ids of <s>, <pad> and </s> in the dictionary.
+
+    Raises:
+        ValueError: A field breaks its rule; the message names the field, the rule and the value.
+
+    Example:
+        >>> PaperConfig().bands
+        [(0, 20000, 1024), (20000, 60000, 256), (60000, 267744, 64)]
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 4; Baevski and Auli, ICLR 2019.
+    """
+
+    model_type = "linbias-paper"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 267744
+    hidden_size: int = 1024
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    intermediate_size: int = 4096
+    position: str = "alibi"
+    train_length: int = 512
+    cutoffs: tuple[int, ...] = (20000, 60000)
+    adaptive_factor: float = 4.0
+    dropout: float = 0.3
+    attention_dropout: float = 0.1
+    activation_dropout: float = 0.1
+    softmax_dropout: float = 0.2
+    layer_norm_eps: float = 1e-5
+    final_norm: bool = False
+    ignore_tail_pad: bool = True
+    slope_schedule: str = "paper"
+    slope_scale: str | float | None = None
+    rotary_base: float = 10000.0
+    t5_num_buckets: int = 32
+    t5_max_distance: int = 128
+    attention_implementation: str = "auto"
+    use_cache: bool = True
+    bos_token_id: int = 0
+    pad_token_id: int = 1
+    eos_token_id: int = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            self._check_count(name)
+        for name in ("intermediate_size", "train_length", "t5_num_buckets", "t5_max_distance"):
+            self._check_count(name)
+        self._check_names()
+        self._check_numbers()
+        self._check_fit()
+        self._check_bands()
+        self.cutoffs = tuple(self.cutoffs)  # JSON has lists only
+        super().__post_init__(**kwargs)
+
+    @property
+    def head_size(self) -> int:
+        """Numbers per head, D."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def bands(self) -> list[tuple[int, int, int]]:
+        """First id, one past the last id, and embedding width of every band."""
+        edges = pairwise((0, *self.cutoffs, self.vocab_size))
+        return [
+            (start, stop, int(self.hidden_size // self.adaptive_factor**index))
+            for index, (start, stop) in enumerate(edges)
+        ]
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        self._require(name, _is_whole(value) and value >= 1, "an integer of at least 1")
+
+    def _check_names(self) -> None:
+        self._require("position", self.position in POSITIONS, f"one of {POSITIONS}")
+        self._require("slope_schedule", self.slope_schedule in SCHEDULES, f"one of {SCHEDULES}")
+        implementation = self.attention_implementation
+        named = isinstance(implementation, str) and implementation != ""
+        self._require("attention_implementation", named, "the name of an implementation")
+        for name in ("final_norm", "ignore_tail_pad"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _check_numbers(self) -> None:
+        for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+        for name in ("layer_norm_eps", "rotary_base", "adaptive_factor"):
+            self._require(name, _is_positive(getattr(self, name)), "a positive number")
+        scale = self.slope_scale
+        known = scale is None or scale == "interpolate" or _is_positive(scale)
+        self._require("slope_scale", known, "None, 'interpolate' or a positive number")
+
+    def _check_fit(self) -> None:
+        """Check the sizes against each other."""
+        heads = self.num_attention_heads
+        self._require("hidden_size", self.hidden_size % heads == 0, f"a multiple of {heads} heads")
+        if self.position == "rotary":
+            rule = f"even per head for position='rotary' ({heads} heads)"
+            self._require("hidden_size", self.head_size % 2 == 0, rule)
+        if self.position == "sinusoidal":
+            even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
+            self._require("hidden_size", even, "even and at least 4 for position='sinusoidal'")
+        self._require("t5_num_buckets", self.t5_num_buckets >= 2, "at least 2")
+        exact = self.t5_num_buckets // 2
+        rule = f"above half of t5_num_buckets, {exact}"
+        self._require("t5_max_distance", self.t5_max_distance > exact, rule)
+
+    def _check_bands(self) -> None:
+        """Check that every band has a second id, which counts as its padding, and a width."""
+        listed = isinstance(self.cutoffs, list | tuple) and all(map(_is_whole, self.cutoffs))
+        edges = (0, *self.cutoffs, self.vocab_size) if listed else ()
+        wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
+        self._require(
+            "cutoffs", wide, f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
+        )
+        rule = f"small enough to leave {len(self.cutoffs) + 1} bands of {self.hidden_size} a width"
+        self._require("adaptive_factor", min(width for *_, width in self.bands) >= 1, rule)
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"PaperConfig: {name} must be {rule}, got {getattr(self, name)!r}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf

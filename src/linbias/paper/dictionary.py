@@ -1,0 +1,157 @@
+"""The words of a text and their ids, numbered and stored as the original does it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+from linbias.paper.store import new_file
+
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+_OVERWRITE = "#fairseq:overwrite"
+
+
+class Dictionary:
+    """The id of every word: four special ones, then words by falling count.
+
+        <s> 0   <pad> 1   </s> 2, at the end of each line   <unk> 3, for a word that is not here
+
+    A special word that stands in a text has its special id.
+
+    Attributes:
+        symbols: The word of each id.
+        counts: How often the words occurred; 0 for the specials, whose counts are not kept.
+        ids: The id of each word, and 3 for any other; `ids.misses` counts those.
+
+    Example:
+        >>> dictionary = Dictionary.from_counts({"b": 2, "a": 2, "c": 5}, padding_factor=1)
+        >>> dictionary.symbols[4:]
+        ['c', 'a', 'b']
+        >>> dictionary.encode_line(" a <unk> d ")
+        [5, 3, 3, 2]
+    """
+
+    BOS, PAD, EOS, UNK = 0, 1, 2, 3
+
+    def __init__(self) -> None:
+        self.symbols: list[str] = []
+        self.counts: list[int] = []
+        self.ids = _Ids()
+        for word in SPECIALS:
+            self._add(word, 0)
+
+    @classmethod
+    def from_counts(
+        cls,
+        counts: Mapping[str, int],
+        threshold: int = -1,
+        nwords: int = -1,
+        padding_factor: int = 8,
+    ) -> Dictionary:
+        """Numbers words by falling count, and equal counts by code points.
+
+        Args:
+            counts: How often each word occurs.
+            threshold: Leaves out words that are rarer.
+            nwords: Size of the dictionary, specials included; 0 or less: all words.
+            padding_factor: The size is made a multiple of this by words of count 0 that no text
+                has: madeupword0000, madeupword0001, ...
+
+        Raises:
+            ValueError: `padding_factor` is below 1.
+        """
+        if padding_factor < 1:
+            raise ValueError(f"from_counts: padding_factor must be positive, got {padding_factor}")
+        dictionary = cls()
+        words = sorted(
+            (-count, word)
+            for word, count in counts.items()
+            if count >= threshold and word not in SPECIALS
+        )
+        for count, word in words[: max(0, nwords - len(SPECIALS)) if nwords > 0 else None]:
+            dictionary._add(word, -count)
+        made_up = (f"madeupword{number:04d}" for number in itertools.count())
+        unused = (word for word in made_up if word not in dictionary.ids)
+        while len(dictionary) % padding_factor:
+            dictionary._add(next(unused), 0)
+        return dictionary
+
+    @classmethod
+    def read(cls, path: str | Path) -> Dictionary:
+        """Reads a dict.txt, of this project or of fairseq.
+
+        Line k, counted from 0, has word k + 4 and its count. A word may come again on a line that
+        ends in `#fairseq:overwrite`: its id is then the later one.
+
+        Raises:
+            ValueError: There is no such file, it is not UTF-8, or a line is no word and count or
+                repeats a word.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"Dictionary.read: path must be a dict.txt, got {str(path)!r}")
+        data = Path(path).read_bytes()
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            number = data.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"Dictionary.read: line {number} of {path} must be UTF-8") from error
+        dictionary = cls()
+        for number, line in enumerate(io.StringIO(text, newline=None), 1):
+            place = f"line {number} of {path}"
+            entry = _parse(line)
+            if entry is None:
+                raise ValueError(
+                    f"Dictionary.read: {place} must be a word and its count, got {line[:60]!r}"
+                )
+            word, count, overwrite = entry
+            if word in dictionary.ids and not overwrite:
+                raise ValueError(
+                    f"Dictionary.read: {place} must be a new word, or end in {_OVERWRITE}, "
+                    f"got {word!r} again"
+                )
+            dictionary._add(word, count)
+        return dictionary
+
+    def write(self, path: str | Path) -> None:
+        """Writes a dict.txt that `read` reads back: words and counts without the specials."""
+        seen = set(SPECIALS)
+        with new_file(Path(path)) as file:
+            for word, count in zip(self.symbols[4:], self.counts[4:], strict=True):
+                mark = f" {_OVERWRITE}" if word in seen else ""
+                file.write(f"{word} {count}{mark}\n".encode())
+                seen.add(word)
+
+    def encode_line(self, line: str) -> list[int]:
+        """The ids of a line's words, parted by white space of any kind, then that of </s>."""
+        return [*map(self.ids.__getitem__, line.split()), self.EOS]
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def _add(self, word: str, count: int) -> None:
+        self.ids[word] = len(self.symbols)
+        self.symbols.append(word)
+        self.counts.append(count)
+
+
+def _parse(line: str) -> tuple[str, int, bool] | None:
+    """The word and count of a line, and whether it may overwrite; None if it is no such line."""
+    entry = line.rstrip()
+    overwrite = entry.endswith(f" {_OVERWRITE}")
+    word, _, count = entry.removesuffix(f" {_OVERWRITE}").rpartition(" ")
+    try:
+        return (word, int(count), overwrite) if word else None
+    except ValueError:
+        return None
+
+
+class _Ids(dict[str, int]):
+    """Word -> id; any other word has the id of <unk>, and is counted."""
+
+    misses = 0
+
+    def __missing__(self, word: str) -> int:
+        self.misses += 1
+        return Dictionary.UNK

@@ -1,0 +1,337 @@
+"""The paper's language model: a pre-norm decoder with adaptive input and a tied adaptive softmax.
+
+Read from the bottom up: `PaperForCausalLM` (loss and log-probabilities) calls `PaperModel`
+(embedding, position, blocks), which calls `DecoderBlock`s, which call `SelfAttention`. Modules are
+named as the original names its tensors, so that a checkpoint of either is readable beside the other.
+
+The positions are those of `linbias.lm.positions`, but for the sinusoidal ones: the original scales
+the embedding in every model, and its sinusoids have other wavelengths and another start.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from linbias.lm.model import _place as place
+from linbias.lm.positions import METHODS, T5, Position
+from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from linbias.paper.config import PaperConfig
+
+
+class Sinusoidal(Position):
+    """Add sin(n r_i) and cos(n r_i) of token n = 2, 3, ..., r_i = 10000^(-i / (hidden_size/2 - 1)).
+
+    The original numbers tokens from <pad>'s id + 1, and its slowest wavelength is 10000 * 2 pi
+    exactly; all sines stand before all cosines.
+    """
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        count = hidden.shape[-1] // 2
+        steps = torch.arange(count, device=hidden.device, dtype=torch.float32)
+        rates = torch.exp(steps * (-math.log(10000.0) / (count - 1)))
+        angles = (positions + 2)[..., None] * rates
+        return hidden + torch.cat([angles.sin(), angles.cos()], dim=-1).to(hidden.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Project to queries, keys and values, let the position method attend, project back."""
+
+    def __init__(self, config: PaperConfig, layer_index: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.head_size = config.head_size
+        self.dropout = config.attention_dropout
+        width = config.hidden_size
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+        for project in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(project.weight, gain=0.5**0.5)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        positions: Tensor,
+        key_range: Tensor | None,
+        past_key_values: Cache | None,
+        keep: int,
+    ) -> Tensor:
+        """Return [B, keep, hidden_size]: what the last `keep` tokens gather."""
+        q, k, v = (
+            project(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = position.rotate(q, k, positions)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_index)
+        dropout = self.dropout if self.training else 0.0
+        out = position.attend(q[:, :, -keep:], k, v, key_range, dropout)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+class DecoderBlock(GradientCheckpointingLayer):
+    """Add attention, then feed-forward, to the stream; each reads it through a layer norm."""
+
+    def __init__(self, config: PaperConfig, layer_index: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.self_attn = SelfAttention(config, layer_index)
+        self.self_attn_layer_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.fc1 = nn.Linear(width, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, width)
+        self.final_layer_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation_dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        positions: Tensor,
+        key_range: Tensor | None,
+        keep: int,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Return [B, keep, hidden_size]: the last `keep` tokens of hidden [B, T, hidden_size]."""
+        normed = self.self_attn_layer_norm(hidden)
+        attended = self.self_attn(normed, position, positions, key_range, past_key_values, keep)
+        hidden = hidden[:, -keep:] + self.dropout(attended)
+        widened = self.activation_dropout(self.fc1(self.final_layer_norm(hidden)).relu_())
+        return hidden + self.dropout(self.fc2(widened))
+
+
+class PaperPreTrainedModel(PreTrainedModel):
+    """What saving, sharding and gradient checkpointing need to know of the classes below."""
+
+    config_class = PaperConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the weights as the constructors drew them, which know what each is for."""
+
+
+class PaperModel(PaperPreTrainedModel):
+    """Turn token ids into hidden states, one per token: embedding, blocks, perhaps a final norm.
+
+    Padding is allowed on the left and, without a cache, on the right, as in `linbias.lm.LinbiasModel`.
+
+    Example:
+        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
+        >>> PaperModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    def __init__(self, config: PaperConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = AdaptiveEmbedding(config)
+        methods = {**METHODS, "sinusoidal": Sinusoidal}
+        self.position = methods[config.position](config)
+        if isinstance(self.position, T5):
+            nn.init.normal_(self.position.bias.weight, std=config.hidden_size**-0.5)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, index) for index in range(config.num_hidden_layers)
+        )
+        if config.final_norm:
+            self.layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        keep: int = 0,
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder over new tokens, which follow those in the cache.
+
+        Args:
+            input_ids: [B, T] token ids.
+            attention_mask: [B, S], S = cached + T; zero marks padding. The real tokens of a row
+                stand together. None means no padding.
+            past_key_values: A growing cache of earlier tokens. It is extended in place.
+            use_cache: Make and return a cache. None means config.use_cache, but never while
+                training.
+            output_hidden_states: Return the input of every block and the final output as well.
+            keep: Return the states of the last so many tokens only, which saves work in the last
+                block; 0 means all.
+
+        Raises:
+            ValueError: A static cache, or a mask of the wrong shape or with gaps.
+            IndexError: An id beyond the vocabulary.
+        """
+        if isinstance(past_key_values, StaticCache):
+            raise ValueError(
+                "PaperModel: past_key_values must be a growing cache, got StaticCache"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        embedded = self.embed_tokens(input_ids) * math.sqrt(self.config.hidden_size)
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        positions, key_range = place(embedded, num_cached, attention_mask)
+        hidden = self.dropout(self.position.embed(embedded, positions))
+        states: tuple[Tensor, ...] = ()
+        num_tokens = input_ids.shape[1]
+        for index, layer in enumerate(self.layers, 1):
+            if output_hidden_states:
+                states += (hidden,)
+            kept = keep or num_tokens if index == len(self.layers) else num_tokens
+            hidden = layer(
+                hidden, self.position, positions, key_range, kept, past_key_values=past_key_values
+            )
+        if self.config.final_norm:
+            hidden = self.layer_norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+        )
+
+
+class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
+    """Predict the next token: `PaperModel`, then the adaptive softmax tied to its embedding.
+
+    It saves, loads, generates and trains as any Transformers model does; importing `linbias.paper`
+    makes it known to `AutoModelForCausalLM`. Its logits are log-probabilities.
+
+    Example:
+        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
+        >>> model = PaperForCausalLM(config).eval()
+        >>> ids = torch.tensor([[2, 5, 40]])
+        >>> model(ids).logits.exp().sum(-1).allclose(torch.ones(1, 3))
+        True
+        >>> model.log_probs(ids, targets=torch.tensor([[7]])).shape
+        torch.Size([1, 1])
+    """
+
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: PaperConfig) -> None:
+        super().__init__(config)
+        self.model = PaperModel(config)
+        self.adaptive_softmax = AdaptiveSoftmax(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return the mean loss in nats where there is something to score, else log-probabilities.
+
+        Arguments not listed here are those of `PaperModel.forward`.
+
+        Args:
+            labels: [B, T], the Transformers way: token t is scored on labels[:, t + 1].
+            targets: [B, T], the original's way: token t is scored on targets[:, t]. A block of a
+                stream has the id before the block as its first input, so that every id is scored.
+                In both, -100 and <pad> are not scored.
+            logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
+                of the last so many tokens only; 0 means all.
+            num_items_in_batch: Divide the summed loss by this instead of the number of scored
+                tokens, so that the parts of a larger batch add up to its mean.
+
+        Raises:
+            ValueError: Both labels and targets are given.
+        """
+        if labels is not None and targets is not None:
+            raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
+        if labels is not None:
+            targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            keep=0 if targets is not None else logits_to_keep,
+            return_dict=True,
+        )
+        loss, logits = None, None
+        if targets is None:
+            logits = self.adaptive_softmax(outputs.last_hidden_state, self.model.embed_tokens)
+        else:
+            loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of what follows each of the last tokens, as the original evaluates it.
+
+        Only the parts of the vocabulary that hold a target are computed.
+
+        Args:
+            input_ids: [B, T] token ids.
+            targets: [B, K], K <= T: the ids that follow the last K tokens.
+
+        Returns:
+            [B, K], nats, in at least float32.
+
+        Raises:
+            IndexError: An id beyond the vocabulary.
+        """
+        outputs = self.model(input_ids, use_cache=False, keep=targets.shape[1], return_dict=True)
+        hidden = outputs.last_hidden_state.flatten(0, 1)
+        log_probs = self.adaptive_softmax.log_probs(
+            hidden, targets.flatten(), self.model.embed_tokens
+        )
+        return log_probs.view(targets.shape)
+
+    def _loss(
+        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        total = self.adaptive_softmax.loss(hidden, targets, self.model.embed_tokens)
+        if num_items_in_batch is None:
+            num_items_in_batch = ((targets != -100) & (targets != self.config.pad_token_id)).sum()
+        if isinstance(num_items_in_batch, Tensor):  # Trainer may count on another device
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+
+AutoConfig.register("linbias-paper", PaperConfig, exist_ok=True)
+AutoModel.register(PaperConfig, PaperModel, exist_ok=True)
+AutoModelForCausalLM.register(PaperConfig, PaperForCausalLM, exist_ok=True)

@@ -1,0 +1,160 @@
+"""Nesterov's accelerated gradient and the cosine schedule, as the paper's code defines them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class NAG(Optimizer):
+    """Nesterov's accelerated gradient, with a momentum that carries the learning rate.
+
+    With gradient g, momentum m and r = lr / the lr of the step before:
+
+        p <- p + m^2 r v - (1 + m) lr g
+        v <-     m   r v -         lr g
+
+    r rescales the past steps when lr changes, which makes this, in exact arithmetic, the same as
+    `torch.optim.SGD(nesterov=True)`, whose buffer is -v / lr. Rounding and state are the original's.
+
+    v starts at 0; r is lr itself after a step with lr = 0. Parameters without a gradient are left
+    alone. float16 and bfloat16 parameters are computed in float32 and rounded once.
+
+    Args:
+        params: Parameters or parameter groups, of any real floating dtype.
+        lr: Learning rate, at least 0.
+        momentum: m, in [0, 1).
+        weight_decay: Each step first shrinks p by the factor 1 - lr * weight_decay; at least 0.
+
+    Raises:
+        ValueError: An argument breaks its rule.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = NAG([p], lr=0.5, momentum=0.9)
+        >>> p.grad = torch.tensor([1.0])
+        >>> optimizer.step()
+        >>> round(p.item(), 4), optimizer.state[p]["momentum_buffer"].item()
+        (0.05, -0.5)
+
+    Source: the paper's code; Bengio, Boulanger-Lewandowski and Pascanu, arXiv 1212.0901, section 3.5.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        momentum: float = 0.99,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value, holds, rule in (
+            ("lr", lr, lr >= 0, "at least 0"),
+            ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+        ):
+            if not holds:
+                raise ValueError(f"NAG: {name} must be {rule}, got {value}")
+        defaults = {"lr": lr, "lr_old": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters once.
+
+        Args:
+            closure: Computes the loss and its gradients anew; for the schedulers' sake only.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+            group["lr_old"] = group["lr"]
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        rescale = lr / group["lr_old"] if group["lr_old"] > 0 else lr
+        half = p.dtype in _HALF
+        value = p.float() if half else p
+        gradient = p.grad.to(value.dtype)  # type: ignore[union-attr]
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(value)
+        v = state["momentum_buffer"]
+        if group["weight_decay"]:
+            value.mul_(1 - lr * group["weight_decay"])
+        value.add_(v, alpha=momentum**2 * rescale).add_(gradient, alpha=-(1 + momentum) * lr)
+        v.mul_(momentum * rescale).add_(gradient, alpha=-lr)
+        if half:
+            p.copy_(value)
+
+
+def cosine_lr(
+    n: int,
+    *,
+    init: float,
+    lr: float,
+    warmup: int,
+    period: float,
+    min_lr: float,
+    t_mult: float = 1.0,
+    shrink: float = 1.0,
+) -> float:
+    """The learning rate after n updates: linear warmup, then cosines that restart.
+
+        n < warmup:       init + n (lr - init) / warmup
+        t of T updates:   low + (high - low) (1 + cos(pi t / T)) / 2
+
+    Period i = 0, 1, ... has T = period * t_mult^i, high = lr * shrink^i, low = min_lr * shrink^i.
+    The update number k uses the value after k - 1 updates. A period's last value is never quite
+    `low`: at its end the next one begins.
+
+    Args:
+        n: Updates done, at least 0.
+        init: Where the warmup starts.
+        lr: Where it ends, and the peak of the first cosine.
+        warmup: Updates of the warmup; 0 has none.
+        period: Updates of the first cosine, above 0.
+        min_lr: The floor of the first cosine.
+        t_mult: Factor on the length of every further cosine, at least 1.
+        shrink: Factor on the height of every further cosine.
+
+    Raises:
+        ValueError: An argument breaks its rule.
+
+    Example:
+        >>> flags = dict(init=1e-7, lr=1.0, warmup=16000, period=270000, min_lr=1e-4)
+        >>> [round(cosine_lr(n, **flags), 5) for n in (0, 8000, 16000, 151000, 285999)]
+        [0.0, 0.5, 1.0, 0.50005, 0.0001]
+
+    Source: Loshchilov and Hutter, arXiv 1608.03983; the constants are those of the paper's code.
+    """
+    for name, value, holds, rule in (
+        ("n", n, n >= 0, "at least 0"),
+        ("warmup", warmup, warmup >= 0, "at least 0"),
+        ("period", period, period > 0, "above 0"),
+        ("t_mult", t_mult, t_mult >= 1, "at least 1"),
+    ):
+        if not holds:
+            raise ValueError(f"cosine_lr: {name} must be {rule}, got {value}")
+    if n < warmup:
+        return init + n * ((lr - init) / warmup)
+    t, height = float(n - warmup), 1.0
+    while t >= period:
+        t, period, height = t - period, period * t_mult, height * shrink
+    low, high = min_lr * height, lr * height
+    return low + 0.5 * (high - low) * (1 + math.cos(math.pi * t / period))

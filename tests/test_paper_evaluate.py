@@ -1,0 +1,355 @@
+"""Scoring as the original does it: golden perplexities, and a loop over blocks one at a time."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paper_original as original
+from linbias.paper import PaperConfig, PaperForCausalLM, evaluate
+from linbias.paper.checkpoint import load
+from linbias.paper.evaluate import Scores, score, windows
+
+VOCAB = 41
+RUNS = original.SHARED / "eval" / "perplexities.json"
+GOLDEN_RUNS = json.loads(RUNS.read_text()) if RUNS.exists() else []
+needs_shared = pytest.mark.skipif(
+    not GOLDEN_RUNS, reason="the golden data lies outside the repository"
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model() -> PaperForCausalLM:
+    torch.manual_seed(0)
+    config = PaperConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        cutoffs=(9, 20),
+        adaptive_factor=2.0,
+    )
+    return PaperForCausalLM(config)  # in training mode, with dropout: score has to see to that
+
+
+def text(num_ids: int) -> np.ndarray:
+    return np.random.default_rng(num_ids).integers(0, VOCAB, num_ids).astype(np.uint16)
+
+
+@torch.inference_mode()
+def one_block_at_a_time(
+    model: PaperForCausalLM, ids: np.ndarray, length: int, context_window: int
+) -> np.ndarray:
+    """Walk the blocks as the original's data set does, keeping the last inputs for the next one."""
+    model.eval()
+    inputs = [2, *ids[:-1].tolist()]
+    kept: list[int] = []
+    scores: list[float] = []
+    block = length - context_window
+    for start in range(0, len(ids), block):
+        read = kept + inputs[start : start + block]
+        own = range(len(kept), len(read))
+        logits = model(torch.tensor([read])).logits[0]
+        scores += [logits[i, ids[start + i - len(kept)]].item() for i in own]
+        kept = read[-context_window:] if context_window else []
+    return np.array(scores)
+
+
+LENGTHS = [
+    (8, 0, 30),  # blocks, and a shorter last one
+    (8, 0, 32),  # whole blocks
+    (8, 7, 30),  # every id has a window of its own
+    (8, 4, 30),
+    (8, 3, 33),  # context that is no multiple of the block, and a shorter last block
+    (8, 6, 31),
+    (1, 0, 5),
+    (40, 10, 30),  # all in the first block
+    (40, 35, 30),  # all windows reach the start
+    (3, 2, 1),
+]
+every_length = pytest.mark.parametrize(("length", "context_window", "num_ids"), LENGTHS)
+
+
+@every_length
+def test_every_id_is_scored_as_one_block_at_a_time_would(model, length, context_window, num_ids):
+    ids = text(num_ids)
+    expected = one_block_at_a_time(model, ids, length, context_window)
+    model.train()
+    for batch_tokens in (1, 20, 10**6):
+        scores = score(
+            model,
+            ids,
+            length=length,
+            context_window=context_window,
+            batch_tokens=batch_tokens,
+        )
+        assert scores.log_probs.dtype == np.float32
+        np.testing.assert_allclose(scores.log_probs, expected, atol=2e-5)
+    assert model.training
+
+
+@every_length
+def test_windows_ask_for_every_id_once_and_read_no_more_than_length(
+    length, context_window, num_ids
+):
+    done = 0
+    for start, stop, keep in windows(num_ids, length, context_window):
+        assert (stop - keep, 0 < keep, stop - start <= length) == (done, True, True)
+        assert start == max(0, stop - keep - context_window)
+        done = stop
+    assert done == num_ids
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "rotary", "t5", "none"])
+def test_other_positions_count_from_the_start_of_their_window(position):
+    torch.manual_seed(0)
+    config = PaperConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        cutoffs=(9,),
+        position=position,
+    )
+    model, ids = PaperForCausalLM(config), text(30)
+    for context_window in (0, 3, 7):
+        expected = one_block_at_a_time(model, ids, 8, context_window)
+        scores = score(model, ids, length=8, context_window=context_window)
+        np.testing.assert_allclose(scores.log_probs, expected, atol=2e-5)
+
+
+@needs_shared
+@pytest.mark.parametrize("run", GOLDEN_RUNS, ids=lambda run: run["scores_file"][7:-4])
+def test_every_evaluation_of_the_original_is_reproduced(run):
+    model = load(original.SHARED / "ckpt" / run["checkpoint"])
+    ids = np.load(original.SHARED / "eval" / f"targets_{run['text']}.npy")
+    scores = score(model, ids, length=run["l"], context_window=run["context_window"])
+    file = original.SHARED / "eval" / run["scores_file"]
+    if file.exists():
+        assert np.abs(scores.log_probs - np.load(file)).max() < 2e-5
+    assert len(scores.log_probs) == run["tokens_scored"]
+    assert scores.loss_base2 == pytest.approx(run["float64_loss_base2"], rel=1e-6)
+    assert scores.perplexity == pytest.approx(run["float64_perplexity"], rel=1e-6)
+    printed = "Loss (base 2): {repo_loss_base2:.4f}, Perplexity: {repo_perplexity:.2f}"
+    assert scores.original_line == printed.format(**run)
+
+
+@needs_shared
+@pytest.mark.parametrize("run", GOLDEN_RUNS, ids=lambda run: run["scores_file"][7:-4])
+def test_the_originals_scores_add_up_to_the_line_it_prints(run):
+    """Without the rounding of our own scores between: a wrong order of adding would show."""
+    file = original.SHARED / "eval" / run["scores_file"]
+    if not file.exists():
+        pytest.skip(f"the golden data has no {file.name}")
+    scores = Scores(np.load(file), run["l"], run["context_window"], 0.0, 0)
+    printed = "Loss (base 2): {repo_loss_base2:.4f}, Perplexity: {repo_perplexity:.2f}"
+    assert scores.original_line == printed.format(**run)
+
+
+def test_the_printed_line_adds_up_in_float32_block_by_block():
+    lost, kept = -(2.0**24), np.full(2**10, -1.0, np.float32)
+    one_by_one = Scores(np.append(np.float32(lost), kept), 2, 1, 0.0, 0)  # 2^24 + 1 is 2^24
+    assert one_by_one.original_line.startswith(f"Loss (base 2): {2**24 / 1025 / math.log(2):.0f}")
+    assert one_by_one.loss_base2 == pytest.approx((2**24 + 2**10) / 1025 / math.log(2), rel=1e-12)
+    assert one_by_one.perplexity == math.inf
+    short_block_first = Scores(np.append(kept, np.float32(lost)), 2**10, 0, 0.0, 0)
+    assert short_block_first.loss_base2 == one_by_one.loss_base2
+    assert short_block_first.original_line != one_by_one.original_line
+
+
+def test_perplexity_is_two_to_the_mean_bits():
+    scores = Scores(np.log(np.array([0.5, 0.125], np.float32)), 2, 0, 0.0, 0)
+    assert scores.loss_base2 == pytest.approx(2.0, rel=1e-7)
+    assert scores.perplexity == pytest.approx(4.0, rel=1e-7)
+    assert scores.original_line == "Loss (base 2): 2.0000, Perplexity: 4.00"
+
+
+@needs_shared
+def test_the_loss_of_the_original_trainer_is_reproduced():
+    """It drops two tail terms, so that it says 5.291 where eval_lm says 5.295."""
+    model = load(original.SHARED / "ckpt" / "ckpt_C_12heads_vocab1024.pt")
+    ids = np.load(original.SHARED / "eval" / "targets_valid_v1024.npy").astype(np.int64)
+    padding = -len(ids) % 64
+    inputs = torch.from_numpy(np.pad(np.append(2, ids[:-1]), (0, padding), constant_values=1))
+    targets = torch.from_numpy(np.pad(ids, (0, padding), constant_values=1))
+    with torch.inference_mode():
+        total = sum(
+            model(x, targets=y, num_items_in_batch=1).loss.item()
+            for x, y in zip(
+                inputs.view(-1, 64).split(256), targets.view(-1, 64).split(256), strict=True
+            )
+        )
+    bits = total / len(ids) / math.log(2)
+    assert f"{bits:.3f}" == "5.291"
+    assert bits == pytest.approx(5.29148, abs=1e-5)
+
+
+# A run that is stopped.
+
+
+def stopped(model: PaperForCausalLM, ids: np.ndarray, path: Path, **options: Any) -> int:
+    """Stop a run after its third batch, as Ctrl-C would; return how many ids were scored."""
+    seen: list[int] = []
+
+    def stop(num_done: int, num_ids: int) -> None:
+        seen.append(num_done)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(model, ids, resume=path, progress=stop, **options)
+    return seen[-1]
+
+
+@pytest.mark.parametrize("context_window", [0, 7, 5])
+def test_a_stopped_run_goes_on_to_the_same_scores(model, tmp_path, context_window):
+    options = {"length": 8, "context_window": context_window, "batch_tokens": 32}
+    ids, path = text(150), tmp_path / "new" / "scores.npz"
+    whole = score(model, ids, **options)
+    num_done = stopped(model, ids, path, **options)
+    seen: list[tuple[int, int]] = []
+    again = score(model, ids, resume=path, progress=lambda *at: seen.append(at), **options)
+    assert 0 < num_done < seen[0][0] and seen[-1] == (150, 150)
+    assert np.array_equal(again.log_probs, whole.log_probs)
+    assert not model.eval().training and list(path.parent.iterdir()) == [path]
+
+
+def test_a_finished_run_is_not_computed_again(model, tmp_path, monkeypatch):
+    ids, path = text(50), tmp_path / "scores.npz"
+    first = score(model, ids, length=8, resume=path)
+    written = path.stat().st_mtime_ns
+    monkeypatch.setattr(PaperForCausalLM, "log_probs", None)
+    again = score(model, ids, length=8, resume=path, batch_tokens=7)
+    assert np.array_equal(again.log_probs, first.log_probs)
+    assert again.tokens_per_second == 0 and path.stat().st_mtime_ns == written
+
+
+def test_scores_are_saved_while_they_are_made(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "_SECONDS_BETWEEN_WRITES", -1.0)
+    path, there = tmp_path / "scores.npz", []
+    score(
+        model,
+        text(64),
+        length=8,
+        batch_tokens=16,
+        resume=path,
+        progress=lambda *_: there.append(len(np.load(path)["log_probs"])),
+    )
+    assert there == [16, 32, 48, 64]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"length": 9}, r"length is 8 there and 9 here"),
+        ({"context_window": 2}, r"context_window is 0 there and 2 here"),
+        ({"ids": text(60)[::-1].copy()}, r"ids is '\w{64}' there and '\w{64}' here"),
+        ({"ids": text(61)}, r"num_ids is 60 there and 61 here; ids is "),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_with_other_settings_is_refused(model, tmp_path, changes, difference):
+    path, options = tmp_path / "scores.npz", {"ids": text(60), "length": 8}
+    score(model, resume=path, **options)
+    message = rf"score: resume must be of this run, got .*scores\.npz \({difference}"
+    with pytest.raises(ValueError, match=message):
+        score(model, resume=path, **options | changes)
+
+
+def test_a_resumed_run_with_another_model_is_refused(model, tmp_path):
+    path = tmp_path / "scores.npz"
+    score(model, text(20), length=8, resume=path)
+    other = PaperForCausalLM(model.config)
+    with pytest.raises(ValueError, match=r"\(model is '\w{64}' there and '\w{64}' here\)"):
+        score(other, text(20), length=8, resume=path)
+    other.load_state_dict(model.state_dict())
+    score(other, text(20), length=8, resume=path)
+
+
+def an_array() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(20, np.float32))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("content", [b"no scores", b"PK\3\4", b"", an_array()])
+def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
+    path = tmp_path / "scores.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="score: resume must be a file of scores, got"):
+        score(model, text(20), length=8, resume=path)
+    np.savez(path, other=np.zeros(3))
+    with pytest.raises(ValueError, match="score: resume must be a file of scores, got"):
+        score(model, text(20), length=8, resume=path)
+    assert np.load(path)["other"].shape == (3,)  # and it is still there
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": np.zeros((2, 3), int)}, r"ids must be one row of at least 1 integer, got int64"),
+        ({"ids": np.zeros(0, int)}, r"ids must be one row of at least 1 integer, got int64 \[0\]"),
+        ({"ids": np.zeros(3)}, r"ids must be one row of at least 1 integer, got float64 \[3\]"),
+        (
+            {"ids": np.array([3, VOCAB])},
+            r"ids must lie in \[0, 41\), the model's dictionary; got 3",
+        ),
+        ({"ids": np.array([-1, 3])}, r"ids must lie in \[0, 41\).*; got -1 to 3"),
+        ({"length": 0}, "length must be at least 1, got 0"),
+        ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
+        ({"context_window": 8}, r"context_window must lie in \[0, length = 8\), got 8"),
+        ({"context_window": -1}, r"context_window must lie in \[0, length = 8\), got -1"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(model, changes, message):
+    with pytest.raises(ValueError, match=f"score: {message}"):
+        score(model, **{"ids": text(20), "length": 8} | changes)
+
+
+def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkeypatch):
+    config = PaperConfig(vocab_size=VOCAB, hidden_size=64, cutoffs=(), position="t5")
+    model = PaperForCausalLM(config)
+    monkeypatch.setattr(PaperForCausalLM, "log_probs", None)  # would raise something else
+    message = (
+        r"length and batch_tokens must fit in memory, got 10000000 and 16384: .* [\d.]+ GiB, and"
+    )
+    with pytest.raises(ValueError, match=message):
+        score(model, np.zeros(1_000_000, np.uint16), length=10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [({}, 64), ({"position": "t5"}, 1), ({"position": "rotary"}, 1), ({"hidden_size": 256}, 4)],
+    ids=str,
+)
+def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
+    from linbias.lm.memory import PeakMemory
+
+    small = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 256, "cutoffs": (40,)}
+    model = PaperForCausalLM(PaperConfig(num_hidden_layers=2, **small | changes)).eval()
+    width = {"t5": 2048, "rotary": 4096}.get(str(changes.get("position")), 16384 // rows)
+    ids = torch.zeros(rows, width, dtype=torch.long)
+    with torch.inference_mode():
+        model.log_probs(ids[:, :8], ids[:, :8])
+        with PeakMemory("cpu") as before:
+            pass
+        with PeakMemory("cpu") as memory:
+            model.log_probs(ids, ids)
+    used = memory.peak_bytes - before.peak_bytes
+    assert used < 1.5 * evaluate._pass_bytes(model, rows, width, width) + 2**26
