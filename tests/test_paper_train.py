@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -477,10 +478,8 @@ def assert_same_run(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "deaths",
     [
-        [("on_step_end", 1)],
+        [("on_step_end", 1), ("while publishing", 4), ("while saving", 5), ("while saving", 10)],
         [("on_step_begin", 5), ("on_evaluate", 8), ("on_step_end", 11), ("on_train_end", 14)],
-        [("while saving", 5), ("while saving", 10)],
-        [("while publishing", 4)],
     ],
     ids=lambda deaths: ", ".join(f"{event} {update}" for event, update in deaths),
 )
@@ -580,6 +579,24 @@ def test_bad_run_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         train(data, tmp_path / "run", replace(RECIPE, **change), progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_several_gpus_in_one_process_are_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"process of its own, got 1 for 4 .*--nproc-per-node 4"):
+        train(data, tmp_path, replace(RECIPE, device="auto"), progress=False)
+
+
+def test_batches_that_cannot_be_shared_are_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = SimpleNamespace(num_processes=2)
+    monkeypatch.setattr(train_module, "PartialState", lambda **_: two)
+    with pytest.raises(ValueError, match="multiple of the 2 processes, got 3"):
+        train(data, tmp_path, RECIPE, progress=False)
 
 
 def test_damaged_data_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
@@ -843,6 +860,7 @@ SMOOTH = replace(
         "softmax_dropout": 0.0,
     },
     batches_per_update=6,
+    updates=8,
 )
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from linbias.lm.checkpoints import check_writable
+from linbias.lm.load import _no_bars
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
@@ -77,14 +78,11 @@ def load(path: str | Path, *, position: str = "alibi") -> PaperForCausalLM:
     path = Path(path)
     if path.is_dir():
         config, weights = _read_folder(path)
-        with torch.device("meta"):
-            expected = PaperForCausalLM(config).state_dict()
-        problems = _compare(expected, weights)
-        _refuse("load", path, problems)
+        model = _empty(config)
+        _refuse("load", path, _compare(model.state_dict(), weights))
     else:
         config, weights = load_original(path, position=position)
-    with torch.device("meta"):  # no weights are drawn, only to be replaced
-        model = PaperForCausalLM(config)
+        model = _empty(config)
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
@@ -119,8 +117,7 @@ def load_original(
     record = _read(path)
     settings, weights = _settings(record, path), _weights(record, path)
     config = _config(settings, weights, position, path)
-    with torch.device("meta"):
-        expected = PaperForCausalLM(config).state_dict()
+    expected = _empty(config).state_dict()
     names = {name: _original_names(name) for name in expected}
     described = {old: expected[name] for name, olds in names.items() for old in olds}
     problems = _compare(described, weights) or [
@@ -161,7 +158,8 @@ def convert(
         check_dictionary(words, model.config, dictionary, "convert")
     check_writable(out, "convert")
     with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
-        model.save_pretrained(partial)
+        with _no_bars():
+            model.save_pretrained(partial)
         if words is not None:
             words.write(Path(partial, "dict.txt"))
         # Without its config.json a folder is no model yet.
@@ -294,6 +292,12 @@ def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
         if name in weights:
             return start + len(weights[name])
     return start
+
+
+def _empty(config: PaperConfig) -> PaperForCausalLM:
+    """The model in shapes alone: no weights are drawn, only to be replaced."""
+    with torch.device("meta"):
+        return PaperForCausalLM(config)
 
 
 def _original_names(name: str) -> list[str]:

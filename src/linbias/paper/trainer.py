@@ -240,8 +240,9 @@ class Log(TrainerCallback):
 def _line(logs: dict[str, float], update: int) -> str:
     """A line of log.jsonl, or nothing for what else the Trainer logs."""
     if "loss" in logs:
-        loss = logs["loss"] / math.log(2)
-        columns = {"loss_base2": loss, "ppl": perplexity(loss), "gnorm": logs["grad_norm"]}
+        loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
+        columns: dict[str, float | None] = {"loss_base2": loss, "ppl": perplexity(loss)}
+        columns["gnorm"] = norm if math.isfinite(norm) else None  # float16 overflowed: no step
         columns["lr"] = logs["learning_rate"]
     elif "eval_loss" in logs:
         loss = logs["eval_loss"] / math.log(2)
