@@ -513,6 +513,15 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path):
     assert str(caught.value).count("decoder.") == 5
 
 
+def test_a_tensor_without_axes_is_named(tmp_path):
+    record = original.golden_record()
+    name = "decoder.embed_tokens.embeddings.2.0.weight"
+    record["model"][name] = torch.tensor(1.0)
+    message = rf"'.*checkpoint\.pt': {name} has shape \[\] instead of \[384, 3\]$"
+    with pytest.raises(ValueError, match=message):
+        load(write(record, tmp_path))
+
+
 @pytest.mark.parametrize("band", [0, 1, 2])
 def test_a_missing_embedding_is_named(band, tmp_path):
     record = original.golden_record()
@@ -576,6 +585,13 @@ def test_a_model_that_this_is_not_is_refused_by_its_settings(changes, message, t
     with pytest.raises(ValueError) as caught:
         load_original(write(record, tmp_path))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("cfg", [None, "text", {"model": "text"}, {"task": [1]}], ids=str)
+def test_settings_of_another_kind_are_refused(cfg, tmp_path):
+    record = {**original.golden_record(), "cfg": cfg}
+    with pytest.raises(ValueError, match="neither cfg nor args has decoder_embed_dim, decoder_la"):
+        load_original(write(record, tmp_path))
 
 
 def test_lacking_settings_are_named(tmp_path):

@@ -220,7 +220,8 @@ def _settings(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
     )
     settings: dict[str, Any] = {}
     for part in parts:
-        settings |= vars(part) if isinstance(part, Namespace) else dict(part or {})
+        part = vars(part) if isinstance(part, Namespace) else part
+        settings |= part if isinstance(part, dict) else {}
     needed = (*_SIZES.values(), "adaptive_input_cutoff")
     lacking = [name for name in needed if name not in settings]
     if lacking:
@@ -289,7 +290,7 @@ def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
     """One past the last band's ids: no setting says it, and without a last band a cutoff does."""
     start, band = ([0, *cutoffs])[-1], len(cutoffs)
     for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
-        if name in weights:
+        if name in weights and weights[name].dim() > 0:
             return start + len(weights[name])
     return start
 
