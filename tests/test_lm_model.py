@@ -139,6 +139,69 @@ def test_order_of_earlier_tokens_matters_only_where_positions_are_known(position
 # --- Decoding with a cache, padding, generation ---
 
 
+@torch.no_grad()
+def test_cache_grows_in_place_and_never_writes_over_what_somebody_may_hold() -> None:
+    model = build(num_hidden_layers=1)
+    ids = tokens(2, 40)
+    cache = model(ids[:, :9], use_cache=True).past_key_values
+    layer = cache.layers[0]
+    start = layer.keys.data_ptr()
+    model(ids[:, 9:12], past_key_values=cache)
+    assert layer.keys.data_ptr() == start
+    held = layer.keys
+    before = held.clone()
+    cache.crop(-5)
+    model(ids[:, 20:25], past_key_values=cache)
+    assert torch.equal(held, before) and torch.equal(layer.keys[:, :, :7], before[:, :, :7])
+    cache.reorder_cache(torch.tensor([1, 1]))
+    after = model(ids[:, 25:26], past_key_values=cache).logits
+    rows = torch.cat([ids[:, :7], ids[:, 20:25]], dim=1)[[1, 1]]
+    assert_same(after[:, -1], model(torch.cat([rows, ids[:, 25:26]], dim=1)).logits[:, -1])
+    for _ in range(3):  # beyond the room of the first buffers
+        model(tokens(2, 60), past_key_values=cache)
+    assert layer.keys.shape[2] == layer.get_seq_length() == 13 + 180
+
+
+def test_cache_goes_from_inference_to_training() -> None:
+    model = build()
+    ids = tokens(2, 11)
+    with torch.inference_mode():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+    with torch.no_grad():
+        model(ids[:, 4:6], past_key_values=cache)
+    model(ids[:, 6:], labels=ids[:, 6:], past_key_values=cache).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@torch.no_grad()
+def test_cache_bounds_its_keys_whatever_happened_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding leaves far keys unread by this bound: one that is too small would change results."""
+    model = build(num_hidden_layers=1, num_key_value_heads=2)
+    slack = []
+
+    def attention(q: Tensor, k: Tensor, *rest: Any, key_bound: Tensor, **options: Any) -> Tensor:
+        slack.append(key_bound - k.norm(dim=-1).amax(-1))
+        return linbias.torch.attention(q, k, *rest, key_bound=key_bound, **options)
+
+    monkeypatch.setattr("linbias.lm.positions.attention", attention)
+    ids = tokens(3, 30)
+    cache = model(ids[:, :7], use_cache=True).past_key_values
+    layer = cache.layers[0]
+    model(ids[:, 7:8], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    model(ids[:, 8:10], past_key_values=cache)
+    cache.crop(-4)
+    model(ids[:, 10:12], past_key_values=cache)
+    cache.update(100 * layer.keys[:, :, :2], layer.values[:, :, :2], 0)  # behind the model's back
+    model(ids[:, 12:13], past_key_values=cache)
+    cache.reset()
+    model(ids[:, :5], past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1, 2]))
+    model(ids[1:, 5:6], past_key_values=cache)
+    slack = torch.stack([least.min() for least in slack])
+    assert len(slack) == 7 and (slack >= 0).all() and slack.median() < 0.01
+
+
 @every_block
 @every_position
 @pytest.mark.parametrize("chunks", [[1] * 19, [7, 1, 11]], ids=["single", "chunks"])

@@ -46,7 +46,7 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     """
     _check_place("load_model", path)
     try:
-        with _no_bars():
+        with no_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(path), trust_remote_code=False, weights_only=True, output_loading_info=True
             )
@@ -111,8 +111,8 @@ def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueErro
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Transformers draws a bar for the weights that it loads; its warnings are left alone."""
+def no_bars() -> Iterator[None]:
+    """Keeps Transformers from drawing a bar for what it loads or saves; warnings are left alone."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

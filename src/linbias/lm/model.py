@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from linbias.lm import cache
 from linbias.lm.config import LinbiasConfig
 from linbias.lm.positions import METHODS, Position
 
@@ -44,10 +45,14 @@ class SelfAttention(nn.Module):
             for part in self.qkv(hidden).split(self.widths, dim=-1)
         )
         q, k = position.rotate(q, k, positions)
+        key_bound = None
         if past_key_values is not None:
+            new = k
             k, v = past_key_values.update(k, v, self.layer_index)
+            if position.skips_far_keys:
+                key_bound = cache.key_bound(past_key_values.layers[self.layer_index], new, k)
         dropout = self.dropout if self.training else 0.0
-        out = position.attend(q, k, v, key_range, dropout)
+        out = position.attend(q, k, v, key_range, dropout, key_bound)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -162,10 +167,12 @@ class LinbiasModel(LinbiasPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            cache.make_roomy(past_key_values)
 
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        positions, key_range = _place(embedded, num_cached, attention_mask)
+        positions, key_range = place(embedded, num_cached, attention_mask)
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -255,7 +262,7 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
         )
 
 
-def _place(
+def place(
     embedded: Tensor, num_cached: int, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the position of each new token, [1 or B, T], and key_range, [B, 2] or None."""

@@ -10,7 +10,7 @@ What a method does not need, it inherits from `Position`, which adds nothing and
 Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H
 query heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first
 real token of a row; `key_range` is None where nothing is padded, else [B, 2], the first and
-one-past-last real key of each row.
+one-past-last real key of each row; `key_bound`, [B, G] or None, is at least the norm of every key.
 """
 
 import math
@@ -27,6 +27,8 @@ from linbias.torch import attention
 class Position(nn.Module):
     """No positions at all: the causal mask alone hints at order (position="none")."""
 
+    skips_far_keys = False  # whether `attend` makes use of key_bound
+
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__()
 
@@ -37,7 +39,13 @@ class Position(nn.Module):
         return q, k
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_range: Tensor | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_range: Tensor | None,
+        dropout: float,
+        key_bound: Tensor | None = None,
     ) -> Tensor:
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
@@ -53,6 +61,8 @@ class Position(nn.Module):
 class Alibi(Position):
     """Subtract slope * distance from every score (Press et al., arXiv 2108.12409)."""
 
+    skips_far_keys = True
+
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
         # Python floats, not a buffer: `model.to(bfloat16)` would round a buffer.
@@ -62,11 +72,26 @@ class Alibi(Position):
         self._implementation = config.attention_implementation
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_range: Tensor | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_range: Tensor | None,
+        dropout: float,
+        key_bound: Tensor | None = None,
     ) -> Tensor:
         left = self._left(q, k.shape[2], key_range)
         name = self._implementation
-        return attention(q, k, v, left, key_range=key_range, dropout=dropout, implementation=name)
+        return attention(
+            q,
+            k,
+            v,
+            left,
+            key_range=key_range,
+            key_bound=key_bound,
+            dropout=dropout,
+            implementation=name,
+        )
 
     def _left(self, q: Tensor, num_keys: int, key_range: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -145,7 +170,13 @@ class T5(Position):
         self._max_distance = config.t5_max_distance
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_range: Tensor | None, dropout: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_range: Tensor | None,
+        dropout: float,
+        key_bound: Tensor | None = None,
     ) -> Tensor:
         T, S = q.shape[2], k.shape[2]
         if T == 0:

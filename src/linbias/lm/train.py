@@ -42,7 +42,6 @@ from transformers import (
 )
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.utils import logging
 
 from linbias.lm.checkpoints import (
     Checkpoints,
@@ -54,6 +53,7 @@ from linbias.lm.checkpoints import (
 )
 from linbias.lm.config import LinbiasConfig
 from linbias.lm.corpus import Corpus
+from linbias.lm.load import no_bars
 from linbias.lm.memory import PeakMemory
 from linbias.lm.model import LinbiasForCausalLM
 from linbias.lm.segments import Segments
@@ -192,7 +192,7 @@ def train(
     _config(settings, corpus)  # may refuse, and should before anything is written
     check_writable(output)
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    with _threads(settings.threads), _no_other_bars():
+    with _threads(settings.threads), no_bars():
         steps = _open_run(settings, corpus, output)
         if not (output / "metrics.json").exists():
             _run(settings, corpus, output, steps, progress, callbacks)
@@ -226,18 +226,6 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _no_other_bars() -> Iterator[None]:
-    """Transformers draws a bar for every file it saves; its warnings are left alone."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
