@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test check fix bench gpu sanitize clean
+.PHONY: run test check fix bench gpu sanitize neon clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -39,6 +39,13 @@ sanitize:  ## the C++ core's own test under the address, undefined-behaviour and
 	  cmake -S . -B build/$$kind -DLINBIAS_TEST=ON -DLINBIAS_SANITIZE=$$kind -DCMAKE_CXX_FLAGS_RELEASE=-O1 && \
 	  cmake --build build/$$kind && build/$$kind/attention_test || exit 1; \
 	done
+
+neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)
+	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
+	build/zig/bin/python -m pip install --quiet ziglang
+	build/zig/bin/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -O3 -Wall -Wextra -Werror -Wno-psabi \
+	  -Icsrc/include -Icsrc csrc/dispatch.cpp csrc/target_baseline.cpp csrc/attention_test.cpp \
+	  -o build/attention_test_neon
 
 clean:
 	rm -rf $(VENV) build dist output
