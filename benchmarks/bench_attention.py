@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -185,15 +186,19 @@ def work_kept(
     modules = {"blocked": blocked, "cpu": cpu}
     if name not in modules or not case.causal:
         return None
+    return round(visited_share(modules[name], q, k, v, slopes).mean().item(), 4)
+
+
+def visited_share(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """The same for one near-to-far implementation, causal: [B, H]."""
     arrays = (x.detach() for x in (q, k, v))
     numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[_dtype(q)], True
-    visited = modules[name].forward(*arrays, slopes, None, None, None, None, *numbers)[3]
-    group = q.shape[1] // k.shape[1]
-    return round(modules[name].work_kept(visited, q.shape[2], k.shape[2], group).mean().item(), 4)
+    visited = module.forward(*arrays, slopes, None, None, None, None, *numbers)[3]
+    return module.work_kept(visited, q.shape[2], k.shape[2], q.shape[1] // k.shape[1])
 
 
-def trained_inputs(folder: Path, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the middle layer of a model trained here, reading its own corpus."""
+def trained_inputs(folder: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of each layer of a model trained here, reading its own corpus."""
     import linbias.lm
     from linbias.lm import positions
     from linbias.lm.corpus import load_corpus
@@ -210,7 +215,7 @@ def trained_inputs(folder: Path, length: int) -> tuple[Tensor, Tensor, Tensor]:
     with torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
     positions.attention = linbias.torch.attention
-    return caught[len(caught) // 2]
+    return caught
 
 
 def _dtype(x: Tensor) -> str:
@@ -242,7 +247,8 @@ def main() -> None:
         if case.name not in options.cases:
             continue
         if options.model:
-            q, k, v = (x.expand(case.B, -1, -1, -1) for x in trained_inputs(options.model, case.T))
+            layers = trained_inputs(options.model, case.T)
+            q, k, v = (x.expand(case.B, -1, -1, -1) for x in layers[len(layers) // 2])
         else:
             q, k, v = torch.randn(3, case.B, options.heads, case.T, options.head_size)
         q, k, v = (

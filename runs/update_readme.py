@@ -92,9 +92,9 @@ def experiment(folder: Path) -> str:
 
 
 def fill(text: str, name: str, content: str) -> str:
-    pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-    assert re.search(pattern, text, re.DOTALL), f"README.md has no part {name}"
-    return re.sub(pattern, lambda match: match[1] + content + match[2], text, flags=re.DOTALL)
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    assert re.search(pattern, text, re.DOTALL), f"there is no part <!-- {name} -->"
+    return re.sub(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
 
 
 def main() -> None:
