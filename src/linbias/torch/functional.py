@@ -1,4 +1,4 @@
-"""`attention` and `attention_varlen`: check, choose an implementation, call it."""
+"""`attention`: check, choose an implementation, call it."""
 
 import types
 from collections.abc import Sequence
@@ -116,19 +116,19 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     """
     q, k, v = _autocast(q, k, v)
     described_q, described_k, described_v = (
-        _describe(name, array) for name, array in (("q", q), ("k", k), ("v", v))
+        describe(name, array) for name, array in (("q", q), ("k", k), ("v", v))
     )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (None if s is None else _as_slopes(s, wide, q.device) for s in (left, right))
+    left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
     call = _checks.check(
         "attention",
         described_q,
         described_k,
         described_v,
-        None if left is None else _describe("left", left),
-        None if right is None else _describe("right", right),
-        None if key_range is None else _describe("key_range", key_range),
-        None if key_bound is None else _describe("key_bound", key_bound),
+        None if left is None else describe("left", left),
+        None if right is None else describe("right", right),
+        None if key_range is None else describe("key_range", key_range),
+        None if key_bound is None else describe("key_bound", key_bound),
         causal=causal,
         scale=scale,
         dropout=dropout,
@@ -137,7 +137,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     if not torch.compiler.is_compiling():
         _check_values(left, right, key_range, call.S)
     if left is None:
-        left = _as_slopes(slopes(call.H) if call.H else (), wide, q.device)
+        left = as_slopes(slopes(call.H) if call.H else (), wide, q.device)
     if not causal and right is None:
         right = left
     chosen = _dispatch.choose("attention", implementation, call, IMPLEMENTATIONS)
@@ -148,94 +148,14 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     return (out, lse) if return_lse else out
 
 
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    left: Slopes | None = None,
-    *,
-    causal: bool = True,
-    right: Slopes | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
-    implementation: str = "auto",
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run `attention` on B sequences packed end to end; none sees another.
-
-    Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
-    within it everything is as for `attention` (its last query stands at its last key). A sequence may be empty.
-
-    Args:
-        q: [total_q, H, D].
-        k: [total_k, G, D].
-        v: [total_k, G, E].
-        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
-        cu_seqlens_k: [B + 1], likewise for k and v.
-        left: [H] or [B, H], as for `attention`.
-        causal, right, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
-
-    Returns:
-        [total_q, H, E]; with return_lse also lse [total_q, H].
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: As `attention`, or the lengths break a rule above.
-
-    Example:
-        >>> q = k = v = torch.ones(5, 2, 4)
-        >>> lengths = torch.tensor([0, 2, 5])
-        >>> attention_varlen(q, k, v, lengths, lengths).shape
-        torch.Size([5, 2, 4])
-    """
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        shape = _describe(name, array, "attention_varlen").shape
-        if len(shape) != 3:
-            raise ValueError(
-                f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
-            )
-    starts_q = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    starts_k = _offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    if len(starts_q) != len(starts_k):
-        raise ValueError(
-            f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
-            f" but cu_seqlens_k {len(starts_k) - 1}"
-        )
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (None if s is None else _as_slopes(s, wide, q.device) for s in (left, right))
-    outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
-    for b in range(len(starts_q) - 1):
-        rows_q = slice(starts_q[b], starts_q[b + 1])
-        rows_k = slice(starts_k[b], starts_k[b + 1])
-        own = [s if s is None or s.dim() < 2 else s[b : b + 1] for s in (left, right)]
-        out, lse = attention(
-            q[rows_q].transpose(0, 1)[None],
-            k[rows_k].transpose(0, 1)[None],
-            v[rows_k].transpose(0, 1)[None],
-            own[0],
-            causal=causal,
-            right=own[1],
-            scale=scale,
-            dropout=dropout,
-            tolerance=tolerance,
-            implementation=implementation,
-            return_lse=True,
-        )
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0].transpose(0, 1))
-    return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
-
-
-def _describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
+def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
     if not isinstance(array, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
     dtype = str(array.dtype).removeprefix("torch.")
     return _checks.Described(tuple(array.shape), dtype, str(array.device))
 
 
-def _as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     return torch.as_tensor(values).to(device=device, dtype=dtype)
 
 
@@ -258,17 +178,3 @@ def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
         return arrays
     dtype = torch.get_autocast_dtype(device)
     return tuple(a.to(dtype) if a.dtype != torch.float64 else a for a in arrays)
-
-
-def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:
-    described = _describe(name, offsets, "attention_varlen")
-    if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
-        raise ValueError(
-            f"attention_varlen: {name} must be a row of integers, got {described.dtype} {described}"
-        )
-    starts: list[int] = offsets.tolist()
-    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
-        raise ValueError(
-            f"attention_varlen: {name} must start at 0, never fall and end at {total}, got {starts}"
-        )
-    return starts
