@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import linbias
+import linbias.jax.flax
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,6 +47,8 @@ PUBLIC += [
     (importlib.import_module("linbias.torch"), n)
     for n in ("attention", "attention_varlen", "MultiheadAttention")
 ]
+PUBLIC += [(linbias.jax, "attention")]
+PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,25 @@ LAYERS = {
     **{module: set() for module in ANYONE},
     "_checks": set(),
     "_dispatch": {"_checks"},
+    "variants": {"slopes"},
     "reference": {"_checks"} | ANYONE,
     "cpu": {"_cpu"} | CORE | ANYONE,
-    "torch": {"cpu"} | CORE | ANYONE,
+    "triton": set(),
+    "torch": {"cpu", "triton", "variants"} | CORE | ANYONE,
+    "jax": {"cpu", "_xla", "variants"} | CORE | ANYONE,
     "lm": {"torch"} | ANYONE,
     "paper": {"lm", "torch", "_options"} | ANYONE,
     "__init__": {"reference"} | ANYONE,
     "example": {"reference"} | ANYONE,
-    "doctor": {"torch"} | CORE | ANYONE,
+    "doctor": {"torch", "jax"} | CORE | ANYONE,
     "_options": set(),
     "cli": {"lm", "paper", "torch", "example", "doctor", "_options", "__version__"} | ANYONE,
     "__main__": {"cli"},
 }
-IMPLEMENTATIONS = {"linbias.torch.dense", "linbias.torch.blocked", "linbias.torch.cpu"}
+IMPLEMENTATIONS = {
+    *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton")),
+    *(f"linbias.jax.{name}" for name in ("dense", "blocked", "cpu")),
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -94,9 +100,24 @@ def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
     assert foreign <= {"linbias", "numpy"}
 
 
+def test_each_front_end_loads_its_own_framework_only():
+    for own, other in (("jax", "torch"), ("torch", "jax")):
+        code = (
+            f"import sys, linbias.{own}; print({other!r} in sys.modules or 'flax' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "False"
+
+
 def test_public_names():
     """The contract of DESIGN section 4."""
+    import linbias.jax
+    import linbias.jax.flax
     import linbias.torch
 
     assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
     assert set(linbias.torch.__all__) == {"attention", "attention_varlen", "MultiheadAttention"}
+    assert set(linbias.jax.__all__) == {"attention"}
+    assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)

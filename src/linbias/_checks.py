@@ -14,6 +14,9 @@ import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
+# The axes of q, k and v in a front end's own order; their letters stand for those of q.
+LAYOUTS = {"BHTD": "batch, heads, length, size", "BTHD": "batch, length, heads, size"}
+
 # Share of a row's probability that the near-to-far certificate may leave out, by input dtype: one
 # rounding step of the wide types, a quarter of one of the narrow types.
 TOLERANCE = {
@@ -53,6 +56,7 @@ class Call:
     tolerance: float
     dropout: float = 0.0
     key_range: bool = False
+    mask: bool = False  # a mask of the front end hides further keys
 
 
 def check(
@@ -69,12 +73,13 @@ def check(
     scale: float | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
+    layout: str = "BHTD",
 ) -> Call:
-    """Return the sizes of a call in [B, H, T, D] order, or raise for the first rule that it breaks."""
+    """Return the sizes of a call whose arrays have this layout, or raise for the first rule that it breaks."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != 4:
             raise ValueError(
-                f"{function}: {name} must have 4 axes, batch, heads, length, size, got {array}"
+                f"{function}: {name} must have 4 axes, {LAYOUTS[layout]}, got {array}"
             )
         if array.dtype not in FLOATS:
             raise TypeError(f"{function}: {name} must be one of {FLOATS}, got {array.dtype}")
@@ -82,19 +87,20 @@ def check(
             raise TypeError(f"{function}: {name} is {array.dtype} but q is {q.dtype}")
         if array.device != q.device:
             raise ValueError(f"{function}: {name} is on {array.device} but q is on {q.device}")
-    B, H, T, D = q.shape
-    _, G, S, E = v.shape
+    B, H, T, D = _sizes(q, layout)
+    k_heads, num_keys, key_size = _sizes(k, layout)[1:]
+    _, G, S, E = _sizes(v, layout)
     for name, array in (("k", k), ("v", v)):
         if array.shape[0] != B:
             raise ValueError(
                 f"{function}: {name} has batch {array.shape[0]} but q has {B} ({name} {array}, q {q})"
             )
-    if k.shape[1] != G:
-        raise ValueError(f"{function}: k has {k.shape[1]} heads but v has {G} (k {k}, v {v})")
-    if k.shape[2] != S:
-        raise ValueError(f"{function}: k has {k.shape[2]} keys but v has {S} (k {k}, v {v})")
-    if k.shape[3] != D:
-        raise ValueError(f"{function}: k has head size {k.shape[3]} but q has {D} (k {k}, q {q})")
+    if k_heads != G:
+        raise ValueError(f"{function}: k has {k_heads} heads but v has {G} (k {k}, v {v})")
+    if num_keys != S:
+        raise ValueError(f"{function}: k has {num_keys} keys but v has {S} (k {k}, v {v})")
+    if key_size != D:
+        raise ValueError(f"{function}: k has head size {key_size} but q has {D} (k {k}, q {q})")
     if D == 0:
         raise ValueError(f"{function}: the head size must be at least 1, got 0 (q {q}, k {k})")
     if (G == 0) != (H == 0) or (G and H % G):
@@ -138,6 +144,10 @@ def check(
         dropout=_number(function, "dropout", dropout, 0.0, 1.0, 0.0),
         key_range=key_range is not None,
     )
+
+
+def _sizes(array: Described, layout: str) -> tuple[int, ...]:
+    return tuple(array.shape[layout.index(axis)] for axis in "BHTD")
 
 
 def check_slope_values(function: str, name: str, values: np.ndarray) -> None:

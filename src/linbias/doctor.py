@@ -7,7 +7,11 @@ from linbias import _machine
 from linbias._checks import Described, check
 
 # A part of linbias, and what has to be installed for it.
-PARTS = {"linbias.torch": "linbias[torch]", "linbias.lm": "linbias[lm]"}
+PARTS = {
+    "linbias.torch": "linbias[torch]",
+    "linbias.lm": "linbias[lm]",
+    "linbias.jax": "linbias[jax]",
+}
 
 
 def diagnose() -> dict[str, Any]:
@@ -37,11 +41,31 @@ def diagnose() -> dict[str, Any]:
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices
             }
+    if parts.get("linbias.jax", "not asked") is None:
+        implementations |= _of_jax(machine.setdefault("devices", ["cpu"]))
     return {
         "machine": machine,
         "versions": _machine.versions(),
         "parts": parts,
         "implementations": implementations,
+    }
+
+
+def _of_jax(devices: list[str]) -> dict[str, dict[str, str | None]]:
+    import jax
+
+    from linbias.jax.functional import IMPLEMENTATIONS
+
+    backend = jax.default_backend()
+    seen = {"cpu", "cuda" if backend == "gpu" else backend}
+    return {
+        f"jax {implementation.NAME}": {
+            device: implementation.why_not(_plain_call(device))
+            if device in seen
+            else "JAX sees no such device"
+            for device in devices
+        }
+        for implementation in IMPLEMENTATIONS
     }
 
 

@@ -10,10 +10,6 @@ from linbias.torch.operator import Arguments, Gradients, Results
 
 NAME = core.NAME
 
-# Below so many multiply-adds per thread, a second one gains less than it disturbs PyTorch's own threads, which spin
-# for a while after each operation: training on 128 tokens ran 7.7k tokens/s with one, 6.8k with two (2 cores).
-_WORK_PER_THREAD = 1 << 26
-
 
 def _fill(call: Arguments, results: Results) -> None:
     arguments, alive = _arguments(call)
@@ -48,7 +44,6 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
     key_range = None if call.key_range is None else call.key_range.to(torch.int64).contiguous()
     key_bound = None if call.key_bound is None else call.key_bound.to(call.left.dtype).contiguous()
     (G, S, D), E, T = k.shape[1:], v.shape[3], q.shape[2]
-    threads = 1 + B * H * T * min(T, S) * (D + E) // _WORK_PER_THREAD
     arguments = core.Arguments(
         dtype=str(q.dtype).removeprefix("torch."),
         sizes=(B, H, G, T, S, D, E),
@@ -63,7 +58,7 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
         dropout=call.dropout,
         tolerance=call.tolerance,
         seed=0 if call.seed is None else int(call.seed),
-        num_threads=min(torch.get_num_threads(), threads),
+        num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
         precise=call.precise,
     )
     return arguments, [x for x in (q, k, v, left, right, key_range, key_bound) if x is not None]

@@ -1,17 +1,14 @@
 """`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linbias._checks import Call
-from linbias.slopes import slopes
 from linbias.torch import dense
 from linbias.torch.functional import attention
-
-VARIANTS = ("causal", "symmetric", "directional", "asymmetric", "none", "none_causal")
+from linbias.variants import is_causal, variant_slopes
 
 
 class MultiheadAttention(nn.Module):
@@ -92,7 +89,8 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         variant = variant or ("none" if cross_attention else "causal")
-        _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, variant, dropout)
+        _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
+        sides = variant_slopes("MultiheadAttention", variant, num_heads, schedule, max_bias)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -111,7 +109,10 @@ class MultiheadAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, inner_kv, **options)
         self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, inner_kv, **options)
         self.out_proj = nn.Linear(inner, embed_dim, **options)
-        self._create_slopes(schedule, max_bias)
+        # Fixed slopes stay numbers: `module.bfloat16()` would round a buffer.
+        self._fixed = dict(zip(("left", "right"), sides, strict=True))
+        if self.learned:
+            self._register_slopes()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,7 +124,7 @@ class MultiheadAttention(nn.Module):
 
     @property
     def causal(self) -> bool:
-        return self.variant in ("causal", "none_causal")
+        return is_causal(self.variant)
 
     @property
     def left(self) -> Tensor:
@@ -192,22 +193,11 @@ class MultiheadAttention(nn.Module):
             heads += f", num_kv_heads={self.num_kv_heads}"
         return f"{heads}, variant={self.variant!r}, learned={self.learned}"
 
-    def _create_slopes(self, schedule: str, max_bias: float) -> None:
-        """Keep fixed slopes as numbers: `module.bfloat16()` would round a buffer. Learned ones are parameters."""
-        H = self.num_heads
-        if self.variant.startswith("none"):
-            left = right = [0.0] * H
-        elif self.variant == "directional":
-            half, hidden = slopes(H // 2, schedule, max_bias).tolist(), [math.inf] * (H // 2)
-            left, right = half + hidden, hidden + half
-        else:
-            left = right = slopes(H, schedule, max_bias).tolist()
-        self._fixed = {"left": left, "right": right}
-        if self.learned:
-            device = self.q_proj.weight.device
-            for side in ("left",) if self.causal else ("left", "right"):
-                log_slope = torch.tensor(self._fixed[side], device=device).log()
-                self.register_parameter(f"log_{side}", nn.Parameter(log_slope))
+    def _register_slopes(self) -> None:
+        device = self.q_proj.weight.device
+        for side in ("left",) if self.causal else ("left", "right"):
+            log_slope = torch.tensor(self._fixed[side], device=device).log()
+            self.register_parameter(f"log_{side}", nn.Parameter(log_slope))
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
@@ -316,7 +306,6 @@ def _check_settings(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int | None,
-    variant: str,
     dropout: float,
 ) -> None:
     for name, value in (
@@ -334,12 +323,6 @@ def _check_settings(
     if num_heads % num_kv_heads:
         raise ValueError(
             f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
-        )
-    if variant not in VARIANTS:
-        raise ValueError(f"MultiheadAttention: variant must be one of {VARIANTS}, got {variant!r}")
-    if variant == "directional" and num_heads % 2:
-        raise ValueError(
-            f"MultiheadAttention: variant 'directional' needs an even num_heads, got {num_heads}"
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"MultiheadAttention: dropout must be in [0, 1), got {dropout}")
