@@ -30,9 +30,8 @@ bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go 
 	$(BIN)/python benchmarks/bench_decode.py
 	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked
 
-gpu: $(VENV)/.dev  ## the contract on a CUDA device, then its benchmark
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python benchmarks/bench_attention.py --device cuda
+gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benchmark of the Triton kernels, in 10 minutes
+	$(BIN)/python benchmarks/bench_gpu.py
 
 sanitize:  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
 	for kind in address,undefined thread; do \

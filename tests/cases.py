@@ -105,6 +105,7 @@ def slopes_of(kind: str, case: Case) -> np.ndarray:
     pattern = {
         "paper": paper,
         "halved": paper / 2,
+        "steep": np.resize([2.0, 0.5], case.H),
         "zero": np.zeros(case.H),
         "hidden": np.full(case.H, INF),
         "mixed": np.resize([0.0, INF, 0.3, 1e-8, 5.0, 0.01], case.H),

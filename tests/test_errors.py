@@ -56,7 +56,7 @@ MESSAGES = [
     (dict(dropout=True), TypeError, "dropout must be a number, got True"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
-    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),
+    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense', 'triton'\), got 'fast'"),
 ]  # fmt: skip
 
 

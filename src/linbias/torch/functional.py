@@ -10,11 +10,12 @@ from torch import Tensor
 
 from linbias import _checks, _dispatch
 from linbias.slopes import slopes
-from linbias.torch import blocked, cpu, dense
+from linbias.torch import blocked, cpu, dense, triton
 from linbias.torch.dropout import draw_seed
 
-# In the order in which "auto" asks them.
-IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
+# In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
+IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, dense)
+_ON_CPU = (cpu, blocked, dense, triton)
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -95,8 +96,8 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `cpu` (the compiled core, near to far),
-            `blocked` (near to far in PyTorch operations, any device) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced.
+        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the
+            compiled core, near to far), `blocked` (near to far in PyTorch operations, any device) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced.
         return_lse: Also return lse.
 
     Returns:
@@ -140,7 +141,8 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
         left = as_slopes(slopes(call.H) if call.H else (), wide, q.device)
     if not causal and right is None:
         right = left
-    chosen = _dispatch.choose("attention", implementation, call, IMPLEMENTATIONS)
+    implementations = _ON_CPU if call.device == "cpu" else IMPLEMENTATIONS
+    chosen = _dispatch.choose("attention", implementation, call, implementations)
     seed = draw_seed() if call.dropout else None
     # Inside, autocast would take the wide products back to 16 bits.
     with torch.autocast(q.device.type, enabled=False):

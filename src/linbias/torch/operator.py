@@ -28,20 +28,22 @@ class Arguments(NamedTuple):
     dropout: float
     tolerance: float
     precise: bool  # the result will be differentiated
+    slopes: bool = False  # backward: their gradients are asked for
 
 
 class Results(NamedTuple):
     """What forward gives.
 
-    `out` is wide, because backward takes differences from it. lse comes as row_max + log_sum: their rounded sum
-    would cost backward the digits of log_sum. `visited` counts the blocks that each tile visited beyond the
-    near ones, to the left and to the right; backward visits the same.
+    `out` is wide, because backward takes differences from it, unless an implementation mends those in another way.
+    lse comes as row_max + log_sum, in the implementation's unit: their rounded sum would cost backward the digits
+    of log_sum. `visited` counts the blocks that each tile visited beyond the near ones, to the left and to the
+    right; backward visits the same.
     """
 
     out: Tensor  # [B, H, T, E]
-    row_max: Tensor  # [B, H, T]
-    log_sum: Tensor  # [B, H, T]
-    visited: Tensor  # [B, H, tiles + 1, 2], int32, on the CPU
+    row_max: Tensor  # [B, H, T], wide
+    log_sum: Tensor  # [B, H, T], wide
+    visited: Tensor  # [B, H, tiles + 1, 2], int32, zeroed
 
 
 class Gradients(NamedTuple):
@@ -80,7 +82,14 @@ class Attention(Protocol):
 
 
 def define(
-    name: str, fill: Fill, fill_gradients: FillGradients, tile_rows: Callable[[int], int]
+    name: str,
+    fill: Fill,
+    fill_gradients: FillGradients,
+    tile_rows: Callable[[int], int],
+    *,
+    unit: float = 1.0,
+    out_is_wide: bool = True,
+    visited_on_device: bool = False,
 ) -> tuple[Attention, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]]:
     """Make the operators linbias::<name>_forward and linbias::<name>_backward.
 
@@ -89,6 +98,9 @@ def define(
         fill: Computes forward.
         fill_gradients: Computes backward.
         tile_rows: Query rows per tile, given the query heads per key/value head.
+        unit: Of row_max and log_sum, in nats.
+        out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
+        visited_on_device: `visited` lies where q does; otherwise on the CPU.
 
     Returns:
         The implementation's `attention` as `functional` calls it, and the forward operator itself.
@@ -99,10 +111,17 @@ def define(
         # One more than there are: a size that may be 1 would tie an exported program to short sequences.
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
         return Results(
-            left.new_empty(B, H, T, v.shape[3]),
+            (left if out_is_wide else q).new_empty(B, H, T, v.shape[3]),
             left.new_empty(B, H, T),
             left.new_empty(B, H, T),
-            torch.zeros(B, H, num_tiles, 2, dtype=torch.int32, device="cpu"),
+            torch.zeros(
+                B,
+                H,
+                num_tiles,
+                2,
+                dtype=torch.int32,
+                device=q.device if visited_on_device else "cpu",
+            ),
         )
 
     @torch.library.custom_op(f"linbias::{name}_forward", mutates_args=())
@@ -151,6 +170,7 @@ def define(
         scale: float,
         dropout: float,
         tolerance: float,
+        slopes: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dslopes = left.new_zeros(q.shape[:2])
         gradients = Gradients(
@@ -160,7 +180,7 @@ def define(
             dslopes,
             torch.zeros_like(dslopes),
         )
-        numbers = scale, dropout, tolerance, True
+        numbers = scale, dropout, tolerance, True, slopes
         call = Arguments(q, k, v, left, right, key_range, key_bound, seed, *numbers)
         saved = Results(out, row_max, log_sum, visited)
         with torch.autocast(q.device.type, enabled=False):
@@ -184,7 +204,10 @@ def define(
             ctx.saved_tensors
         )  # once: activation checkpointing recomputes them at the first touch
         arrays, results = saved[:8], saved[8:]
-        dq, dk, dv, dleft, dright = backward(dout, dlog_sum, *results, *arrays, *ctx.numbers)
+        slopes = any(ctx.needs_input_grad[3:5])
+        dq, dk, dv, dleft, dright = backward(
+            dout, dlog_sum, *results, *arrays, *ctx.numbers, slopes
+        )
         left, right = arrays[3:5]
         # An infinite slope hides its side and has no gradient.
         dleft, dright = (
@@ -215,6 +238,7 @@ def define(
         out, row_max, log_sum, _ = forward(
             q, k, v, left, right, key_range, key_bound, seed, *numbers
         )
-        return out.to(q.dtype), row_max + log_sum
+        lse = row_max + log_sum
+        return out.to(q.dtype), lse if unit == 1 else lse * unit
 
     return attention, forward

@@ -1,0 +1,341 @@
+"""Check and measure the Triton kernels on one CUDA GPU, peers interleaved; stages with time limits of their own, 10 minutes in all.
+
+    python benchmarks/bench_gpu.py                          # contract, sanitizer, benchmark; records to benchmarks/results
+    PYTHONPATH=src:tests:benchmarks python3 benchmarks/bench_gpu.py --output DIR      # on a bare machine, nothing installed
+    python benchmarks/bench_gpu.py --stages speed decode --lengths 4096 16384
+    python benchmarks/bench_gpu.py --dry-run                # the whole script at tiny sizes in Triton's interpreter
+
+A stage that fails or hangs costs the others nothing: each is a process. Each writes DIR/<stage>.log, and all together
+DIR/<machine>-<date>.jsonl in the format of record.py. Peers, where they are to be had: FlexAttention with an ALiBi score_mod, and that with
+a window per head as BlockMask; SDPA with two more columns that carry the bias, with the bias as a mask, and without a bias (for
+scale only: it computes something else); the Forgetting Transformer's kernel with adaptive pruning, if its one file lies in
+.external/forgetting_attention.py; flash_attn with alibi_slopes.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import linbias
+import linbias.torch
+import record
+from linbias._checks import TOLERANCE
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = {"contract": 200, "sanitizer": 60, "speed": 240, "decode": 45, "accuracy": 45}  # seconds
+MASK_LIMIT_BYTES = 8 * 2**30
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+FOX = ROOT / ".external" / "forgetting_attention.py"
+
+
+def peers(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, plain: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """Every peer that can run here; `plain` asks for those of slope-free attention only."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    T = q.shape[2]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    found: dict[str, Callable[[], Tensor]] = {
+        "sdpa, no bias": lambda: sdpa(q, k, v, is_causal=True)
+    }
+    if not q.is_cuda:
+        return found
+    flex = torch.compile(flex_attention)
+    window = window_per_head(q, k, slopes)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s - slopes[h] * (i - j)
+
+    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
+    score_mod = None if plain else score
+    found["flex"] = lambda: flex(q, k, v, score_mod=score_mod, block_mask=causal)
+    if plain:
+        return found
+    windows = torch.compile(create_block_mask)(
+        lambda b, h, i, j: (i >= j) & (i - j <= window[h]),
+        None,
+        len(slopes),
+        T,
+        T,
+        device=q.device,
+    )
+    found["flex, window mask"] = lambda: flex(q, k, v, score_mod=score_mod, block_mask=windows)
+    wide_q, wide_k = with_bias_columns(q, k, slopes)
+    scale = q.shape[-1] ** -0.5
+    found["sdpa, bias columns"] = lambda: sdpa(wide_q, wide_k, v, is_causal=True, scale=scale)
+    if slopes.numel() * T * T * q.element_size() < MASK_LIMIT_BYTES:
+        away = torch.arange(T, device=q.device)
+        bias = slopes[:, None, None] * (away - away[:, None])
+        bias = bias.masked_fill(away > away[:, None], -math.inf).to(q.dtype)
+        found["sdpa, mask"] = lambda: sdpa(q, k, v, attn_mask=bias)
+    if FOX.exists():
+        forget = load(FOX).forgetting_attention
+        gates = -slopes[None, :, None].expand(q.shape[0], -1, T).float().contiguous()
+        options = {"head_first": True, "sm_scale": scale, "adaptive_threshold": "auto"}
+        found["fox + acp"] = lambda: forget(q, k, v, gates, **options)
+    if importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+        found["flash_attn"] = lambda: flash_attn_func(
+            *(x.transpose(1, 2) for x in (q, k, v)), causal=True, alibi_slopes=slopes
+        ).transpose(1, 2)
+    return found
+
+
+def with_bias_columns(q: Tensor, k: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k with 8 more columns whose products are slope * key / scale: the position in two digits, exact in 16 bits."""
+    B, H, T, D = q.shape
+    position = torch.arange(T, device=q.device)
+    digits = torch.stack((position // 256 * 256, position % 256), -1).to(q.dtype)
+    columns = q.new_zeros(2, B, H, T, 8)
+    columns[0, ..., :2] = (slopes * D**0.5)[:, None, None]
+    columns[1, ..., :2] = digits
+    return torch.cat((q, columns[0]), -1), torch.cat((k, columns[1]), -1)
+
+
+def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
+    """The window that a bound from the largest norms allows: 2 |q| |k| scale + ln(T / tolerance) nats."""
+    largest = (torch.linalg.vector_norm(x.detach().float(), dim=-1).amax() for x in (q, k))
+    nats = 2 * math.prod(float(x) for x in largest) * q.shape[-1] ** -0.5
+    nats += math.log(k.shape[2] / TOLERANCE[str(q.dtype).removeprefix("torch.")])
+    return (nats / slopes).ceil().clamp(max=k.shape[2]).long()
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def speed(options: argparse.Namespace) -> None:
+    for D in options.head_sizes:
+        for H in options.heads:
+            for T in options.lengths:
+                for plain in (False, True) if T <= 4096 else (False,):
+                    slopes = torch.tensor(
+                        linbias.slopes(H), dtype=torch.float32, device=options.device
+                    )
+                    compare(T, H, D, slopes * (not plain), plain, options)
+
+
+def compare(
+    T: int, H: int, D: int, slopes: Tensor, plain: bool, options: argparse.Namespace
+) -> None:
+    """Check, then time, every implementation of one case, forward and with backward."""
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, H, T, D, device=options.device, dtype=options.dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    functions: dict[str, Callable[[], Tensor]] = {
+        "triton": lambda: linbias.torch.attention(q, k, v, slopes, implementation="triton"),
+        "triton, tolerance 0": lambda: linbias.torch.attention(
+            q, k, v, slopes, tolerance=0.0, implementation="triton"
+        ),
+    }
+    functions |= peers(q, k, v, slopes, plain)
+    expected = rows_by_definition(q, k, v, slopes)
+    for name, function in list(functions.items()):
+        try:
+            with torch.no_grad():
+                out = function()[:, :, -8:].double().cpu()
+            torch.autograd.grad(function(), leaves, dout)
+        except Exception as error:  # a peer that cannot run is no reason to lose the others
+            print(f"{T} {H} {D} {name} cannot run: {error!s:.200}", flush=True)
+            del functions[name]
+            continue
+        error = (out - expected).abs().max().item()
+        if not error < 2e-2 and not (name == "sdpa, no bias" and not plain):
+            print(f"{T} {H} {D} {name} is off by {error:.3g}", flush=True)
+    case = f"{'zero-slopes' if plain else 'causal'}-{T}"
+    sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
+    for backward in (False, True):
+        timed = functions
+        if backward:
+            timed = {
+                n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in functions.items()
+            }
+        with torch.set_grad_enabled(backward):
+            write_times(case, timed, sizes, backward, options)
+
+
+def rows_by_definition(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """The last 8 rows in float64."""
+    with torch.no_grad():
+        wide = [x.double() for x in (q[:, :, -8:], k, v)]
+        return linbias.torch.attention(*wide, slopes.double(), implementation="dense").cpu()
+
+
+def write_times(
+    case: str,
+    functions: dict[str, Callable[[], Any]],
+    sizes: dict[str, Any],
+    backward: bool,
+    options: argparse.Namespace,
+) -> None:
+    times = record.interleave(functions, options.repeats)
+    B, H, G, T, S, D = (sizes[letter] for letter in "BHGTSD")
+    first = record.spread(next(iter(times.values())))["p50_ms"]
+    for name, values in times.items():
+        line = {
+            "case": case, "implementation": name, "mode": "forward+backward" if backward else "forward", **sizes,
+            **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": None,
+            "flop": record.flop(B, H, T, S, D) * (7 if backward else 2) // 2,
+            "bytes": record.moved_bytes(B, H, G, T, S, D, 2) * (3 if backward else 1), "work_kept": None,
+            "inputs": "random normal", **record.here(options.device),
+        }  # fmt: skip
+        record.write(line, options.records)
+        text = f"{case:20} H={H} D={D} {line['mode']:17} {name:22} {line['p50_ms']:9.3f} ms"
+        print(f"{text} {line['p50_ms'] / max(first, 1e-9):6.2f}", flush=True)
+
+
+def decode(options: argparse.Namespace) -> None:
+    for batch in options.batches:
+        decode_step(batch, options)
+
+
+def decode_step(B: int, options: argparse.Namespace) -> None:
+    """One token against a cache, with and without a bound on its norms."""
+    H, S, D = options.heads[-1], options.lengths[-1], options.head_sizes[-1]
+    torch.manual_seed(0)
+    q = torch.randn(B, H, 1, D, device=options.device, dtype=options.dtype)
+    k, v = torch.randn(2, B, H, S, D, device=options.device, dtype=options.dtype)
+    bound = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1) * 1.001
+    zero = torch.zeros(H, device=options.device)
+
+    def ours(slopes: Tensor | None, bound: Tensor | None) -> Tensor:
+        return linbias.torch.attention(q, k, v, slopes, key_bound=bound, implementation="triton")
+
+    functions = {
+        "triton, key_bound": lambda: ours(None, bound),
+        "triton": lambda: ours(None, None),
+        "triton, slopes 0": lambda: ours(zero, bound),
+        "sdpa, no bias": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+    }
+    sizes = {"B": B, "H": H, "G": H, "T": 1, "S": S, "D": D, "dtype": str(options.dtype)[6:]}
+    with torch.no_grad():
+        write_times(f"decode-{S}", functions, sizes, False, options)
+
+
+def accuracy(options: argparse.Namespace) -> None:
+    """The error at great length beside the form slope * key_index, relative to float64."""
+    for S in options.long:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, n, 64, device=options.device) for n in (64, S, S))
+        slopes = torch.tensor([0.5, 2.0**-8], device=options.device)
+        truth = linbias.torch.attention(
+            *(x.double() for x in (q, k, v)), slopes, implementation="dense"
+        )
+        ours = linbias.torch.attention(q, k, v, slopes, implementation="triton")
+        at = torch.arange(S, device=options.device)
+        score = q @ k.mT / 8 + slopes[:, None, None] * at
+        other = score.masked_fill(at > at[-64:, None], -math.inf).softmax(-1) @ v
+        for name, out in (("triton", ours), ("slope * key_index", other)):
+            error = ((out - truth).abs().amax((0, 2, 3)) / truth.abs().amax((0, 2, 3))).tolist()
+            line = {
+                "case": f"accuracy-{S}", "implementation": name, "mode": "forward", "S": S, "dtype": "float32",
+                "relative_error": {"slope 1/2": error[0], "slope 1/256": error[1]}, **record.here(options.device),
+            }  # fmt: skip
+            record.write(line, options.records)
+            print(f"{line['case']} {name:20} {error[0]:.2e} {error[1]:.2e}", flush=True)
+
+
+def contract(options: argparse.Namespace) -> None:
+    """The contract suite, compiled for the device: several processes, as most of the time goes into compiling."""
+    choice = ["-k", "cannot_run"] if options.dry_run else ["-m", "gpu"]
+    workers = ["-n", "12"] if importlib.util.find_spec("xdist") and not options.dry_run else []
+    command = [*PYTEST, "tests/test_triton.py", *choice, *workers]
+    raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+
+
+def sanitizer(options: argparse.Namespace) -> None:
+    """A few cases of the contract under memcheck."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if options.dry_run or not Path(tool).exists():
+        print("compute-sanitizer is not here")
+        return
+    names = "on_a_gpu and bfloat16 and (T-below-S or range-symmetric or dropout or long-cache)"
+    command = [
+        tool,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        *PYTEST,
+        "-x",
+        "tests/test_triton.py",
+    ]
+    command += ["-m", "gpu", "-k", names]
+    raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+
+
+def run_stages(options: argparse.Namespace) -> None:
+    """Each stage in a process of its own, with its limit; says in the end how they fared."""
+    fared = {}
+    for stage in options.stages:
+        log = options.output / f"{stage}.log"
+        command = [sys.executable, __file__, *sys.argv[1:], "--only", stage]
+        with log.open("w") as file:
+            try:
+                done = subprocess.run(
+                    command,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=STAGES[stage],
+                    check=False,
+                )
+                fared[stage] = "ok" if done.returncode == 0 else f"exit status {done.returncode}"
+            except subprocess.TimeoutExpired:
+                fared[stage] = f"stopped after {STAGES[stage]} s"
+        print(f"== {stage}: {fared[stage]}\n{log.read_text()[-3000:]}", flush=True)
+    print(json.dumps(fared))
+    if set(fared.values()) != {"ok"}:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--only", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 16384, 65536])
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32])
+    parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=record.RESULTS)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    options.device = "cpu" if options.dry_run else "cuda"
+    options.dtype = (
+        torch.float16 if options.dry_run else torch.bfloat16
+    )  # the interpreter has no bfloat16
+    if options.dry_run:
+        options.lengths, options.heads, options.head_sizes = [16], [1], [16]
+        options.batches, options.long, options.repeats = [1], [96], 1
+    options.output.mkdir(parents=True, exist_ok=True)
+    options.records = options.output / record.default_path(options.device).name
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if options.only is None:
+        run_stages(options)
+    else:
+        globals()[options.only](options)
+
+
+if __name__ == "__main__":
+    main()

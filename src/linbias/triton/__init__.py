@@ -1,0 +1,11 @@
+"""Near-to-far attention for CUDA GPUs, written in Triton: the counterpart of `csrc/` (derivations: docs/math.md).
+
+- `tile.py`: what a tile of scores is made of: slopes, distances, loads, the dropout mask
+- `certificate.py`: bounds on the keys that no one has looked at, as a trip count
+- `forward.py`, `decode.py`, `backward.py`: the kernels, each with the function that launches it
+- `sizes.py`: tile sizes, and which devices have room for them
+
+Tensors are needed for launching only; nothing here waits for the device, so that calls can be captured in CUDA graphs.
+Source of the idea: DESIGN section 2; near tiles and the online softmax: FlashAttention-2 (arXiv 2307.08691).
+Measured: nothing yet on a GPU. Every kernel runs in Triton's interpreter and compiles for sm_80 and sm_90 in the tests.
+"""

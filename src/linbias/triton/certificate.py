@@ -1,0 +1,127 @@
+"""The certificate of docs/math.md on a GPU: bounds on keys that no one has looked at, turned into a trip count.
+
+Before the first tile, `measure_kernel` reads keys and values once and finds for each block of keys the largest |k - c|, c the
+mean of SAMPLE keys spread over the range (any fixed vector serves); running maxima of these, from either end towards the
+near keys, bound all that lies outwards. Blocks that hold anything not finite get inf: never left out.
+A tile then asks once near keys are in its sums, and once more after the keys that carry most of the weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linbias.triton.sizes import FUSION
+from linbias.triton.tile import INF, key_limits, load_rows
+
+SAMPLE = 64
+BLOCKS_PER_PROGRAM = 4
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Covers the device's approximate log2, in bits.
+MARGIN: tl.constexpr = tl.constexpr(2.0**-9)
+
+
+class Bounds(NamedTuple):
+    """What the certificate knows of the keys; both None where nothing may be left out."""
+
+    center: Tensor | None  # [B, G, D], float32
+    reach: (
+        Tensor | None
+    )  # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, left and right
+
+
+@triton.jit
+def measure_kernel(
+    K, V, RANGE, CENTER, RADIUS,
+    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, G, S, num_blocks, slack,
+    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, HAS_RANGE: tl.constexpr,
+):  # fmt: skip
+    """RADIUS [B, G, blocks]; grid (B * G, groups of blocks)."""
+    b, g = tl.program_id(0) // G, tl.program_id(0) % G
+    first, end = key_limits(RANGE, b, S, HAS_RANGE)
+    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
+    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+    num_keys = end - first
+    sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
+    some = tl.arange(0, SAMPLE) * 0 < num_keys
+    center = load_rows(K, sample, some, k_s, k_d, D, PADDED_D).to(tl.float32)
+    center = tl.sum(center, 0) * (1.0 / SAMPLE)
+    entries = tl.arange(0, PADDED_D)
+    if tl.program_id(1) == 0:
+        tl.store(CENTER + tl.program_id(0) * D + entries, center, mask=entries < D)
+    for i in range(BLOCKS):
+        block = tl.program_id(1) * BLOCKS + i
+        offsets = tl.arange(0, KEYS)
+        keys = block * KEYS + offsets
+        inside = (keys >= first) & (keys < end)
+        start = (block * KEYS).to(tl.int64)
+        k = load_rows(K + start * k_s, offsets, inside, k_s, k_d, D, PADDED_D).to(tl.float32)
+        v = load_rows(V + start * v_s, offsets, inside, v_s, v_d, E, PADDED_E).to(tl.float32)
+        difference = k - center[None, :]
+        square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1)
+        square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
+        radius = tl.sqrt(tl.max(square, 0)) * (1 + slack)
+        tl.store(
+            RADIUS + tl.program_id(0).to(tl.int64) * num_blocks + block,
+            radius,
+            mask=block < num_blocks,
+        )
+
+
+@triton.jit
+def log_count(slope, count):
+    """log2 of what a geometric tail of that slope (in bits) and so many keys sums up to, at most."""
+    y = slope * LN2
+    # 1 - exp(-y), from below where it would cancel
+    first_weight = tl.where(y < 0.01, y * (1 - 0.5 * y), 1 - tl.exp2(-slope))
+    whole = -tl.log2(tl.where(first_weight > 0, first_weight, 1e-38))
+    return tl.minimum(whole, tl.log2(tl.maximum(count, 1).to(tl.float32)))
+
+
+@triton.jit
+def trip_count(
+    bound, slope, row_max, row_sum, present, distance, most, log_share, slack, KEYS: tl.constexpr
+):
+    """How many more blocks of KEYS a side must visit, 0 .. most: the certificate solved for the distance.
+
+    bound: [rows], log2 of the tail if it began at distance 0; distance: [rows], from a row to the nearest unvisited key.
+    Comparisons with NaN ask for all blocks, and so does a slope of 0.
+    """
+    seen = row_sum > 0
+    log_sum = tl.where(seen, tl.log2(tl.where(seen, row_sum, 1.0)), -INF)
+    excess = bound - log_share + MARGIN - tl.where(seen, row_max + log_sum, -INF)
+    needed = excess / (tl.where(slope > 0, slope, 1.0) * (1 - slack)) - distance.to(tl.float32)
+    blocks = tl.ceil(needed / KEYS)
+    limit = most.to(tl.float32)
+    blocks = tl.where(blocks <= limit, tl.maximum(blocks, 0.0), limit)
+    blocks = tl.where(slope > 0, blocks, limit)
+    return tl.max(tl.where(present, blocks, 0.0), 0).to(tl.int32)
+
+
+def bounds(k: Tensor, v: Tensor, key_range: Tensor | None, keys: int) -> Bounds:
+    """Measure all blocks of `keys` keys; k [B, G, S, D], v [B, G, S, E]."""
+    (B, G, S, D), E = k.shape, v.shape[3]
+    num_blocks = triton.cdiv(S, keys)
+    center = torch.empty(B, G, D, dtype=torch.float32, device=k.device)
+    radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=k.device)
+    measure_kernel[B * G, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
+        k, v, key_range, center, radius, *k.stride(), *v.stride(), G, S, num_blocks, slack_of(D),
+        D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM, SAMPLE=SAMPLE,
+        HAS_RANGE=key_range is not None, **FUSION,
+    )  # fmt: skip
+    from_first, from_last = radius.cummax(-1).values, radius.flip(-1).cummax(-1).values.flip(-1)
+    return Bounds(center, torch.stack((from_first, from_last)))
+
+
+def slack_of(D: int) -> float:
+    """Relative rounding of norms, of dot products over D terms, and of the scores in the sums."""
+    return (D + 8) * 2.0**-23
+
+
+def padded(size: int) -> int:
+    """The next power of two that a tensor core takes."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,243 @@
+"""Decoding: few queries against a long cache, which is cut into parts that run at once.
+
+One program: one part of one key/value head, for all query rows that read it (heads of a group times queries, packed into one
+tile). It first takes the scores of the near keys, without their values, for the certificate; that gives the window of the
+head, of which it then visits its share. `merge_kernel` adds the parts up in order. With a `key_bound` nothing but the window
+is read; without one all keys are measured first (certificate.py).
+Bytes read: the longest window of each group, keys and values once, plus the near keys once more for every part (L2).
+Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64, otherwise as forward's.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from linbias.triton.certificate import bounds, log_count, padded, slack_of, trip_count
+from linbias.triton.forward import PREVIEW_BITS, add_block, log_share, slope_strides
+from linbias.triton.sizes import FUSION, Sizes
+from linbias.triton.tile import (
+    INF,
+    LOG2E,
+    key_limits,
+    load_rows,
+    near_keys,
+    near_score,
+    read_slope,
+    store_rows,
+    wide,
+)
+
+MOST_ROWS = 64
+PROGRAMS_PER_PROCESSOR = 4
+MOST_PARTS = 64
+
+NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)  # at most, beside those at the queries' own positions
+
+
+@triton.jit
+def decode_kernel(
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, BOUND, CENTER, REACH, PART_OUT, PART_MAX, PART_SUM,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
+    H, G, T, S, num_blocks, reach_size, scale, log_share, slack,
+    D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM [B * G, parts, rows]; grid (B * G, parts)."""
+    b, g = tl.program_id(0) // G, tl.program_id(0) % G
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
+    group = H // G
+    first, end = key_limits(RANGE, b, S, HAS_RANGE)
+    offsets = tl.arange(0, ROWS)
+    h, t = g * group + offsets // T, offsets % T
+    present = offsets < group * T
+    position = t + end - T
+    left, left_hidden = read_slope(
+        tl.load(LEFT_SLOPES + b * left_b + h * left_h, mask=present, other=INF)
+    )
+    right, right_hidden = read_slope(tl.full((ROWS,), float("inf"), tl.float32))
+    if HAS_RIGHT:
+        right, right_hidden = read_slope(
+            tl.load(RIGHT_SLOPES + b * right_b + h * right_h, mask=present, other=INF)
+        )
+    Q += b.to(tl.int64) * q_b
+    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
+    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+    entries = tl.arange(0, PADDED_D)
+    from_rows = h.to(tl.int64) * q_h + t.to(tl.int64) * q_t
+    q = tl.load(
+        Q + from_rows[:, None] + entries[None, :] * q_d,
+        mask=present[:, None] & (entries < D)[None, :],
+        other=0.0,
+    )
+    columns = tl.arange(0, KEYS)
+    acc = tl.zeros((ROWS, PADDED_E), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+
+    low, high = near_keys(end - T, first, end, 1, KEYS)
+    high = tl.cdiv(end, KEYS) * KEYS
+    # How many blocks lie to the left of these, for rows that may look there.
+    seen = present & (left_hidden == 0)
+    most = tl.max(tl.where(seen, tl.maximum((low - first // KEYS * KEYS) // KEYS, 0), 0), 0)
+    count = most
+    if CERTIFY:
+        preview = tl.ceil(1.0 / tl.maximum(left, 1e-6) * PREVIEW_BITS / KEYS).to(tl.int32)
+        near = tl.minimum(tl.max(tl.where(seen, preview, 0), 0), tl.minimum(most, NEAR_BLOCKS))
+        for start in tl.range(low - near * KEYS, high, KEYS, num_stages=STAGES):
+            keys = start + columns
+            inside = (keys >= first) & (keys < end)
+            k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
+            score = near_score(
+                tl.dot(q, tl.trans(k), input_precision="ieee"),
+                (position[:, None] - keys[None, :]).to(tl.float32),
+                inside[None, :], scale, left[:, None], left_hidden[:, None], right[:, None], right_hidden[:, None],
+            )  # fmt: skip
+            new_max = tl.maximum(row_max, tl.max(score, 1))
+            pivot = tl.where(new_max == -INF, 0.0, new_max)
+            row_sum = row_sum * tl.exp2(row_max - pivot) + tl.sum(
+                tl.exp2(score - pivot[:, None]), 1
+            )
+            row_max = new_max
+        wide_q = q.to(tl.float32)
+        q_norm = tl.sqrt(tl.sum(wide_q * wide_q, 1)) * tl.abs(scale) * (1 + slack)
+        nearest = low - near * KEYS - 1
+        if BOUNDED:
+            radius = tl.load(BOUND + tl.program_id(0)) * (1 + slack)
+            base = slack * q_norm * radius
+        else:
+            center = tl.load(
+                CENTER + tl.program_id(0).to(tl.int64) * D + entries, mask=entries < D, other=0.0
+            )
+            REACH += tl.program_id(0).to(tl.int64) * num_blocks
+            radius = tl.load(REACH + tl.maximum(nearest, 0) // KEYS)
+            largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(REACH + reach_size)
+            base = tl.sum(wide_q * center[None, :], 1) * scale + slack * q_norm * largest
+        count = near + trip_count(
+            base + q_norm * radius + log_count(left, nearest + 1 - first), left, row_max, row_sum, seen,
+            position - nearest, most - near, log_share, slack, KEYS,
+        )  # fmt: skip
+        row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((ROWS,), tl.float32)
+
+    total = count + (high - low) // KEYS
+    share = tl.cdiv(total, num_parts)
+    for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
+        start = high - (n + 1) * KEYS
+        keys = start + columns
+        inside = (keys >= first) & (keys < end)
+        k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
+        score = near_score(
+            tl.dot(q, tl.trans(k), input_precision="ieee"),
+            (position[:, None] - keys[None, :]).to(tl.float32),
+            inside[None, :], scale, left[:, None], left_hidden[:, None], right[:, None], right_hidden[:, None],
+        )  # fmt: skip
+        v = load_rows(V + wide(start) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
+        acc, row_max, row_sum = add_block(
+            score, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
+        )
+    rows = (tl.program_id(0).to(tl.int64) * num_parts + part) * group * T
+    store_rows(PART_OUT + rows * E, offsets, present, acc, E, PADDED_E)
+    tl.store(PART_MAX + rows + offsets, row_max, mask=present)
+    tl.store(PART_SUM + rows + offsets, row_sum, mask=present)
+
+
+@triton.jit
+def merge_kernel(
+    PART_OUT,
+    PART_MAX,
+    PART_SUM,
+    OUT,
+    ROW_MAX,
+    LOG_SUM,
+    num_parts,
+    rows,
+    E: tl.constexpr,
+    PADDED_E: tl.constexpr,
+):
+    """Add up the parts of one row; grid (B * G * rows). Rows lie in the order of OUT [B, H, T, E]."""
+    row = tl.program_id(0).to(tl.int64)
+    entries = tl.arange(0, PADDED_E)
+    acc = tl.zeros((PADDED_E,), tl.float32)
+    row_max, row_sum = float("-inf"), 0.0
+    for part in range(num_parts):
+        at = (row // rows * num_parts + part) * rows + row % rows
+        part_max = tl.load(PART_MAX + at)
+        new_max = tl.maximum(row_max, part_max)
+        pivot = tl.where(new_max == -INF, 0.0, new_max)
+        keep, add = tl.exp2(row_max - pivot), tl.exp2(part_max - pivot)
+        acc = acc * keep + add * tl.load(PART_OUT + at * E + entries, mask=entries < E, other=0.0)
+        row_sum = row_sum * keep + add * tl.load(PART_SUM + at)
+        row_max = new_max
+    empty = row_sum == 0
+    out = acc / tl.where(empty, 1.0, row_sum)
+    tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=entries < E)
+    tl.store(ROW_MAX + row, row_max)
+    tl.store(LOG_SUM + row, tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum))))
+
+
+def serves(T: int, group_size: int) -> bool:
+    """Are there so few query rows that all of a group fit one tile?"""
+    return T * group_size <= MOST_ROWS
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Tensor,
+    right: Tensor | None,
+    key_range: Tensor | None,
+    key_bound: Tensor | None,
+    scale: float,
+    tolerance: float,
+    sizes: Sizes,
+    num_processors: int,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits.
+
+    Args:
+        left, right: [H] or [B, H], float32.
+        key_range: [B, 2], int32, or None.
+        key_bound: [B, G], float32, at least |k| of every key in the range, or None.
+        num_processors: Of the device; the cache is cut into parts until all are busy.
+    """
+    (B, H, T, D), (G, S), E = q.shape, k.shape[1:3], v.shape[3]
+    if B * H * T == 0:
+        return
+    tile, rows = sizes.decode, H // G * T
+    num_blocks = triton.cdiv(S, tile.keys)
+    certify = tolerance > 0 and num_blocks > 2
+    center = reach = None
+    if certify and key_bound is None:
+        center, reach = bounds(k, v, key_range, tile.keys)
+    wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
+    num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))
+    options: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    part_out = torch.empty(B * G, num_parts, rows, E, **options)
+    part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **options)
+    decode_kernel[B * G, num_parts](
+        q, k, v, left, right, key_range, key_bound, center, reach, part_out, part_max, part_sum,
+        *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right),
+        # What lies to the right of the queries is near: one side has all of the tolerance.
+        H, G, T, S, num_blocks, B * G * num_blocks, scale * LOG2E.value, log_share(tolerance, False), slack_of(D),
+        D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), **tile._replace(rows=max(tile.rows, padded(rows))).options(),
+        HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify,
+        BOUNDED=key_bound is not None,
+    )  # fmt: skip
+    merge_kernel[B * H * T,](
+        part_out,
+        part_max,
+        part_sum,
+        *results,
+        num_parts,
+        rows,
+        E=E,
+        PADDED_E=padded(E),
+        num_warps=1,
+        **FUSION,
+    )

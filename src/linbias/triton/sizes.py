@@ -1,0 +1,106 @@
+"""Tile sizes by head size, and the shared memory that they take.
+
+Chosen by reasoning, not by tuning at run time, so that results do not depend on what else runs: a tile of 128 rows feeds the
+matrix units of sm_80 to sm_90 at head sizes up to 128; beyond, the accumulators [rows, E] and [keys, D + E] take the
+registers; what ptxas spills for sm_90a (Triton 3.9) is noted. Matrix products in float32 run without tensor cores and want
+little tiles.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+LARGEST_HEAD = 256
+FEWEST_ROWS = 16  # of a forward tile
+# Said outright, because Triton's default is about to change.
+FUSION = {"enable_fp_fusion": True}
+
+
+class Tile(NamedTuple):
+    """Sizes of one kernel's tile, and how it runs."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        """What a launch is told."""
+        sizes = {"ROWS": self.rows, "KEYS": self.keys, "STAGES": self.num_stages}
+        return {**sizes, "num_warps": self.num_warps, **FUSION}
+
+
+class Sizes(NamedTuple):
+    """The tiles of one call; those of dq and dkv are cut from forward's: rows and (dq) keys divide forward's."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+    decode: Tile
+
+
+# By the largest head size that they serve. Bytes of stack, forward / dq / dkv: 0 / 0 / 8, 16 / 8 / 352, 280 / 320 / 0.
+_NARROW = {
+    64: Sizes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+    128: Sizes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+    256: Sizes(Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 64, 4, 2)),
+}
+# For devices with less shared memory (sm_86, sm_89: 99 KiB) at head sizes above 64.
+_SMALL = {
+    64: _NARROW[64],
+    128: Sizes(Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+    256: Sizes(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+}
+_WIDE = {
+    64: Sizes(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    256: Sizes(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+_forced: Sizes | None = None
+
+
+def choose(D: int, E: int, itemsize: int, shared_memory: int) -> Sizes | None:
+    """The sizes for a call on a device with so many bytes of shared memory per block; None if nothing fits.
+
+    Args:
+        D: Head size of queries and keys.
+        E: Head size of values.
+        itemsize: Bytes of an element: 2 or 4.
+        shared_memory: The most that one block of threads may take.
+    """
+    if _forced is not None:
+        return _forced
+    tables = (_NARROW, _SMALL) if itemsize == 2 else (_WIDE,)
+    for table in tables:
+        sizes = next(sizes for limit, sizes in table.items() if max(D, E) <= limit)
+        if shared_bytes(sizes, D, E, itemsize) <= shared_memory:
+            return sizes
+    return None
+
+
+def shared_bytes(sizes: Sizes, D: int, E: int, itemsize: int) -> int:
+    """What the largest kernel keeps in shared memory: its fixed operands, those in flight, and the tile of scores."""
+    both = (_padded(D) + _padded(E)) * itemsize
+
+    def taken(fixed: int, moving: int, tile: Tile) -> int:
+        return (fixed + moving * tile.num_stages) * both + tile.rows * tile.keys * itemsize
+
+    return max(
+        taken(sizes.forward.rows // 2, sizes.forward.keys, sizes.forward),
+        taken(sizes.dq.rows, sizes.dq.keys, sizes.dq),
+        taken(sizes.dkv.keys, sizes.dkv.rows, sizes.dkv),
+    )
+
+
+@contextmanager
+def forced(sizes: Sizes) -> Iterator[None]:
+    """Use these sizes whatever the call, for tests and measurements."""
+    global _forced  # noqa: PLW0603
+    before, _forced = _forced, sizes
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
