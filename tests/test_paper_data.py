@@ -253,6 +253,7 @@ BAD_CALLS = [
     ("train must be a file with text, got an empty file: empty", {"texts": {"train": "empty"}}),
     ("out must be a new or empty folder, got 'used'", {"out": "used"}),
     ("out must be a new or empty folder, got 'text'", {"out": "text"}),
+    ("out must be a folder that can be made, got '.*text/out'", {"out": "text/out"}),
     ("workers must be positive, got 0", {"workers": 0}),
     ("padding_factor must be positive, got 0", {"padding_factor": 0}),
     ("nwords and threshold must be left alone .* got 9 and -1", {"dictionary": "d", "nwords": 9}),

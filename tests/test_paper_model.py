@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import math
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -409,16 +411,36 @@ def with_namespaces_inside(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "cfg": parts}
 
 
-def with_listed_cutoffs(record: dict[str, Any]) -> dict[str, Any]:
+def with_cutoffs_written_otherwise(record: dict[str, Any]) -> dict[str, Any]:
     record["cfg"]["model"] |= {
         "adaptive_input_cutoff": [256, 640],
-        "adaptive_softmax_cutoff": [256, 640],
+        "adaptive_softmax_cutoff": "256, 640",
     }
     return record
 
 
-@pytest.mark.parametrize("change", [as_namespace, with_namespaces_inside, with_listed_cutoffs])
-def test_other_forms_of_the_settings_are_read(change, golden_file, tmp_path):
+def with_all_that_training_leaves(record: dict[str, Any]) -> dict[str, Any]:
+    state = {0: {"momentum_buffer": torch.ones(3).half()}}
+    empty = dict.fromkeys(("decoder.embed_positions._float_tensor",), torch.tensor([math.nan]))
+    return {
+        **record,
+        "model": OrderedDict(record["model"] | empty),
+        "optimizer_history": [
+            {"num_updates": np.int64(300), "lr_scheduler_state": {"best": None}}
+        ],
+        "extra_state": {"best": np.float64(5.3), "metrics": OrderedDict(val_loss=np.float32(5.3))},
+        "last_optimizer_state": {"state": state, "param_groups": [{"lr": 1.0}], "loss_scale": 128},
+    }
+
+
+FORMS = [
+    *(as_namespace, with_namespaces_inside),
+    *(with_cutoffs_written_otherwise, with_all_that_training_leaves),
+]
+
+
+@pytest.mark.parametrize("change", FORMS)
+def test_other_forms_of_a_checkpoint_are_read(change, golden_file, tmp_path):
     expected, weights = load_original(golden_file)
     config, others = load_original(write(change(original.golden_record()), tmp_path))
     assert config.to_dict() == expected.to_dict()
@@ -565,7 +587,7 @@ def test_what_is_no_floating_point_tensor_is_named(tmp_path):
         (
             {"adaptive_softmax_cutoff": "100,640", "layernorm_embedding": True},
             "layernorm_embedding must be False, got True; adaptive_softmax_cutoff must be "
-            "adaptive_input_cutoff, '256,640', got '100,640'",
+            "adaptive_input_cutoff, [256, 640], got [100, 640]",
         ),
         ({"decoder_attention_heads": 7}, "hidden_size must be a multiple of 7 heads, got 48"),
         (
@@ -620,6 +642,13 @@ def test_a_folder_that_holds_a_model_is_not_overwritten(golden_file, tmp_path):
     convert(golden_file, tmp_path)
     with pytest.raises(ValueError, match="convert: out must not hold a model already, got"):
         convert(golden_file, tmp_path)
+
+
+def test_a_folder_is_not_read_with_another_position(golden_file, tmp_path):
+    convert(golden_file, tmp_path)
+    assert load(tmp_path, position="alibi").config.position == "alibi"
+    with pytest.raises(ValueError, match=r"load: position must be that of .* 'alibi', got 'none'"):
+        load(tmp_path, position="none")
 
 
 def test_a_folder_with_wrong_tensors_is_refused(golden_file, tmp_path):

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from linbias.lm.checkpoints import check_writable
-from linbias.lm.load import _no_bars
+from linbias.lm.load import no_bars
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
@@ -55,33 +56,46 @@ _FIXED: dict[str, Any] = {
 }
 # Settings that must be as another one is.
 _EQUAL = {
-    "adaptive_softmax_cutoff": "adaptive_input_cutoff",
     "adaptive_softmax_factor": "adaptive_input_factor",
     "decoder_input_dim": "decoder_embed_dim",
     "decoder_output_dim": "decoder_embed_dim",
 }
+# Types beside tensors and plain values that the original saves, none of which runs anything: its options,
+# and numbers of NumPy among its metrics (by the name that NumPy gave them until version 2).
+_NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
+_HARMLESS: list[Any] = [
+    Namespace,
+    (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
+    (_NUMPY_SCALAR, "numpy._core.multiarray.scalar"),
+    *(np.dtype, *(type(np.dtype(name)) for name in ("f2", "f4", "f8", "i4", "i8", "u1", "?"))),
+]
 
 
-def load(path: str | Path, *, position: str = "alibi") -> PaperForCausalLM:
+def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
     """Load a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
 
     Args:
         path: a file, read as by `load_original`, or a folder with config.json and safetensors.
-        position: as for `load_original`; a folder knows its own.
+        position: as for `load_original`; a folder knows its own, and may be asked for no other.
 
     Returns:
         The model, float32 from a file, on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: it cannot be read, or tensors are missing, unexpected or misshapen (all named).
+        ValueError: it cannot be read, has another position, or tensors are missing, unexpected or
+            misshapen (all named).
     """
     path = Path(path)
     if path.is_dir():
         config, weights = _read_folder(path)
+        if position not in (None, config.position):
+            raise ValueError(
+                f"load: position must be that of {str(path)!r}, {config.position!r}, got {position!r}"
+            )
         model = _empty(config)
         _refuse("load", path, _compare(model.state_dict(), weights))
     else:
-        config, weights = load_original(path, position=position)
+        config, weights = load_original(path, position=position or "alibi")
         model = _empty(config)
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -135,18 +149,18 @@ def convert(
     out: str | Path,
     *,
     dictionary: str | Path | None = None,
-    position: str = "alibi",
+    position: str | None = None,
 ) -> None:
     """Turn a checkpoint of the paper's repository into a folder that Transformers loads.
 
     Args:
-        path: as for `load_original`.
+        path: as for `load`.
         out: the folder; made where it is missing, refused where it holds a model already.
         dictionary: the dict.txt that the model was trained with, to be checked and copied.
-        position: as for `load_original`.
+        position: as for `load`.
 
     Raises:
-        ValueError: as `load_original`; the dictionary does not fit; `out` is not to be written.
+        ValueError: as `load`; the dictionary does not fit; `out` is not to be written.
     """
     out = Path(out)
     if (out / "config.json").exists():
@@ -158,7 +172,7 @@ def convert(
         check_dictionary(words, model.config, dictionary, "convert")
     check_writable(out, "convert")
     with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
-        with _no_bars():
+        with no_bars():
             model.save_pretrained(partial)
         if words is not None:
             words.write(Path(partial, "dict.txt"))
@@ -193,7 +207,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
     try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([Namespace]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
             warnings.simplefilter("ignore")  # about the pickle's protocol
             record = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # garbled bytes can lead anywhere
@@ -261,8 +275,13 @@ def _config(
         for name, other in _EQUAL.items()
         if settings.get(name, settings.get(other)) != settings.get(other)
     ]
+    cutoffs = _cutoffs(settings, "adaptive_input_cutoff", path)
+    others = _cutoffs(settings, "adaptive_softmax_cutoff", path)
+    if cutoffs != others:
+        wrong.append(
+            f"adaptive_softmax_cutoff must be adaptive_input_cutoff, {cutoffs}, got {others}"
+        )
     _refuse("load_original", path, wrong)
-    cutoffs = _cutoffs(settings["adaptive_input_cutoff"], path)
     vocab_size = _vocab_size(cutoffs, weights)
     return PaperConfig(
         **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
@@ -274,15 +293,15 @@ def _config(
     )
 
 
-def _cutoffs(written: Any, path: Path) -> list[int]:
+def _cutoffs(settings: dict[str, Any], name: str, path: Path) -> list[int]:
     """Read "20000,60000"; very old files hold a list."""
+    written = settings.get(name, settings["adaptive_input_cutoff"])
     parts = written.split(",") if isinstance(written, str) else written
     try:
         return [int(part) for part in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"load_original: adaptive_input_cutoff must be ids with commas between, "
-            f"got {written!r} ({path})"
+            f"load_original: {name} must be ids with commas between, got {written!r} ({path})"
         ) from error
 
 

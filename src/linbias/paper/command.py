@@ -15,7 +15,13 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from linbias._options import Json, Quiet, parse_fields, training_option
@@ -57,6 +63,10 @@ Fields = Annotated[
         help="Set a field of PaperConfig, e.g. dropout=0.1 or cutoffs=[2000,6000]. Repeatable.",
         rich_help_panel="Training",
     ),
+]
+FilePosition = Annotated[
+    str | None,
+    typer.Option(help="Of a .pt file: alibi; or sinusoidal or none, of unchanged fairseq."),
 ]
 BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]
 
@@ -188,9 +198,7 @@ def convert(
     dictionary: Annotated[
         Path | None, typer.Option("--dict", help="The dict.txt it was trained with, to go along.")
     ] = None,
-    position: Annotated[
-        str, typer.Option(help="alibi; or sinusoidal or none for models of unchanged fairseq.")
-    ] = "alibi",
+    position: FilePosition = None,
 ) -> None:
     """Turn a checkpoint of the paper's code into a folder that Transformers loads.
 
@@ -222,9 +230,7 @@ def evaluate(
     resume: Annotated[
         Path | None, typer.Option(help="Keep scores in this file, and go on from it.")
     ] = None,
-    position: Annotated[
-        str, typer.Option(help="Of a .pt file; alibi, or sinusoidal or none (unchanged fairseq).")
-    ] = "alibi",
+    position: FilePosition = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -290,7 +296,7 @@ def run(
     if as_json:
         _print_json({"training": metrics, "evaluations": results})
         return
-    out.print(_told(metrics))
+    out.print(_told(metrics), soft_wrap=True)
     out.print(_table(results))
 
 
@@ -369,7 +375,7 @@ def _evaluate(
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     titles = ("subset", "length", "context", "tokens", "bits", "perplexity", "tokens/s", "memory")
     for title in titles:
         table.add_column(title, justify="right")
@@ -393,11 +399,11 @@ def _print_json(value: Any) -> None:
 
 @contextmanager
 def _progress(task: str, quiet: bool) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar on standard error, as a function to call with (done, total)."""
+    """A bar on standard error, as a function to call with (done, total); None: bytes, of who knows how many."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
+        TaskProgressColumn("{task.percentage:3.0f} %", "{task.completed:,} bytes"),
         TimeRemainingColumn(),
         console=err,
         transient=True,

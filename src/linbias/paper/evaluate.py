@@ -299,9 +299,7 @@ class _Kept:
                 content = np.load(file, allow_pickle=False)
                 there, done = json.loads(str(content["settings"])), content["log_probs"]
         except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"score: resume must be a file of scores, got {self.path} ({error})"
-            ) from error
+            raise ValueError(f"score: resume must be a file of scores, got {self.path}") from error
         changes = [
             f"{name} is {there.get(name)!r} there and {value!r} here"
             for name, value in self.settings.items()

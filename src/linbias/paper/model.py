@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.lm.model import _place as place
+from linbias.lm.model import place
 from linbias.lm.positions import METHODS, T5, Position
 from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from linbias.paper.config import PaperConfig

@@ -380,7 +380,12 @@ def _folder_for_now(beside: Path, purpose: str) -> Iterator[Path]:
     """An empty folder that is there for the block only; what a killed run left in it goes."""
     folder = beside.with_name(f".{beside.name}.{purpose}")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"prepare: out must be a folder that can be made, got {str(beside)!r} ({error})"
+        ) from error
     try:
         yield folder
     finally:

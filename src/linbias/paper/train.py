@@ -40,8 +40,8 @@ from linbias.lm.checkpoints import (
     wait_for_all,
     write_json,
 )
+from linbias.lm.load import no_bars
 from linbias.lm.memory import PeakMemory
-from linbias.lm.train import _no_other_bars
 from linbias.lm.watch import FiniteLoss, ProgressBar
 from linbias.paper.batches import batch_order, blocks
 from linbias.paper.config import PaperConfig
@@ -108,7 +108,7 @@ def train(
     config = _config(recipe, dictionary)
     check_writable(output)  # whatever may refuse has done so, before anything is written
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    with _no_other_bars():
+    with no_bars():
         _open_run(recipe, data, splits, output)
         if not (output / "metrics.json").exists():
             _run(recipe, config, splits, data, output, progress, callbacks)

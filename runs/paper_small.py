@@ -1,0 +1,380 @@
+"""The paper's comparison in small: trained at L and 4 L, tested up to 16 L, on two corpora.
+
+    python runs/paper_small.py --wikitext-2 FOLDER      # train.txt, valid.txt and test.txt; may be left out
+    python runs/paper_small.py --only train --only test # some stages; all of them go on where they were
+    python runs/paper_small.py --only speed             # on a quiet machine
+    python runs/paper_small.py --only write             # docs/paper.md from the records of docs/paper_small.jsonl
+
+    tune     a learning rate for all positions alike: the least mean validation loss, on the first corpus
+    train    a model per corpus, seed, training length and position, each in a process of its own
+    test     each of them without overlap, and with a sliding window, at every length from its own
+    speed    training and inference, positions in turn
+    write    tables, claims and plots, from the records alone
+
+Everything is done by `linbias.paper`; what was measured is a line of results.jsonl in the output folder.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import paper_report
+import psutil
+import torch
+
+from linbias import _machine
+from linbias.lm.corpus import load_corpus
+from linbias.lm.watch import StopWatch
+from linbias.paper.checkpoint import load
+from linbias.paper.evaluate import Scores, score
+from linbias.paper.prepare import SPLITS, prepare, read_data
+from linbias.paper.recipe import Recipe
+from linbias.paper.train import claim, train
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("tune", "train", "test", "speed", "write")
+POSITIONS = ("alibi", "sinusoidal", "rotary", "t5")
+MODEL = {
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 384,
+    "cutoffs": [1000, 8000],
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+    "softmax_dropout": 0.0,  # a run reads no text twice
+}
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        corpora: The first one is tuned and timed on.
+        length: L; models are trained at L and 4 L, with the same tokens per update.
+        updates: Of every model; tuning takes a quarter.
+        max_tokens: Tokens per update.
+        rates: Learning rates to choose from.
+        seeds: One model of each kind per seed.
+        test_tokens: Scored without overlap at every length.
+        sliding_tokens: Scored with a sliding window: the same ones at every length.
+        stride: Of the sliding window; every prediction has length - stride to length - 1 tokens before.
+        rounds: Of the measurements of speed.
+    """
+
+    corpora: tuple[str, ...]
+    length: int = 64
+    updates: int = 2500
+    max_tokens: int = 512
+    rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
+    seeds: tuple[int, ...] = (1, 2, 3)
+    test_tokens: int = 65536
+    sliding_tokens: int = 2048
+    stride: int = 4
+    rounds: int = 3
+
+    @property
+    def test_lengths(self) -> list[int]:
+        return [self.length * times for times in (1, 2, 4, 8, 16)]
+
+    def recipe(self, position: str, length: int, seed: int, lr: float, updates: int) -> Recipe:
+        """What is trained: recipes that are compared differ in position, length and seed alone."""
+        return Recipe(
+            position=position,
+            length=length,
+            model=MODEL,
+            max_tokens=self.max_tokens,
+            rows_multiple=1,
+            batches_per_update=1,
+            updates=updates,
+            lr=lr,
+            warmup=max(1, updates // 10),
+            precision="fp32",
+            seed=seed,
+            validate_every=0,
+            save_every=500,
+            log_every=50,
+            device="cpu",
+        )
+
+
+class Records:
+    """One JSON line per measurement; a line that a crash left without its end does not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        whole, _, torn = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        if torn:
+            os.truncate(path, len(whole) + 1 if whole else 0)
+        self.lines: list[Record] = [json.loads(line) for line in whole.splitlines()]
+
+    def has(self, key: Record) -> bool:
+        return any(line.items() >= key.items() for line in self.lines)
+
+    def add(self, record: Record) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.lines.append(record)
+
+
+def write_texts(corpus: str, folder: Path) -> dict[str, Path]:
+    """The embedded corpus as the paper's text: a line of words and signs with spaces between."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {split: folder / f"{split}.txt" for split in SPLITS}
+    source = load_corpus(corpus)
+    for split, path in texts.items():
+        lines = bytes(getattr(source, split)).decode().splitlines()
+        words = (re.findall(r"\w+|[^\w\s]", line) for line in lines if line.strip())
+        path.write_text("".join(" ".join(line) + "\n" for line in words), encoding="utf-8")
+    return texts
+
+
+def prepare_data(corpus: str, wikitext_2: Path | None, output: Path) -> Path:
+    """The corpus as ids, with at most 16,384 types of Python's source."""
+    data = output / "data" / corpus
+    if not data.exists():
+        if corpus == "wikitext-2":
+            prepare({split: wikitext_2 / f"{split}.txt" for split in SPLITS}, data)
+        else:
+            prepare(write_texts(corpus, output / "text"), data, nwords=16384)
+    return data
+
+
+def start_worker() -> None:
+    """One thread, and an end where the main process ends, however that does."""
+    torch.set_num_threads(1)
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def in_processes(
+    stage: str, work: dict[tuple[Any, ...], tuple[Any, ...]], jobs: int
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields each key of `work` with what its (function, arguments...) gave, as they come."""
+    start, spawn = time.monotonic(), get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, start_worker, max_tasks_per_child=1) as pool:
+        futures: dict[Future[Any], tuple[Any, ...]] = {
+            pool.submit(*call): key for key, call in work.items()
+        }
+        try:
+            for number, future in enumerate(as_completed(futures), 1):
+                yield futures[future], future.result()
+                minutes = (time.monotonic() - start) / 60
+                told = " ".join(
+                    str(part[-1]) if isinstance(part, tuple) else str(part)
+                    for part in futures[future]
+                )
+                print(f"{stage} {number}/{len(futures)}: {told}, {minutes:.1f} min", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
+    """Trains it, or finds it trained; memory is what came on top of the imports."""
+    before = psutil.Process().memory_info().rss
+    train(data, home, recipe, progress=False)
+    metrics = json.loads((home / "metrics.json").read_text())
+    return {
+        "loss_base2": metrics["loss_base2"],
+        "tokens": metrics["tokens"],
+        "seconds": round(metrics["seconds"], 1),
+        "num_parameters": metrics["num_parameters"],
+        "memory_bytes": metrics["peak_memory_bytes"] - before,
+    }
+
+
+def validation_loss(data: Path, home: Path, recipe: Recipe) -> float:
+    """Bits per token of a model after training, on the validation text."""
+    train(data, home, recipe, progress=False)
+    ids = read_data(data, "valid")[1].tokens[:65536]
+    return score(load(home), ids, length=recipe.length).loss_base2
+
+
+def test_model(data: Path, home: Path, lengths: list[int], plan: Plan) -> list[Record]:
+    """Bits per token at each length, without overlap and with a sliding window."""
+    model, ids = load(home), read_data(data, "test")[1].tokens
+    before = psutil.Process().memory_info().rss
+    longest = plan.test_lengths[-1]
+    found: list[Record] = []
+    for length in lengths:
+        scores = score(model, ids[: plan.test_tokens], length=length)
+        record = {"test_length": length, "stride": length, "loss_base2": scores.loss_base2}
+        record["memory_bytes"] = scores.peak_memory_bytes - before
+        if length == longest:
+            record["by_context"] = bits_by_context(scores)
+        found.append(record)
+    for length in lengths:
+        start = longest - length  # so that the tokens scored last have whole windows before them
+        text = ids[start : longest + plan.sliding_tokens]
+        scores = score(model, text, length=length, context_window=length - plan.stride)
+        loss = -scores.log_probs[-plan.sliding_tokens :].mean(dtype=np.float64) / math.log(2)
+        found.append({"test_length": length, "stride": plan.stride, "loss_base2": float(loss)})
+    return found
+
+
+def bits_by_context(scores: Scores) -> list[list[float]]:
+    """[[tokens of context, bits per token]...], over octaves of context from 1 token on."""
+    rows = len(scores.log_probs) // scores.length
+    whole = scores.log_probs[: rows * scores.length].reshape(rows, scores.length)
+    bits = -whole.mean(0, dtype=np.float64) / math.log(2)
+    ends = [2**k for k in range(int(math.log2(scores.length)) + 1)]
+    return [[math.sqrt(a * b), float(bits[a - 1 : b - 1].mean())] for a, b in pairwise(ends)]
+
+
+def tune(plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int) -> None:
+    work = {}
+    for lr, position in product(plan.rates, POSITIONS):
+        recipe = plan.recipe(position, plan.length, 0, lr, plan.updates // 4)
+        home = output / "tune" / f"{position}-{lr}"
+        if not records.has({"kind": "tune", "position": position, "lr": lr}):
+            work[position, lr] = (validation_loss, data[plan.corpora[0]], home, recipe)
+    for (position, lr), loss in in_processes("tune", work, jobs):
+        records.add({"kind": "tune", "position": position, "lr": lr, "loss_base2": loss})
+
+
+def tuned_rate(plan: Plan, records: Records) -> float:
+    """The rate of the least mean validation loss over the positions."""
+
+    def mean_loss(lr: float) -> float:
+        found = [r for r in records.lines if r["kind"] == "tune" and r["lr"] == lr]
+        return statistics.fmean(r["loss_base2"] for r in found)
+
+    return min(plan.rates, key=mean_loss)
+
+
+def models(plan: Plan, output: Path) -> Iterator[tuple[Record, Path]]:
+    """Every model's key and folder; whole seeds of a corpus first, so that a run that is stopped is of use."""
+    lengths = (plan.length, 4 * plan.length)
+    for corpus, seed, length, position in product(plan.corpora, plan.seeds, lengths, POSITIONS):
+        key = {"corpus": corpus, "position": position, "train_length": length, "seed": seed}
+        yield key, output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
+
+
+def train_all(
+    plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int
+) -> None:
+    lr, work = tuned_rate(plan, records), {}
+    for key, home in models(plan, output):
+        if not records.has({"kind": "train", **key}):
+            recipe = plan.recipe(
+                key["position"], key["train_length"], key["seed"], lr, plan.updates
+            )
+            work[tuple(key.items())] = (train_model, data[key["corpus"]], home, recipe)
+    for items, found in in_processes("train", work, jobs):
+        records.add({"kind": "train", **dict(items), "lr": lr, **found})
+
+
+def test_all(plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int) -> None:
+    work = {}
+    for key, home in models(plan, output):
+        lengths = [length for length in plan.test_lengths if length >= key["train_length"]]
+        last = {"test_length": lengths[-1], "stride": plan.stride}
+        if not records.has({"kind": "test", **key, **last}):
+            work[tuple(key.items())] = (test_model, data[key["corpus"]], home, lengths, plan)
+    for items, found in in_processes("test", work, jobs):
+        for record in found:
+            records.add({"kind": "test", **dict(items), **record})
+
+
+def speed_all(plan: Plan, data: dict[str, Path], output: Path, records: Records) -> None:
+    """Each round measures everything once, so that a slow moment of the machine hits all alike."""
+    folder, seed = data[plan.corpora[0]], plan.seeds[0]
+    ids = read_data(folder, "test")[1].tokens[:16384]
+    homes = {p: output / "models" / f"{plan.corpora[0]}-{p}-L{plan.length}-s{seed}" for p in POSITIONS}  # fmt: skip
+    loaded = {position: load(home) for position, home in homes.items()}
+
+    def once(mode: str, position: str, length: int, measure: Callable[[], float]) -> None:
+        key = {"kind": mode, "position": position, "length": length, "round": number}
+        if not records.has(key):
+            threads = {"threads": torch.get_num_threads()}
+            records.add({**key, **threads, "tokens_per_second": round(measure(), 1)})
+
+    for number in range(plan.rounds):
+        for length, position in product((plan.length, 4 * plan.length), POSITIONS):
+            recipe = plan.recipe(position, length, seed, lr=0.1, updates=25)
+            once("training speed", position, length, lambda r=recipe: training_speed(folder, r))
+        for length, position in product(plan.test_lengths, POSITIONS):
+            model = loaded[position]
+            once(
+                "inference speed",
+                position,
+                length,
+                lambda m=model, n=length: score(m, ids, length=n).tokens_per_second,
+            )
+        print(f"speed {number + 1}/{plan.rounds}", flush=True)
+
+
+def training_speed(data: Path, recipe: Recipe) -> float:
+    """Tokens per second of the median update, the first five left out."""
+    watch = StopWatch()
+    with tempfile.TemporaryDirectory() as home:
+        train(data, home, recipe, progress=False, callbacks=[watch])
+    return recipe.max_tokens / statistics.median(b - a for a, b in pairwise(watch.times[5:]))
+
+
+def parse() -> tuple[argparse.Namespace, Plan]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--wikitext-2", type=Path, metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=ROOT / "output" / "paper_small")
+    parser.add_argument("--only", choices=STAGES, action="append", help="repeatable")
+    parser.add_argument("--jobs", type=int, default=2, help="models at a time, a thread each")
+    for name in ("updates", "test-tokens", "sliding-tokens", "rounds"):
+        parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Plan, name.replace('-', '_'))}")  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", help=f"default {Plan.seeds}")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "paper.md")
+    options = parser.parse_args()
+    asked = {name: getattr(options, name) for name in asdict(Plan(())) if hasattr(options, name)}
+    changes = {k: tuple(v) if isinstance(v, list) else v for k, v in asked.items() if v}
+    corpora = ("stdlib",) if options.wikitext_2 is None else ("wikitext-2", "stdlib")
+    return options, replace(Plan(corpora), **changes)
+
+
+def main() -> None:
+    options, plan = parse()
+    stages = options.only or STAGES
+    if set(stages) != {"write"}:
+        measure(plan, options, stages)
+    if "write" in stages:
+        paper_report.write(options.output / "results.jsonl", options.document)
+
+
+def measure(plan: Plan, options: argparse.Namespace, stages: tuple[str, ...]) -> None:
+    output, jobs = options.output, options.jobs
+    output.mkdir(parents=True, exist_ok=True)
+    claim(output / "plan.json", json.loads(json.dumps(asdict(plan))), "paper_small")
+    data = {corpus: prepare_data(corpus, options.wikitext_2, output) for corpus in plan.corpora}
+    records = Records(output / "results.jsonl")
+    if not records.has({"kind": "made"}):
+        made = {"machine": f"{_machine.processor()}, {_machine.num_cores()} cores"}
+        made |= {"versions": _machine.versions(), "date": _machine.now(), "model": MODEL}
+        records.add({"kind": "made", **made, "plan": asdict(plan)})
+    if "tune" in stages:
+        tune(plan, data, output, records, jobs)
+    if "train" in stages:
+        train_all(plan, data, output, records, jobs)
+    if "test" in stages:
+        test_all(plan, data, output, records, jobs)
+    if "speed" in stages:
+        speed_all(plan, data, output, records)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
