@@ -9,7 +9,6 @@ Every result is checked against the NumPy definition before it is timed. Memory:
 
 import argparse
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,11 +92,11 @@ def run_alone(name: str, T: int, results: Any) -> None:
     run = function(name, T)
     gradients = jax.jit(jax.grad(lambda *a: (run(*a) * dout).sum(), (0, 1, 2)))
     compiled = gradients.lower(q, k, v).compile()
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = record.memory_bytes()
     start = time.perf_counter()
     jax.block_until_ready(compiled(q, k, v))
     elapsed = (time.perf_counter() - start) * 1e3
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = record.memory_bytes(peak=True)
     results.put((elapsed, max(0, peak - before)))
 
 

@@ -6,7 +6,6 @@ python benchmarks/bench_memory.py --length 8192 --implementations dense blocked
 
 import argparse
 import multiprocessing
-import resource
 import time
 from pathlib import Path
 
@@ -16,11 +15,6 @@ import linbias.torch
 import record
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 def run(implementation: str, length: int, heads: int, size: int, results) -> None:
     """One forward and backward pass; report its time and the peak above what was there with the inputs."""
     q, k, v, dout = torch.randn(4, 1, heads, length, size)
@@ -28,12 +22,12 @@ def run(implementation: str, length: int, heads: int, size: int, results) -> Non
         x.requires_grad_()
     small = [x[:, :, :64].detach().requires_grad_() for x in (q, k, v)]  # load what loads lazily
     linbias.torch.attention(*small, implementation=implementation).sum().backward()
-    before = resident_bytes()
+    before = record.memory_bytes()
     start = time.perf_counter()
     out = linbias.torch.attention(q, k, v, implementation=implementation)
     out.backward(dout)
     elapsed = (time.perf_counter() - start) * 1e3
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = record.memory_bytes(peak=True)
     results.put((elapsed, max(0, peak - before)))
 
 

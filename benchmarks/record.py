@@ -68,6 +68,16 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def memory_bytes(peak: bool = False) -> int:
+    """What this process has in memory, or the most it ever had.
+
+    Not getrusage: its peak survives fork and exec, and would be that of the parent.
+    """
+    name = "VmHWM" if peak else "VmRSS"
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024
+
+
 def spread(times: list[float]) -> dict[str, float]:
     """p20, p50 and p80."""
     if len(times) < 2:
