@@ -283,6 +283,8 @@ def train_all(
 def test_all(plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int) -> None:
     work = {}
     for key, home in models(plan, output):
+        if not records.has({"kind": "train", **key}):
+            continue  # not yet
         lengths = [length for length in plan.test_lengths if length >= key["train_length"]]
         last = {"test_length": lengths[-1], "stride": plan.stride}
         if not records.has({"kind": "test", **key, **last}):

@@ -1,4 +1,4 @@
-"""Rewrite the README's tables and figures from records: nothing measured is typed by hand.
+"""Rewrite the README's tables and figures, and the table of docs/jax.md, from records: nothing measured is typed by hand.
 
     python runs/update_readme.py                                # the benchmark table
     python runs/update_readme.py --experiment output/extrapolate  # also the extrapolation table and plot
@@ -66,6 +66,34 @@ def benchmark_table() -> str:
     return "\n".join([*lines, "", text])
 
 
+def jax_table() -> str:
+    """Median milliseconds of linbias.jax beside what a JAX user can write, and memory, from the newest record file."""
+    newest = max(RESULTS.glob("*.jsonl"), key=lambda path: (path.stem[-10:], path.name))
+    records = [json.loads(line) for line in newest.read_text().splitlines()]
+    found = [r for r in records if r["case"].startswith("jax-")]
+    cases = list(dict.fromkeys(r["case"] for r in found))
+    lines = ["| | " + " | ".join(case.removeprefix("jax-") for case in cases) + " |"]
+    lines.append("|---" * (len(cases) + 1) + "|")
+    for name in dict.fromkeys(r["implementation"] for r in found):
+        cells = []
+        for case in cases:
+            own = [r for r in found if (r["case"], r["implementation"]) == (case, name)]
+            if not own:
+                cells.append("-")
+            elif own[-1]["peak_memory_bytes"]:
+                cells.append(f"{own[-1]['peak_memory_bytes'] / 2**30:.2f} GiB")
+            else:
+                r = own[-1]
+                cells.append(f"{r['p50_ms']:,.0f} ({r['p20_ms']:,.0f} to {r['p80_ms']:,.0f})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    text = (
+        "Milliseconds, median (p20 to p80); memory above the inputs; training and memory: forward and backward. H=8, D=64, B=1,"
+        f' causal, float32, random normal inputs; "jax, bias" is `jax.nn.dot_product_attention` with the bias made beforehand,'
+        f" which takes 32 GiB at 32,768. {found[-1]['machine']}, {found[-1]['date']}, `python benchmarks/bench_jax.py`."
+    )
+    return "\n".join([*lines, "", text])
+
+
 def experiment(folder: Path) -> str:
     """The loss of every method at every length, and the plot beside it."""
     results = json.loads((folder / "results.json").read_text())
@@ -105,6 +133,8 @@ def main() -> None:
     options = parser.parse_args()
     text = README.read_text(encoding="utf-8")
     text = fill(text, "benchmark", benchmark_table())
+    page = ROOT / "docs" / "jax.md"
+    page.write_text(fill(page.read_text(), "benchmark", jax_table()))
     if options.experiment:
         text = fill(text, "extrapolation", experiment(options.experiment))
     README.write_text(text, encoding="utf-8")
