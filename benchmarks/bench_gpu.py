@@ -31,6 +31,7 @@ import linbias
 import linbias.torch
 import record
 from linbias._checks import TOLERANCE
+from linbias.torch import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = {"contract": 200, "sanitizer": 60, "speed": 240, "decode": 45, "accuracy": 45}  # seconds
@@ -121,7 +122,32 @@ def load(path: Path) -> Any:
     return module
 
 
+def rates(options: argparse.Namespace) -> None:
+    """What the device reaches in plain matrix products and copies: limits to hold the rest against."""
+    n = 64 if options.dry_run else 8192
+    a, b = torch.randn(2, n, n, device=options.device, dtype=options.dtype)
+    source = torch.zeros(n * n * 8, dtype=torch.uint8, device=options.device)
+    target = torch.empty_like(source)
+    functions = {"matrix product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    for name, times in record.interleave(functions, options.repeats).items():
+        work = {"flop": 2 * n**3} if name != "copy" else {"bytes": 2 * source.numel()}
+        line = {"case": "rates", "implementation": name, "dtype": str(options.dtype)[6:], **work}
+        line |= {**record.spread(times), "repeats": options.repeats, **record.here(options.device)}
+        record.write(line, options.records)
+        rate = next(iter(work.values())) / line["p50_ms"] / 1e9
+        print(f"{name}: {rate:.2f} {'TB/s' if name == 'copy' else 'TFLOP/s'}", flush=True)
+
+
+def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
+    """The share of the visible pairs that the Triton kernels visit."""
+    arrays = (x.detach() for x in (q, k, v))
+    numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[str(q.dtype)[6:]], True
+    visited = triton.forward(*arrays, slopes, None, None, None, None, *numbers)[3]
+    return round(triton.work_kept(visited, q, v, k.shape[2]).mean().item(), 4)
+
+
 def speed(options: argparse.Namespace) -> None:
+    rates(options)
     for D in options.head_sizes:
         for H in options.heads:
             for T in options.lengths:
@@ -168,7 +194,7 @@ def compare(
                 n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in functions.items()
             }
         with torch.set_grad_enabled(backward):
-            write_times(case, timed, sizes, backward, options)
+            write_times(case, timed, sizes, backward, options, work_kept(q, k, v, slopes))
 
 
 def rows_by_definition(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
@@ -184,6 +210,7 @@ def write_times(
     sizes: dict[str, Any],
     backward: bool,
     options: argparse.Namespace,
+    kept: float | None = None,
 ) -> None:
     times = record.interleave(functions, options.repeats)
     B, H, G, T, S, D = (sizes[letter] for letter in "BHGTSD")
@@ -193,7 +220,8 @@ def write_times(
             "case": case, "implementation": name, "mode": "forward+backward" if backward else "forward", **sizes,
             **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": None,
             "flop": record.flop(B, H, T, S, D) * (7 if backward else 2) // 2,
-            "bytes": record.moved_bytes(B, H, G, T, S, D, 2) * (3 if backward else 1), "work_kept": None,
+            "bytes": record.moved_bytes(B, H, G, T, S, D, 2) * (3 if backward else 1),
+            "work_kept": kept if name == "triton" else None,
             "inputs": "random normal", **record.here(options.device),
         }  # fmt: skip
         record.write(line, options.records)

@@ -74,12 +74,4 @@ def _addresses(tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[int, ...]:
 
 def work_kept(visited: Tensor, T: int, S: int, group_size: int) -> Tensor:
     """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H]."""
-    rows, keys = core.TILE_ROWS, core.BLOCK_KEYS
-    kept = torch.zeros(visited.shape[:2], dtype=torch.float64)
-    for index in range(core.num_tiles(T)):
-        first, stop = index * rows, min(T, (index + 1) * rows)
-        start = max(first + S - T, 0) // keys * keys
-        far = (visited[:, :, index, 0] * keys).clamp(max=start)
-        near = sum(min(max(t + S - T + 1 - start, 0), S) for t in range(first, stop))
-        kept += (stop - first) * far + near
-    return kept / (T * (S - T) + T * (T + 1) / 2)
+    return operator.work_kept(visited, T, S, core.TILE_ROWS, core.BLOCK_KEYS)

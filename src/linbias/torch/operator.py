@@ -242,3 +242,19 @@ def define(
         return out.to(q.dtype), lse if unit == 1 else lse * unit
 
     return attention, forward
+
+
+def work_kept(visited: Tensor, T: int, S: int, tile_rows: int, block_keys: int) -> Tensor:
+    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H].
+
+    visited [B, H, tiles, 2] counts blocks of `block_keys` beyond those at the positions of a tile's own rows.
+    """
+    visited = visited.cpu()
+    kept = torch.zeros(visited.shape[:2], dtype=torch.float64)
+    for index, first in enumerate(range(0, T, tile_rows)):
+        stop = min(T, first + tile_rows)
+        start = max(first + S - T, 0) // block_keys * block_keys
+        far = (visited[:, :, index, 0] * block_keys).clamp(max=start)
+        near = sum(min(max(t + S - T + 1 - start, 0), S) for t in range(first, stop))
+        kept += (stop - first) * far + near
+    return kept / (T * (S - T) + T * (T + 1) / 2)

@@ -132,6 +132,12 @@ attention, forward = operator.define(
 )
 
 
+def work_kept(visited: Tensor, q: Tensor, v: Tensor, S: int) -> Tensor:
+    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H]."""
+    tile = _sizes(q, v).forward
+    return operator.work_kept(visited, q.shape[2], S, tile.rows, tile.keys)
+
+
 def _arrays(call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v = (_small_strides(x) for x in (call.q, call.k, call.v))
     key_range = call.key_range
