@@ -248,6 +248,8 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
         *("--corpus", corpus, *TINY, "--batch-size", 2, "--steps", 2000, "--save-steps", 100),
         *("--threads", 1, "-o", folder, "-q"),
     ]
+    # A shell that runs the tests in the background ignores Ctrl-C, and so would the command.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start(*words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     deadline = time.monotonic() + 60
     while not list(folder.glob("models/*/checkpoints/*/complete.json")):

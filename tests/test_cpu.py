@@ -128,6 +128,7 @@ def test_several_python_threads_may_call_at_once():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
 def test_a_fork_after_threads_can_call_on():
     q, k, v = arrays(by_name("long"))
     expected = cpu.attention(q, k, v, num_threads=2)
