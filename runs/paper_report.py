@@ -34,10 +34,11 @@ class Found:
         (made,) = self.of("made")
         self.made, self.plan = made, made["plan"]
         self.length: int = self.plan["length"]
-        self.corpora = unique(self.of("test"), "corpus")
         self.positions = unique(self.of("test"), "position")
         self.test_lengths = sorted(unique(self.of("test"), "test_length"))
-        self.seeds = {corpus: self._seeds(corpus) for corpus in self.corpora}
+        seeds = {corpus: self._seeds(corpus) for corpus in unique(self.of("test"), "corpus")}
+        self.seeds = {corpus: own for corpus, own in seeds.items() if own}
+        self.corpora = list(self.seeds)
 
     def of(self, kind: str, **fields: Any) -> list[Record]:
         asked = {"kind": kind, **fields}
@@ -48,6 +49,8 @@ class Found:
         by_model: dict[tuple[str, int], set[int]] = {}
         for r in self.of("test", corpus=corpus):
             by_model.setdefault((r["position"], r["train_length"]), set()).add(r["seed"])
+        if len(by_model) < 2 * len(self.positions):
+            return []
         return sorted(set.intersection(*by_model.values()))
 
     def bits(
