@@ -66,11 +66,12 @@ def test_attention_says_what_is_wrong(arguments, kind, words):
         call(**arguments)
 
 
-def varlen(q=(5, 4, 8), k=(7, 2, 8), offsets_q=(0, 2, 5), offsets_k=(0, 3, 7)):
+def varlen(q=(5, 4, 8), k=(7, 2, 8), offsets_q=(0, 2, 5), offsets_k=(0, 3, 7), **sides):
     tensors = [
         o if isinstance(o, torch.Tensor) else torch.tensor(o) for o in (offsets_q, offsets_k)
     ]
-    return linbias.torch.attention_varlen(torch.ones(q), torch.ones(k), torch.ones(k), *tensors)
+    arrays = torch.ones(q), torch.ones(k), torch.ones(k)
+    return linbias.torch.attention_varlen(*arrays, *tensors, **sides)
 
 
 VARLEN_MESSAGES = [
@@ -81,6 +82,8 @@ VARLEN_MESSAGES = [
     (dict(offsets_k=(0, 8, 7)), "cu_seqlens_k must start at 0, never fall and end at 7"),
     (dict(offsets_k=(1, 3, 7)), "cu_seqlens_k must start at 0"),
     (dict(offsets_k=(0, 7)), "cu_seqlens_q counts 2 sequences but cu_seqlens_k 1"),
+    (dict(left=np.ones((1, 4))), "attention_varlen: left has 1 rows for 2 sequences"),
+    (dict(causal=False, right=np.ones((3, 4))), "attention_varlen: right has 3 rows for 2 sequences"),
 ]  # fmt: skip
 
 

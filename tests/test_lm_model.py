@@ -17,12 +17,14 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
 import linbias.lm
 from linbias.lm import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
+from linbias.lm.cache import make_roomy
 from linbias.lm.config import BLOCKS, POSITIONS
 from linbias.lm.positions import METHODS, T5, Alibi, Rotary, Sinusoidal
 
@@ -160,6 +162,13 @@ def test_cache_grows_in_place_and_never_writes_over_what_somebody_may_hold() -> 
     for _ in range(3):  # beyond the room of the first buffers
         model(tokens(2, 60), past_key_values=cache)
     assert layer.keys.shape[2] == layer.get_seq_length() == 13 + 180
+
+
+def test_a_cache_that_moves_its_layers_off_the_device_keeps_its_own_layers() -> None:
+    cache = DynamicCache()
+    cache.offloading = True
+    make_roomy(cache)
+    assert cache.layer_class_to_replicate is DynamicLayer
 
 
 def test_cache_goes_from_inference_to_training() -> None:

@@ -67,6 +67,8 @@ def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
 
 def make_roomy(cache: Cache) -> None:
     """Let the layers of a fresh growing cache be `RoomyLayer`s; leave all others as they are."""
+    if cache.offloading:  # the buffers would keep on the device what is to leave it
+        return
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = RoomyLayer
     for index, layer in enumerate(cache.layers):

@@ -70,6 +70,11 @@ def attention_varlen(
         )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
+    for name, slope in (("left", left), ("right", right)):
+        if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
+            raise ValueError(
+                f"attention_varlen: {name} has {len(slope)} rows for {len(starts_q) - 1} sequences"
+            )
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
     for batch in _batches(starts_q, starts_k):
