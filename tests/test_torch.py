@@ -84,7 +84,7 @@ class _seeded_dropout:
         from linbias.torch import functional
 
         self.original = functional.draw_seed
-        functional.draw_seed = lambda: torch.tensor(self.seed)
+        functional.draw_seed = lambda device: torch.tensor(self.seed, device=device)
 
     def __exit__(self, *_):
         from linbias.torch import functional

@@ -17,6 +17,7 @@ from linbias._checks import TOLERANCE, Described, check
 from linbias.torch import triton
 from linbias.triton import sizes
 from linbias.triton.sizes import Sizes, Tile
+from interpreter import repaired
 from test_torch import TorchSubject
 
 pytest.importorskip("triton")
@@ -30,9 +31,10 @@ LITTLE = Sizes(Tile(32, 16, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(
 
 
 @pytest.fixture
-def little_tiles():
-    """Tiles small enough that short cases have several, with uneven ends."""
-    with sizes.forced(LITTLE):
+def little_tiles(monkeypatch):
+    """Tiles small enough that short cases have several, with uneven ends, in an interpreter that knows bfloat16 and bounds."""
+    monkeypatch.setattr(triton, "INTERPRETED", ("float16", "bfloat16", "float32"))
+    with sizes.forced(LITTLE), repaired():
         yield
 
 

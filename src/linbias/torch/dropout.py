@@ -14,9 +14,12 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 
 
-def draw_seed() -> Tensor:
-    """Take a 31-bit seed, int64 [], from PyTorch's own generator, so that `torch.manual_seed` governs it."""
-    return torch.randint(0, 2**31 - 1, (), dtype=torch.int64)
+def draw_seed(device: torch.device) -> Tensor:
+    """Take a 31-bit seed, int64 [], from PyTorch's generator of the device.
+
+    `torch.manual_seed` governs it, activation checkpointing restores it, and a CUDA graph draws anew at each replay.
+    """
+    return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
 
 
 def keep_mask(
@@ -34,7 +37,7 @@ def keep_mask(
     Returns:
         [..., T, S], bool.
     """
-    row = _mix(_mix(_mix(seed.to(keys.device)) ^ batch_heads)[..., None] ^ queries)
+    row = _mix(_mix(_mix(seed) ^ batch_heads)[..., None] ^ queries)
     return _mix(row[..., None] ^ _mix(keys)) >= round(dropout * 2**32)
 
 

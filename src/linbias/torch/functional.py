@@ -143,7 +143,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
         right = left
     implementations = _ON_CPU if call.device == "cpu" else IMPLEMENTATIONS
     chosen = _dispatch.choose("attention", implementation, call, implementations)
-    seed = draw_seed() if call.dropout else None
+    seed = draw_seed(q.device) if call.dropout else None
     # Inside, autocast would take the wide products back to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         out, lse = chosen.attention(q, k, v, left, right, key_range, key_bound, seed, call)

@@ -20,6 +20,7 @@ NAME = "triton"
 
 OLDEST = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
+INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
 _INTERPRETED_BYTES, _INTERPRETED_PROCESSORS = 227 * 1024, 4
 
@@ -39,8 +40,7 @@ def why_not(call: Call) -> str | None:
     if max(call.D, call.E) > sizes.LARGEST_HEAD:
         return f"head sizes go up to {sizes.LARGEST_HEAD}, got {max(call.D, call.E)}"
     if call.device == "cpu":
-        narrow = call.dtype == "bfloat16"
-        return "Triton's interpreter cannot multiply bfloat16" if narrow else None
+        return None if call.dtype in INTERPRETED else f"Triton's interpreter cannot multiply {call.dtype}"
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, and this is one of AMD's"
     device = torch.cuda.current_device()
@@ -104,7 +104,7 @@ def _fill(call: Arguments, results: Results) -> None:
                 q, k, v, *slopes, key_range, bound, call.scale, call.tolerance, chosen, processors, results[:3]
             )  # fmt: skip
         else:
-            forward(q, k, v, *slopes, key_range, _seed(call), *numbers, chosen, results)
+            forward(q, k, v, *slopes, key_range, call.seed, *numbers, chosen, results)
 
 
 def _fill_gradients(
@@ -115,7 +115,7 @@ def _fill_gradients(
     q, k, v, key_range = _arrays(call)
     with _on(q):
         backward(
-            q, k, v, call.left, call.right, key_range, _seed(call), call.scale, call.dropout, _sizes(q, v),
+            q, k, v, call.left, call.right, key_range, call.seed, call.scale, call.dropout, _sizes(q, v),
             _small_strides(dout), dlse.contiguous(), saved, gradients[:3],
             (gradients.dleft, gradients.dright) if call.slopes else None,
         )  # fmt: skip
@@ -151,6 +151,3 @@ def _small_strides(x: Tensor) -> Tensor:
     farthest = 128 * x.stride(2) + x.shape[3] * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
 
-
-def _seed(call: Arguments) -> int:
-    return 0 if call.seed is None else int(call.seed)

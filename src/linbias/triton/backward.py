@@ -21,13 +21,16 @@ from linbias.triton.tile import (
     LOG2E,
     RIGHT,
     drop,
-    far_terms,
+    gap,
+    key_bias,
     key_hash,
     key_limits,
     load_rows,
+    my_tile,
     near_keys,
     near_score,
-    read_slope,
+    read_slopes,
+    row_bias,
     row_hash,
     store_rows,
     wide,
@@ -35,34 +38,56 @@ from linbias.triton.tile import (
 
 NEAR: tl.constexpr = tl.constexpr(2)  # after LEFT and RIGHT
 SCAN: tl.constexpr = tl.constexpr(1024)
+# Key blocks of fewer key/value heads than that are shared out by query heads.
+FEWEST_PROGRAMS = 256
 
 
 @triton.jit
-def delta_kernel(
-    DOUT, OUT, DLSE, DELTA, dout_b, dout_h, dout_t, dout_e, H, T,
-    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+def row_kernel(
+    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, dout_b, dout_h, dout_t, dout_e, H, T,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [B, H, T] = dout . out - dlse; grid (B * H, tiles)."""
+    """What backward needs of every row; grid (B * H, tiles).
+
+    DELTA [B, H, T] = dout . out - dlse. PIVOT [B, H, T], so that exp2(score - PIVOT) is a weight: lse in bits, or inf in a
+    row that saw no key; with PRECISE it leaves out log_sum, which is worth taking off on its own in float32.
+    """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.program_id(1) * ROWS
     offsets = tl.arange(0, ROWS)
     present = start + offsets < T
-    rows = tl.program_id(0).to(tl.int64) * T + start
-    DOUT += b.to(tl.int64) * dout_b + wide(h) * dout_h + wide(start) * dout_t
+    rows = wide(tl.program_id(0)) * T + start
+    DOUT += wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t
     dout = load_rows(DOUT, offsets, present, dout_t, dout_e, E, PADDED_E).to(tl.float32)
     out = load_rows(OUT + rows * E, offsets, present, E, 1, E, PADDED_E).to(tl.float32)
     # What comes in is the gradient of lse in bits.
     dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
     tl.store(DELTA + rows + offsets, tl.sum(dout * out, 1) - dlse, mask=present)
+    log_sum = tl.load(LOG_SUM + rows + offsets, mask=present, other=0.0)
+    pivot = tl.load(ROW_MAX + rows + offsets, mask=present, other=0.0)
+    if not PRECISE:
+        pivot += log_sum
+    tl.store(PIVOT + rows + offsets, tl.where(log_sum == -INF, INF, pivot), mask=present)
 
 
 @triton.jit
-def load_pivot(ROW_MAX, LOG_SUM, rows, present):
-    """Row maximum and log of the sum, so that exp2(score - both) is the weight: 0 in a row that saw no key."""
-    row_max = tl.load(ROW_MAX + rows, mask=present, other=float("-inf"))
-    log_sum = tl.load(LOG_SUM + rows, mask=present, other=float("-inf"))
-    empty = log_sum == -INF
-    return tl.where(empty, INF, row_max), tl.where(empty, 0.0, log_sum)
+def load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE: tl.constexpr):
+    """PIVOT, inf in absent rows, and what else is to be taken off a score."""
+    pivot = tl.load(PIVOT + rows, mask=present, other=float("inf"))
+    if PRECISE:
+        log_sum = tl.load(LOG_SUM + rows, mask=present, other=0.0)
+        return pivot, tl.where(log_sum == -INF, 0.0, log_sum)
+    else:
+        return pivot, pivot
+
+
+@triton.jit
+def weigh(score, pivot, log_sum, PRECISE: tl.constexpr):
+    """The weights; pivot and log_sum broadcast to the shape of score."""
+    if PRECISE:
+        return tl.exp2(score - pivot - log_sum)
+    else:
+        return tl.exp2(score - pivot)
 
 
 @triton.jit
@@ -77,41 +102,38 @@ def score_gradient(
     return weight * (dweight - delta), dropped
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=["threshold"])
 def dq_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, DOUT, DLSE, DELTA, ROW_MAX, LOG_SUM, VISITED, DQ, DSLOPES,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED, DQ, DSLOPES,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
     dout_b, dout_h, dout_t, dout_e, B, H, G, T, S, num_tiles, visited_tiles,
-    scale, seed, threshold, factor,
+    scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, PRECISE: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Fill DQ [B, H, T, D], and with SLOPES the tile's part of the slope gradients, DSLOPES [B, H, num_tiles, 2]; 1-D grid."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile, h, b = index % num_tiles, index // num_tiles // B, index // num_tiles % B
-    g = h // (H // G)
-    head = b.to(tl.int64) * H + h
+    tile, b, h, g = my_tile(num_tiles, B, H, G)
+    head = wide(b) * H + h
     first, end = key_limits(RANGE, b, S, HAS_RANGE)
     offsets = tl.arange(0, ROWS)
     start = tile * ROWS
     position = start + end - T
     present = start + offsets < T
-    left, left_hidden = read_slope(tl.load(LEFT_SLOPES + b * left_b + h * left_h))
-    right, right_hidden = read_slope(tl.full((), float("inf"), tl.float32))
-    if HAS_RIGHT:
-        right, right_hidden = read_slope(tl.load(RIGHT_SLOPES + b * right_b + h * right_h))
-    Q += b.to(tl.int64) * q_b + wide(h) * q_h + wide(start) * q_t
-    DOUT += b.to(tl.int64) * dout_b + wide(h) * dout_h + wide(start) * dout_t
-    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
-    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+    left, left_sight, right, right_sight = read_slopes(
+        LEFT_SLOPES, RIGHT_SLOPES, b * left_b + h * left_h, b * right_b + h * right_h, HAS_RIGHT
+    )
+    Q += wide(b) * q_b + wide(h) * q_h + wide(start) * q_t
+    DOUT += wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t
+    K += wide(b) * k_b + wide(g) * k_h
+    V += wide(b) * v_b + wide(g) * v_h
     rows = head * T + start
     q = load_rows(Q, offsets, present, q_t, q_d, D, PADDED_D)
     dout = load_rows(DOUT, offsets, present, dout_t, dout_e, E, PADDED_E)
     delta = tl.load(DELTA + rows + offsets, mask=present, other=0.0)
-    row_max, log_sum = load_pivot(ROW_MAX, LOG_SUM, rows + offsets, present)
-    row_hashes = row_hash(seed, head, start + offsets)
+    pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows + offsets, present, PRECISE)
+    row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)
     dq = tl.zeros((ROWS, PADDED_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     columns = tl.arange(0, KEYS)
@@ -131,30 +153,24 @@ def dq_kernel(
                 slope, begin, stop = right, high, high + tl.load(counts + 1) * FORWARD_KEYS
             else:
                 slope, begin, stop = left, low, high
+            key_term, row_term = key_bias(columns, slope, KEYS, PART), row_bias(offsets, slope, ROWS, PART)
             for block in tl.range(begin, stop, KEYS, num_stages=STAGES):
                 keys = block + columns
                 inside = (keys >= first) & (keys < end)
-                k = load_rows(K + wide(block) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
-                v = load_rows(V + wide(block) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
+                k = load_rows(K + wide(block) * k_s, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE or PART != LEFT)
+                v = load_rows(V + wide(block) * v_s, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE or PART != LEFT)
                 product = tl.dot(q, tl.trans(k), input_precision="ieee")
-                distance = ((position + offsets)[:, None] - keys[None, :]).to(tl.float32)
+                distance = (position + offsets)[:, None] - keys[None, :]
                 if PART == NEAR:
                     score = near_score(
-                        product,
-                        distance,
-                        inside[None, :],
-                        scale,
-                        left,
-                        left_hidden,
-                        right,
-                        right_hidden,
-                    )
+                        product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                    )  # fmt: skip
+                    weight = weigh(score, pivot[:, None], log_sum[:, None], PRECISE)
                 else:
-                    row_term, key_term = far_terms(
-                        offsets, keys, inside, position, slope, ROWS, PART
-                    )
-                    score = product * scale - key_term[None, :] - row_term[:, None]
-                weight = tl.exp2(score - row_max[:, None] - log_sum[:, None])
+                    bias = tl.where(inside, key_term, INF) if HAS_RANGE or PART != LEFT else key_term
+                    lead = pivot + (row_term + slope * gap(position, block, ROWS, KEYS, PART))
+                    score = product * scale - bias[None, :]
+                    weight = weigh(score, lead[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
                     weight, dweight, delta[:, None], row_hashes[:, None], key_hash(keys)[None, :],
@@ -162,20 +178,21 @@ def dq_kernel(
                 )  # fmt: skip
                 dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision="ieee")
                 if SLOPES:
+                    away = distance.to(tl.float32)
                     total += tl.sum(dscore, 1)
                     if PART != RIGHT:
-                        moment_left += tl.sum(dscore * tl.maximum(distance, 0.0), 1)
-                        reach_left += tl.sum(weight * tl.maximum(distance, 0.0), 1)
+                        moment_left += tl.sum(dscore * tl.maximum(away, 0.0), 1)
+                        reach_left += tl.sum(weight * tl.maximum(away, 0.0), 1)
                     if PART != LEFT and HAS_RIGHT:
-                        moment_right += tl.sum(dscore * tl.maximum(-distance, 0.0), 1)
-                        reach_right += tl.sum(weight * tl.maximum(-distance, 0.0), 1)
+                        moment_right += tl.sum(dscore * tl.maximum(-away, 0.0), 1)
+                        reach_right += tl.sum(weight * tl.maximum(-away, 0.0), 1)
 
     store_rows(DQ + rows * D, offsets, present, dq * (scale * LN2), D, PADDED_D)
     if SLOPES:
         # Sums of large terms that cancel: what makes sum dscore differ from dlse is rounding, mostly delta's, and every
         # dscore carries its weight's share of it.
         dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
-        error = tl.where(row_max == INF, 0.0, total - dlse)
+        error = tl.where(pivot == INF, 0.0, total - dlse)
         to = DSLOPES + (head * num_tiles + tile) * 2
         tl.store(to, -tl.sum(moment_left - error * reach_left, 0))
         tl.store(to + 1, -tl.sum(moment_right - error * reach_right, 0))
@@ -207,43 +224,42 @@ def looking_tiles(
     return lowest, highest
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=["threshold"])
 def dkv_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, DOUT, DELTA, ROW_MAX, LOG_SUM, VISITED, DK, DV,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
     dout_b, dout_h, dout_t, dout_e, B, H, G, T, S, num_blocks, num_tiles, visited_tiles,
-    scale, seed, threshold, factor,
+    scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, PRECISE: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Fill DK [B, G, S, D] and DV [B, G, S, E]; 1-D grid. Scores lie across: [keys, rows]."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    block, g, b = (
-        num_blocks - 1 - index % num_blocks,
-        index // num_blocks // B,
-        index // num_blocks % B,
-    )
+    """Fill DK [parts, B, G, S, D] and DV [parts, B, G, S, E]; grid (num_blocks * B * G, parts). Scores lie across: [keys, rows].
+
+    A part has a share of the query heads that read the block, one after the other.
+    """
+    block, b, g, _ = my_tile(num_blocks, B, G, G)
+    part, num_parts = tl.program_id(1), tl.num_programs(1)
     first, end = key_limits(RANGE, b, S, HAS_RANGE)
     shift = end - T
     s = block * KEYS
     columns, offsets = tl.arange(0, KEYS), tl.arange(0, ROWS)
     keys = s + columns
     inside = (keys >= first) & (keys < end)
-    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h + s.to(tl.int64) * k_s
-    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h + s.to(tl.int64) * v_s
+    K += wide(b) * k_b + wide(g) * k_h + wide(s) * k_s
+    V += wide(b) * v_b + wide(g) * v_h + wide(s) * v_s
     k = load_rows(K, columns, inside, k_s, k_d, D, PADDED_D)
     v = load_rows(V, columns, inside, v_s, v_d, E, PADDED_E)
     key_hashes = key_hash(keys)[:, None]
     dk = tl.zeros((KEYS, PADDED_D), tl.float32)
     dv = tl.zeros((KEYS, PADDED_E), tl.float32)
-    for h in range(g * (H // G), (g + 1) * (H // G)):
-        head = b.to(tl.int64) * H + h
-        left, left_hidden = read_slope(tl.load(LEFT_SLOPES + b * left_b + h * left_h))
-        right, right_hidden = read_slope(tl.full((), float("inf"), tl.float32))
-        if HAS_RIGHT:
-            right, right_hidden = read_slope(tl.load(RIGHT_SLOPES + b * right_b + h * right_h))
+    share = H // G // num_parts
+    for h in range(g * (H // G) + part * share, g * (H // G) + (part + 1) * share):
+        head = wide(b) * H + h
+        left, left_sight, right, right_sight = read_slopes(
+            LEFT_SLOPES, RIGHT_SLOPES, b * left_b + h * left_h, b * right_b + h * right_h, HAS_RIGHT
+        )
         counts = VISITED + head * visited_tiles * 2
         lowest, highest = looking_tiles(
             counts, s, end, shift, first, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
@@ -263,6 +279,7 @@ def dkv_kernel(
                     slope, begin, stop = right, lowest, mixed_low
                 else:
                     slope, begin, stop = left, mixed_low if HAS_RIGHT else lowest, mixed_high
+                key_term, row_term = key_bias(columns, slope, KEYS, PART), row_bias(offsets, slope, ROWS, PART)
                 for start in tl.range(begin, stop, ROWS, num_stages=STAGES):
                     tile = start // FORWARD_ROWS
                     low, high = near_keys(
@@ -274,47 +291,43 @@ def dkv_kernel(
                     present = start + offsets < T
                     rows = head * T + start + offsets
                     q = load_rows(
-                        Q + b.to(tl.int64) * q_b + wide(h) * q_h + wide(start) * q_t,
+                        Q + wide(b) * q_b + wide(h) * q_h + wide(start) * q_t,
                         offsets, present, q_t, q_d, D, PADDED_D,
                     )  # fmt: skip
                     dout = load_rows(
-                        DOUT + b.to(tl.int64) * dout_b + wide(h) * dout_h + wide(start) * dout_t,
+                        DOUT + wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t,
                         offsets, present, dout_t, dout_e, E, PADDED_E,
                     )  # fmt: skip
                     delta = tl.load(DELTA + rows, mask=present, other=0.0)
-                    row_max, log_sum = load_pivot(ROW_MAX, LOG_SUM, rows, present)
+                    pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE)
                     product = tl.dot(k, tl.trans(q), input_precision="ieee")
                     if PART == NEAR:
-                        distance = ((start + shift + offsets)[None, :] - keys[:, None]).to(
-                            tl.float32
-                        )
+                        distance = (start + shift + offsets)[None, :] - keys[:, None]
                         score = near_score(
-                            product,
-                            distance,
-                            visible[:, None],
-                            scale,
-                            left,
-                            left_hidden,
-                            right,
-                            right_hidden,
-                        )
+                            product, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                        )  # fmt: skip
                     else:
-                        row_term, key_term = far_terms(
-                            offsets, keys, visible, start + shift, slope, ROWS, PART
-                        )
-                        score = product * scale - key_term[:, None] - row_term[None, :]
-                    weight = tl.exp2(score - row_max[None, :] - log_sum[None, :])
+                        bias = key_term + slope * gap(start + shift, s, ROWS, KEYS, PART)
+                        score = product * scale - tl.where(visible, bias, INF)[:, None]
+                        pivot += row_term
+                    weight = weigh(score, pivot[None, :], log_sum[None, :], PRECISE)
                     dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
+                    row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)[None, :]
                     dscore, dropped = score_gradient(
-                        weight, dweight, delta[None, :], row_hash(seed, head, start + offsets)[None, :], key_hashes,
-                        threshold, factor, DROPOUT,
+                        weight, dweight, delta[None, :], row_hashes, key_hashes, threshold, factor, DROPOUT
                     )  # fmt: skip
                     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                     dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee")
-    to = (b.to(tl.int64) * G + g) * S + s
+    to = ((wide(part) * B + b) * G + g) * S + s
     exists = keys < S
     store_rows(DK + to * D, columns, exists, dk * (scale * LN2), D, PADDED_D)
     store_rows(DV + to * E, columns, exists, dv, E, PADDED_E)
+
+
+def num_parts(programs: int, group_size: int) -> int:
+    """Into how many parts dk and dv are cut: a divisor of the group's size, the least that gives work to a whole GPU."""
+    divisors = (n for n in range(1, group_size + 1) if group_size % n == 0)
+    return next((n for n in divisors if n * programs >= FEWEST_PROGRAMS), group_size)
 
 
 def backward(
@@ -324,7 +337,7 @@ def backward(
     left: Tensor,
     right: Tensor | None,
     key_range: Tensor | None,
-    seed: int,
+    seed: Tensor | None,
     scale: float,
     dropout: float,
     sizes: Sizes,
@@ -337,6 +350,7 @@ def backward(
     """Fill dq, dk and dv, and dleft and dright [B, H], float32, where asked for.
 
     Args:
+        seed: [], int64, on the device; None without dropout.
         dlse: [B, H, T], the gradient of lse in bits, contiguous.
         saved: What `forward` filled.
         gradients: dq, dk, dv, contiguous; dk and dv zeroed.
@@ -347,37 +361,42 @@ def backward(
         return
     out, row_max, log_sum, visited = saved
     dq, dk, dv = gradients
-    delta = torch.empty_like(row_max)
+    delta, pivot = torch.empty_like(row_max), torch.empty_like(row_max)
     rows = 64
-    delta_kernel[B * H, triton.cdiv(T, rows)](
-        dout, out, dlse, delta, *dout.stride(), H, T, E=E, PADDED_E=padded(E), ROWS=rows, **FUSION
-    )
+    precise = q.dtype == torch.float32
+    row_kernel[B * H, triton.cdiv(T, rows)](
+        dout, out, dlse, row_max, log_sum, delta, pivot, *dout.stride(), H, T, E=E, PADDED_E=padded(E), ROWS=rows,
+        PRECISE=precise, **FUSION,
+    )  # fmt: skip
     num_tiles = triton.cdiv(T, sizes.dq.rows)
-    parts = (
-        None
-        if dslopes is None
-        else torch.empty(B, H, num_tiles, 2, dtype=torch.float32, device=q.device)
-    )
+    parts = None if dslopes is None else delta.new_empty(B, H, num_tiles, 2)
     strides = (
         *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right), *dout.stride(), B, H, G, T, S,
     )  # fmt: skip
-    numbers = scale * LOG2E.value, seed, *dropout_numbers(dropout)
+    numbers = scale * LOG2E.value, *dropout_numbers(dropout)
     constants = {
         "D": D, "E": E, "PADDED_D": padded(D), "PADDED_E": padded(E), "HAS_RIGHT": right is not None,
-        "HAS_RANGE": key_range is not None, "DROPOUT": dropout > 0,
+        "HAS_RANGE": key_range is not None, "DROPOUT": dropout > 0, "PRECISE": precise,
         "FORWARD_ROWS": sizes.forward.rows, "FORWARD_KEYS": sizes.forward.keys,
     }  # fmt: skip
-    arrays = q, k, v, left, right, key_range, dout
+    arrays = q, k, v, left, right, key_range, seed, dout
     dq_kernel[num_tiles * B * H,](
-        *arrays, dlse, delta, row_max, log_sum, visited, dq, parts, *strides, num_tiles, visited.shape[2], *numbers,
+        *arrays, dlse, delta, pivot, log_sum, visited, dq, parts, *strides, num_tiles, visited.shape[2], *numbers,
         **constants, **sizes.dq.options(), SLOPES=dslopes is not None,
     )  # fmt: skip
     num_blocks = triton.cdiv(S, sizes.dkv.keys)
     if num_blocks:
-        dkv_kernel[num_blocks * B * G,](
-            *arrays, delta, row_max, log_sum, visited, dk, dv, *strides, num_blocks,
+        cuts = num_parts(num_blocks * B * G, H // G)
+        part_dk, part_dv = (
+            x if cuts == 1 else torch.empty(cuts, *x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv)
+        )  # fmt: skip
+        dkv_kernel[num_blocks * B * G, cuts](
+            *arrays, delta, pivot, log_sum, visited, part_dk, part_dv, *strides, num_blocks,
             triton.cdiv(T, sizes.forward.rows), visited.shape[2], *numbers, **constants, **sizes.dkv.options(),
         )  # fmt: skip
+        if cuts > 1:
+            dk.copy_(part_dk.sum(0))
+            dv.copy_(part_dv.sum(0))
     if dslopes is not None and parts is not None:
         for side, gradient in enumerate(dslopes):
             gradient.copy_(parts[..., side].sum(-1, dtype=torch.float64))

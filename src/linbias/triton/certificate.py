@@ -22,6 +22,8 @@ BLOCKS_PER_PROGRAM = 4
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Covers the device's approximate log2, in bits.
 MARGIN: tl.constexpr = tl.constexpr(2.0**-9)
+# Keys whose bias is below so many bits carry most of a row's weight.
+PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
 
 
 class Bounds(NamedTuple):
@@ -100,6 +102,12 @@ def trip_count(
     blocks = tl.where(blocks <= limit, tl.maximum(blocks, 0.0), limit)
     blocks = tl.where(slope > 0, blocks, limit)
     return tl.max(tl.where(present, blocks, 0.0), 0).to(tl.int32)
+
+
+@triton.jit
+def preview(slope, KEYS: tl.constexpr):
+    """Blocks of keys that carry most of a row's weight, as far as the bias goes: worth a look before the certificate."""
+    return tl.ceil(1.0 / tl.maximum(slope, 1e-6) * PREVIEW_BITS / KEYS).to(tl.int32)
 
 
 def bounds(k: Tensor, v: Tensor, key_range: Tensor | None, keys: int) -> Bounds:

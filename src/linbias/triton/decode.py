@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import bounds, log_count, padded, slack_of, trip_count
-from linbias.triton.forward import PREVIEW_BITS, add_block, log_share, slope_strides
+from linbias.triton.certificate import bounds, log_count, padded, preview, slack_of, trip_count
+from linbias.triton.forward import add_block, log_share, slope_strides
 from linbias.triton.sizes import FUSION, Sizes
 from linbias.triton.tile import (
     INF,
@@ -55,17 +55,14 @@ def decode_kernel(
     h, t = g * group + offsets // T, offsets % T
     present = offsets < group * T
     position = t + end - T
-    left, left_hidden = read_slope(
-        tl.load(LEFT_SLOPES + b * left_b + h * left_h, mask=present, other=INF)
-    )
-    right, right_hidden = read_slope(tl.full((ROWS,), float("inf"), tl.float32))
+    left_at, right_at = b * left_b + h * left_h, b * right_b + h * right_h
+    left, left_sight = read_slope(tl.load(LEFT_SLOPES + left_at, mask=present, other=INF))
+    right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
     if HAS_RIGHT:
-        right, right_hidden = read_slope(
-            tl.load(RIGHT_SLOPES + b * right_b + h * right_h, mask=present, other=INF)
-        )
-    Q += b.to(tl.int64) * q_b
-    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
-    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+        right, right_sight = read_slope(tl.load(RIGHT_SLOPES + right_at, mask=present, other=INF))
+    Q += wide(b) * q_b
+    K += wide(b) * k_b + wide(g) * k_h
+    V += wide(b) * v_b + wide(g) * v_h
     entries = tl.arange(0, PADDED_D)
     from_rows = h.to(tl.int64) * q_h + t.to(tl.int64) * q_t
     q = tl.load(
@@ -77,24 +74,26 @@ def decode_kernel(
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
+    no_lead = tl.zeros((ROWS,), tl.float32)
 
     low, high = near_keys(end - T, first, end, 1, KEYS)
     high = tl.cdiv(end, KEYS) * KEYS
     # How many blocks lie to the left of these, for rows that may look there.
-    seen = present & (left_hidden == 0)
+    seen = present & (left_sight > 0)
     most = tl.max(tl.where(seen, tl.maximum((low - first // KEYS * KEYS) // KEYS, 0), 0), 0)
     count = most
     if CERTIFY:
-        preview = tl.ceil(1.0 / tl.maximum(left, 1e-6) * PREVIEW_BITS / KEYS).to(tl.int32)
-        near = tl.minimum(tl.max(tl.where(seen, preview, 0), 0), tl.minimum(most, NEAR_BLOCKS))
+        wanted = tl.where(seen, preview(left, KEYS), 0)
+        near = tl.minimum(tl.max(wanted, 0), tl.minimum(most, NEAR_BLOCKS))
         for start in tl.range(low - near * KEYS, high, KEYS, num_stages=STAGES):
             keys = start + columns
             inside = (keys >= first) & (keys < end)
             k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
             score = near_score(
                 tl.dot(q, tl.trans(k), input_precision="ieee"),
-                (position[:, None] - keys[None, :]).to(tl.float32),
-                inside[None, :], scale, left[:, None], left_hidden[:, None], right[:, None], right_hidden[:, None],
+                position[:, None] - keys[None, :],
+                inside[None, :], scale, left[:, None], left_sight[:, None], right[:, None], right_sight[:, None],
+                HAS_RIGHT,
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(score, 1))
             pivot = tl.where(new_max == -INF, 0.0, new_max)
@@ -110,9 +109,9 @@ def decode_kernel(
             base = slack * q_norm * radius
         else:
             center = tl.load(
-                CENTER + tl.program_id(0).to(tl.int64) * D + entries, mask=entries < D, other=0.0
+                CENTER + wide(tl.program_id(0)) * D + entries, mask=entries < D, other=0.0
             )
-            REACH += tl.program_id(0).to(tl.int64) * num_blocks
+            REACH += wide(tl.program_id(0)) * num_blocks
             radius = tl.load(REACH + tl.maximum(nearest, 0) // KEYS)
             largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(REACH + reach_size)
             base = tl.sum(wide_q * center[None, :], 1) * scale + slack * q_norm * largest
@@ -132,14 +131,15 @@ def decode_kernel(
         k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
         score = near_score(
             tl.dot(q, tl.trans(k), input_precision="ieee"),
-            (position[:, None] - keys[None, :]).to(tl.float32),
-            inside[None, :], scale, left[:, None], left_hidden[:, None], right[:, None], right_hidden[:, None],
+            position[:, None] - keys[None, :],
+            inside[None, :], scale, left[:, None], left_sight[:, None], right[:, None], right_sight[:, None],
+                HAS_RIGHT,
         )  # fmt: skip
         v = load_rows(V + wide(start) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
         acc, row_max, row_sum = add_block(
-            score, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
+            score, no_lead, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
         )
-    rows = (tl.program_id(0).to(tl.int64) * num_parts + part) * group * T
+    rows = (wide(tl.program_id(0)) * num_parts + part) * group * T
     store_rows(PART_OUT + rows * E, offsets, present, acc, E, PADDED_E)
     tl.store(PART_MAX + rows + offsets, row_max, mask=present)
     tl.store(PART_SUM + rows + offsets, row_sum, mask=present)
@@ -159,7 +159,7 @@ def merge_kernel(
     PADDED_E: tl.constexpr,
 ):
     """Add up the parts of one row; grid (B * G * rows). Rows lie in the order of OUT [B, H, T, E]."""
-    row = tl.program_id(0).to(tl.int64)
+    row = wide(tl.program_id(0))
     entries = tl.arange(0, PADDED_E)
     acc = tl.zeros((PADDED_E,), tl.float32)
     row_max, row_sum = float("-inf"), 0.0

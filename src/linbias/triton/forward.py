@@ -1,9 +1,7 @@
 """The forward pass: a tile of query rows visits keys near to far, with an online softmax, for as long as the certificate asks.
 
-One program: `rows` queries of one head. Order of work: the heads with the highest index (with ALiBi's schedules the flattest,
-whose windows are longest) and the last rows first, so that long programs start early; programs of one head follow each
-other and share its keys in the L2 cache. Within a program: near tiles with masks; then each side in two counted loops
-that the compiler can pipeline, the second as long as the certificate asks once the first has seen most of the weight.
+One program: `rows` queries of one head. Near tiles come first, with masks; then each side in a counted loop that the compiler
+can pipeline, entered twice: the second time for as long as the certificate asks once the first has seen most of the weight.
 In registers: queries, acc [rows, E], a tile of scores; in shared memory: `num_stages` blocks of keys and values.
 Shapes: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], any strides, D and E up to 256; float16, bfloat16, float32.
 """
@@ -14,47 +12,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import Bounds, bounds, log_count, padded, slack_of, trip_count
+from linbias.triton.certificate import Bounds, bounds, log_count, padded, preview, slack_of, trip_count
 from linbias.triton.sizes import Sizes
 from linbias.triton.tile import (
     INF,
     LEFT,
     LOG2E,
     drop,
-    far_terms,
+    gap,
+    key_bias,
     key_hash,
     key_limits,
     load_rows,
+    my_tile,
     near_keys,
     near_score,
-    read_slope,
+    read_slopes,
+    row_bias,
     row_hash,
     store_rows,
     wide,
 )
 
-# Keys whose bias is below so many bits carry most of a row's weight.
-PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
-
 
 @triton.jit
 def add_block(
-    score,
-    v,
-    acc,
-    row_max,
-    row_sum,
-    row_hashes,
-    key_hashes,
-    threshold,
-    factor,
-    DROPOUT: tl.constexpr,
-):
-    """One step of the online softmax, in bits."""
-    new_max = tl.maximum(row_max, tl.max(score, 1))
+    score, lead, v, acc, row_max, row_sum, row_hashes, key_hashes, threshold, factor, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax, in bits; the scores still lack `lead` [rows], which is taken off them all."""
+    new_max = tl.maximum(row_max, tl.max(score, 1) - lead)
     # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
     pivot = tl.where(new_max == -INF, 0.0, new_max)
-    weight = tl.exp2(score - pivot[:, None])
+    weight = tl.exp2(score - (pivot + lead)[:, None])
     shrink = tl.exp2(row_max - pivot)
     row_sum = row_sum * shrink + tl.sum(weight, 1)
     acc = acc * shrink[:, None]
@@ -64,38 +53,36 @@ def add_block(
     return acc, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=["threshold"])
 def forward_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, CENTER, REACH, OUT, ROW_MAX, LOG_SUM, VISITED,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, SEED, CENTER, REACH, OUT, ROW_MAX, LOG_SUM, VISITED,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
     B, H, G, T, S, num_tiles, visited_tiles, num_blocks, reach_size,
-    scale, log_share, slack, seed, threshold, factor,
+    scale, log_share, slack, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Fill OUT [B, H, T, E], ROW_MAX and LOG_SUM [B, H, T] in bits, VISITED [B, H, visited_tiles, 2]; 1-D grid."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile, h, b = index % num_tiles, index // num_tiles // B, index // num_tiles % B
-    g = h // (H // G)
-    head = b.to(tl.int64) * H + h
+    tile, b, h, g = my_tile(num_tiles, B, H, G)
+    head = wide(b) * H + h
     first, end = key_limits(RANGE, b, S, HAS_RANGE)
     offsets = tl.arange(0, ROWS)
     start = tile * ROWS
     position = start + end - T
     present = start + offsets < T
-    left, left_hidden = read_slope(tl.load(LEFT_SLOPES + b * left_b + h * left_h))
-    right, right_hidden = read_slope(tl.full((), float("inf"), tl.float32))
-    if HAS_RIGHT:
-        right, right_hidden = read_slope(tl.load(RIGHT_SLOPES + b * right_b + h * right_h))
-    Q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + wide(start) * q_t
-    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
-    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+    left, left_sight, right, right_sight = read_slopes(
+        LEFT_SLOPES, RIGHT_SLOPES, b * left_b + h * left_h, b * right_b + h * right_h, HAS_RIGHT
+    )
+    Q += wide(b) * q_b + wide(h) * q_h + wide(start) * q_t
+    K += wide(b) * k_b + wide(g) * k_h
+    V += wide(b) * v_b + wide(g) * v_h
     q = load_rows(Q, offsets, present, q_t, q_d, D, PADDED_D)
-    row_hashes = row_hash(seed, head, start + offsets)
+    row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
+    no_lead = tl.zeros((ROWS,), tl.float32)
     columns = tl.arange(0, KEYS)
 
     low, high = near_keys(position, first, end, ROWS, KEYS)
@@ -105,22 +92,20 @@ def forward_kernel(
         k = load_rows(K + wide(near) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
         v = load_rows(V + wide(near) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
         product = tl.dot(q, tl.trans(k), input_precision="ieee")
-        distance = ((position + offsets)[:, None] - keys[None, :]).to(tl.float32)
+        distance = (position + offsets)[:, None] - keys[None, :]
         score = near_score(
-            product, distance, inside[None, :], scale, left, left_hidden, right, right_hidden
-        )
+            product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+        )  # fmt: skip
         acc, row_max, row_sum = add_block(
-            score, v, acc, row_max, row_sum, row_hashes, key_hash(keys), threshold, factor, DROPOUT
-        )
+            score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys), threshold, factor, DROPOUT
+        )  # fmt: skip
 
     base = row_sum
     q_norm = row_sum
     if CERTIFY:
         entries = tl.arange(0, PADDED_D)
-        center = tl.load(
-            CENTER + (b * G + g).to(tl.int64) * D + entries, mask=entries < D, other=0.0
-        )
-        REACH += (b * G + g).to(tl.int64) * num_blocks
+        center = tl.load(CENTER + (wide(b) * G + g) * D + entries, mask=entries < D, other=0.0)
+        REACH += (wide(b) * G + g) * num_blocks
         right_reach = REACH + reach_size
         wide_q = q.to(tl.float32)
         q_norm = tl.sqrt(tl.sum(wide_q * wide_q, 1)) * tl.abs(scale) * (1 + slack)
@@ -130,14 +115,11 @@ def forward_kernel(
     for SIDE in tl.static_range(2):
         if SIDE == LEFT or HAS_RIGHT:
             if SIDE == LEFT:
-                slope, hidden, most = left, left_hidden, (low - first // KEYS * KEYS) // KEYS
+                slope, sight, most = left, left_sight, low // KEYS - first // KEYS
             else:
-                slope, hidden, most = (
-                    right,
-                    right_hidden,
-                    (tl.cdiv(end, KEYS) * KEYS - high) // KEYS,
-                )
-            most = tl.where(hidden == 0, tl.maximum(most, 0), 0)
+                slope, sight, most = right, right_sight, tl.cdiv(end, KEYS) - high // KEYS
+            most = tl.where(sight > 0, tl.maximum(most, 0), 0)
+            key_term, row_term = key_bias(columns, slope, KEYS, SIDE), row_bias(offsets, slope, ROWS, SIDE)
             visited = 0
             for turn in tl.range(0, 2 if CERTIFY else 1):
                 count = most
@@ -154,47 +136,22 @@ def forward_kernel(
                         unseen = end - nearest
                     bound = base + q_norm * radius + log_count(slope, unseen)
                     count = visited + trip_count(
-                        bound,
-                        slope,
-                        row_max,
-                        row_sum,
-                        present,
-                        distance,
-                        most - visited,
-                        log_share,
-                        slack,
-                        KEYS,
-                    )
-                    preview = tl.ceil(1.0 / tl.maximum(slope, 1e-6) * PREVIEW_BITS / KEYS).to(
-                        tl.int32
-                    )
-                    count = tl.where(turn == 0, tl.minimum(count, preview), count)
+                        bound, slope, row_max, row_sum, present, distance, most - visited, log_share, slack, KEYS
+                    )  # fmt: skip
+                    count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
                 for n in tl.range(visited, count, num_stages=STAGES):
-                    if SIDE == LEFT:
-                        far = low - (n + 1) * KEYS
-                    else:
-                        far = high + n * KEYS
+                    far = low - (n + 1) * KEYS if SIDE == LEFT else high + n * KEYS
                     keys = far + columns
                     inside = (keys >= first) & (keys < end)
-                    k = load_rows(K + wide(far) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
+                    k = load_rows(K + wide(far) * k_s, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE or SIDE != LEFT)
                     product = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    row_term, key_term = far_terms(
-                        offsets, keys, inside, position, slope, ROWS, SIDE
-                    )
-                    score = product * scale - key_term[None, :] - row_term[:, None]
-                    v = load_rows(V + wide(far) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
+                    bias = tl.where(inside, key_term, INF) if HAS_RANGE or SIDE != LEFT else key_term
+                    lead = row_term + slope * gap(position, far, ROWS, KEYS, SIDE)
+                    v = load_rows(V + wide(far) * v_s, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE or SIDE != LEFT)
                     acc, row_max, row_sum = add_block(
-                        score,
-                        v,
-                        acc,
-                        row_max,
-                        row_sum,
-                        row_hashes,
-                        key_hash(keys),
-                        threshold,
-                        factor,
-                        DROPOUT,
-                    )
+                        product * scale - bias[None, :], lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys),
+                        threshold, factor, DROPOUT,
+                    )  # fmt: skip
                 visited = count
             tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)
 
@@ -214,7 +171,7 @@ def forward(
     left: Tensor,
     right: Tensor | None,
     key_range: Tensor | None,
-    seed: int,
+    seed: Tensor | None,
     scale: float,
     dropout: float,
     tolerance: float,
@@ -226,6 +183,7 @@ def forward(
     Args:
         left, right: [H] or [B, H], float32.
         key_range: [B, 2], int32, or None.
+        seed: [], int64, on the device; None without dropout.
         results: out, row_max, log_sum, visited; visited with room for T / FEWEST_ROWS tiles.
     """
     (B, H, T, D), (G, S), E = q.shape, k.shape[1:3], v.shape[3]
@@ -238,10 +196,10 @@ def forward(
     measured = bounds(k, v, key_range, tile.keys) if certify else Bounds(None, None)
     num_tiles = triton.cdiv(T, tile.rows)
     forward_kernel[num_tiles * B * H,](
-        q, k, v, left, right, key_range, *measured, out, row_max, log_sum, visited,
+        q, k, v, left, right, key_range, seed, *measured, out, row_max, log_sum, visited,
         *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right),
         B, H, G, T, S, num_tiles, visited.shape[2], triton.cdiv(S, tile.keys), B * G * triton.cdiv(S, tile.keys),
-        scale * LOG2E.value, log_share(tolerance, right is not None), slack_of(D), seed, *dropout_numbers(dropout),
+        scale * LOG2E.value, log_share(tolerance, right is not None), slack_of(D), *dropout_numbers(dropout),
         D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), **tile.options(),
         HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify, DROPOUT=dropout > 0,
     )  # fmt: skip

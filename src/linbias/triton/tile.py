@@ -1,7 +1,10 @@
 """What a tile of scores is made of: the functions that the kernels share.
 
 Scores count in bits (base-2 exponents): score = q.k * scale * log2(e) - slope * log2(e) * distance. Distances are integers
-held in float32, exact up to 2^24 tokens, and always taken from the tile outwards, never from position 0.
+held in float32, exact up to 2^24 tokens, and always taken from the tile outwards, never from position 0. Where all keys of
+a block lie on one side of all rows, the distance is a sum of three that are at least 0: of the key within its block, of the
+gap between block and tile, and of the row within its tile. Only the first is taken off every score, within its
+multiplication; the others go to the row's maximum, which a score is held against anyway.
 """
 
 import triton
@@ -12,6 +15,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_SLOPE: tl.constexpr = tl.constexpr(3e38)
 LEFT: tl.constexpr = tl.constexpr(0)
 RIGHT: tl.constexpr = tl.constexpr(1)
+FARTHEST: tl.constexpr = tl.constexpr(2**30)  # no distance is as long
 
 
 @triton.jit
@@ -22,11 +26,33 @@ def wide(x):
 
 @triton.jit
 def read_slope(slope):
-    """The slope in bits per key, and 1 if it hides its side, else 0."""
-    hidden = tl.where(slope == INF, 1, 0)
-    bits = tl.where(slope == INF, 0.0, slope) * LOG2E
+    """The slope in bits per key, and how far its side can be seen: 0 keys if the slope hides it."""
+    hidden = slope == INF
+    bits = tl.where(hidden, 0.0, slope) * LOG2E
     # 0 * inf would be NaN at distance 0
-    return tl.where(bits > LARGEST_SLOPE, LARGEST_SLOPE, bits), hidden
+    return tl.where(bits > LARGEST_SLOPE, LARGEST_SLOPE, bits), tl.where(hidden, 0, FARTHEST)
+
+
+@triton.jit
+def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_at, right_at, HAS_RIGHT: tl.constexpr):
+    """Slope and sight to the left and to the right of one head; without right slopes that side is hidden."""
+    left, left_sight = read_slope(tl.load(LEFT_SLOPES + left_at))
+    right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
+    if HAS_RIGHT:
+        right, right_sight = read_slope(tl.load(RIGHT_SLOPES + right_at))
+    return left, left_sight, right, right_sight
+
+
+@triton.jit
+def my_tile(num_tiles, B, H, G):
+    """Which tile of which head a program of the grid num_tiles * B * H has: tile, batch row, head, key/value head.
+
+    The heads with the highest index come first (with ALiBi's schedules the flattest, whose windows are longest), and of each
+    the last rows, so that long programs start early; programs of one head follow each other and share its keys in the L2 cache.
+    """
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    h = index // num_tiles // B
+    return index % num_tiles, index // num_tiles % B, h, h // (H // G)
 
 
 @triton.jit
@@ -49,21 +75,21 @@ def near_keys(position, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base,
-    rows,
-    present,
-    stride_row,
-    stride_entry,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """[rows, PADDED]; zeros in absent rows and beyond SIZE."""
+    base, rows, present, stride_row, stride_entry,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not MASKED: blocks to the left
+    of a tile are whole unless a key range cuts them."""
     entries = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * stride_row + entries[None, :] * stride_entry
-    mask = present[:, None]
-    if SIZE != PADDED:
-        mask = mask & (entries < SIZE)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+    if MASKED and SIZE != PADDED:
+        return tl.load(pointers, mask=present[:, None] & (entries < SIZE)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=present[:, None], other=0.0)
+    elif SIZE != PADDED:
+        return tl.load(pointers, mask=(entries < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -79,32 +105,38 @@ def store_rows(base, rows, present, values, SIZE: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def near_score(
-    product,
-    distance,
-    inside,
-    scale,
-    left,
-    left_hidden,
-    right,
-    right_hidden,
-):
+    product, distance, inside, scale, left, left_sight, right, right_sight, HAS_RIGHT: tl.constexpr
+):  # fmt: skip
     """Scores of keys on both sides of the rows; distance = position - key, in the shape of product."""
-    bias = tl.where(distance >= 0, left * distance, -right * distance)
-    hidden = tl.where(distance > 0, left_hidden, tl.where(distance < 0, right_hidden, 0))
-    return tl.where(inside & (hidden == 0), product * scale - bias, -INF)
+    bias = left * distance.to(tl.float32)
+    visible = inside & (distance <= left_sight)
+    if HAS_RIGHT:
+        bias = tl.where(distance < 0, -right * distance.to(tl.float32), bias)
+        visible &= distance >= -right_sight
+    else:
+        visible &= distance >= 0
+    return tl.where(visible, product * scale - bias, -INF)
 
 
 @triton.jit
-def far_terms(offsets, keys, inside, position, slope, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """What rows and keys add to the bias where all keys lie on one side: both at least 0, so that nothing cancels.
+def key_bias(columns, slope, KEYS: tl.constexpr, SIDE: tl.constexpr):
+    """The bias of a block's keys beside that of its key nearest to the rows."""
+    return slope * (KEYS - 1 - columns if SIDE == LEFT else columns).to(tl.float32)
 
-    offsets count the rows from the tile's first, which stands at `position`; keys that do not count get inf.
-    """
+
+@triton.jit
+def row_bias(offsets, slope, ROWS: tl.constexpr, SIDE: tl.constexpr):
+    """The bias of a tile's rows beside that of its row nearest to the keys."""
+    return slope * (offsets if SIDE == LEFT else ROWS - 1 - offsets).to(tl.float32)
+
+
+@triton.jit
+def gap(position, block, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr):
+    """The distance between the rows from `position` and the keys from `block`, nearest to nearest."""
     if SIDE == LEFT:
-        row_term, away = slope * offsets.to(tl.float32), position - keys
+        return (position - block - (KEYS - 1)).to(tl.float32)
     else:
-        row_term, away = slope * (ROWS - 1 - offsets).to(tl.float32), keys - (position + ROWS - 1)
-    return row_term, tl.where(inside, slope * away.to(tl.float32), INF)
+        return (block - position - (ROWS - 1)).to(tl.float32)
 
 
 @triton.jit
@@ -117,10 +149,13 @@ def _mix(x):
 
 
 @triton.jit
-def row_hash(seed, batch_head, rows):
+def row_hash(SEED, batch_head, rows, DROPOUT: tl.constexpr):
     """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share."""
-    head = _mix(_mix(seed.to(tl.uint32)) ^ batch_head.to(tl.uint32))
-    return _mix(head ^ rows.to(tl.uint32))
+    if DROPOUT:
+        head = _mix(_mix(tl.load(SEED).to(tl.uint32)) ^ batch_head.to(tl.uint32))
+        return _mix(head ^ rows.to(tl.uint32))
+    else:
+        return rows
 
 
 @triton.jit

@@ -1,0 +1,76 @@
+"""What Triton's interpreter lacks: bfloat16 as the hardware rounds and multiplies it, and an error where a kernel strays.
+
+The interpreter stores bfloat16 as uint16, multiplies these as integers, and cuts off where a GPU rounds to nearest. And it
+reads and writes through bare pointers: outside an array it finds what happens to lie there. `repaired` mends both.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@contextmanager
+def repaired() -> Iterator[None]:
+    """Run kernels with bfloat16 as on a GPU; IndexError where one touches memory that none of its arguments spans."""
+    memory, arrays = interpreter._interpreter, Arrays()
+    guarded = SimpleNamespace(
+        **{name: getattr(memory, name) for name in dir(memory) if not name.startswith("_")}
+    )
+    guarded.load = lambda pointers, mask, *rest: arrays.check(pointers, mask) or memory.load(
+        pointers, mask, *rest
+    )
+    guarded.store = lambda pointers, value, mask: arrays.check(pointers, mask) or memory.store(
+        pointers, value, mask
+    )
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    call, multiply, cast = executor.__call__, builder.create_dot, builder.cast_impl
+
+    def run(self, *arguments, **options):
+        arrays.take(arguments)
+        return call(self, *arguments, **options)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, *(cast_impl(self, x, tl.float32) for x in (a, b)), *rest)
+
+    def cast_impl(self, source, to):
+        if source.dtype.scalar == tl.bfloat16:
+            wide = (source.data.astype(np.uint32) << 16).view(np.float32)
+            source = interpreter.TensorHandle(wide, tl.float32)
+        if to.scalar == tl.bfloat16:
+            wide = np.ascontiguousarray(source.data, np.float32)
+            data = torch.from_numpy(wide).bfloat16().view(torch.uint16).numpy()
+            return interpreter.TensorHandle(data, tl.bfloat16)
+        return cast(self, source, to)
+
+    with (
+        mock.patch.object(interpreter, "_interpreter", guarded),
+        mock.patch.object(executor, "__call__", run),
+        mock.patch.multiple(builder, create_dot=create_dot, cast_impl=cast_impl,
+                            create_fp_ext=cast_impl, create_fp_trunc=cast_impl),
+    ):  # fmt: skip
+        yield
+
+
+class Arrays:
+    """The memory that a kernel's arguments span, from their first element to their last."""
+
+    def take(self, arguments) -> None:
+        spans = [span(x) for x in arguments if isinstance(x, torch.Tensor) and x.numel()]
+        self.first, self.end = np.array(spans, np.uint64).reshape(-1, 2).T
+
+    def check(self, pointers, mask) -> None:
+        touched = pointers[mask].astype(np.uint64)[:, None]
+        stray = touched[~((self.first <= touched) & (touched < self.end)).any(1)]
+        if stray.size:
+            raise IndexError(f"{stray.size} of {touched.size} addresses lie outside every argument")
+
+
+def span(x: torch.Tensor) -> tuple[int, int]:
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (steps + 1) * x.element_size()
