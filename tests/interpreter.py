@@ -22,11 +22,11 @@ def repaired() -> Iterator[None]:
     guarded = SimpleNamespace(
         **{name: getattr(memory, name) for name in dir(memory) if not name.startswith("_")}
     )
-    guarded.load = lambda pointers, mask, *rest: arrays.check(pointers, mask) or memory.load(
-        pointers, mask, *rest
+    guarded.load = lambda pointers, mask, *rest: (
+        arrays.check(pointers, mask) or memory.load(pointers, mask, *rest)
     )
-    guarded.store = lambda pointers, value, mask: arrays.check(pointers, mask) or memory.store(
-        pointers, value, mask
+    guarded.store = lambda pointers, value, mask: (
+        arrays.check(pointers, mask) or memory.store(pointers, value, mask)
     )
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     call, multiply, cast = executor.__call__, builder.create_dot, builder.cast_impl
@@ -68,7 +68,9 @@ class Arrays:
         touched = pointers[mask].astype(np.uint64)[:, None]
         stray = touched[~((self.first <= touched) & (touched < self.end)).any(1)]
         if stray.size:
-            raise IndexError(f"{stray.size} of {touched.size} addresses lie outside every argument")
+            raise IndexError(
+                f"{stray.size} of {touched.size} addresses lie outside every argument"
+            )
 
 
 def span(x: torch.Tensor) -> tuple[int, int]:

@@ -40,7 +40,11 @@ def why_not(call: Call) -> str | None:
     if max(call.D, call.E) > sizes.LARGEST_HEAD:
         return f"head sizes go up to {sizes.LARGEST_HEAD}, got {max(call.D, call.E)}"
     if call.device == "cpu":
-        return None if call.dtype in INTERPRETED else f"Triton's interpreter cannot multiply {call.dtype}"
+        return (
+            None
+            if call.dtype in INTERPRETED
+            else f"Triton's interpreter cannot multiply {call.dtype}"
+        )
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, and this is one of AMD's"
     device = torch.cuda.current_device()
@@ -150,4 +154,3 @@ def _small_strides(x: Tensor) -> Tensor:
     """x, copied if offsets within a tile might not fit 32 bits."""
     farthest = 128 * x.stride(2) + x.shape[3] * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
-

@@ -13,18 +13,22 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.triton.certificate import LN2, padded
-from linbias.triton.forward import dropout_numbers, slope_strides
+from linbias.triton.forward import dropout_numbers, precise, slope_strides
 from linbias.triton.sizes import FUSION, Sizes
 from linbias.triton.tile import (
     INF,
     LEFT,
     LOG2E,
+    NEAR,
     RIGHT,
+    cut,
     drop,
+    far_score,
     gap,
     key_bias,
     key_hash,
     key_limits,
+    load_block,
     load_rows,
     my_tile,
     near_keys,
@@ -36,7 +40,6 @@ from linbias.triton.tile import (
     wide,
 )
 
-NEAR: tl.constexpr = tl.constexpr(2)  # after LEFT and RIGHT
 SCAN: tl.constexpr = tl.constexpr(1024)
 # Key blocks of fewer key/value heads than that are shared out by query heads.
 FEWEST_PROGRAMS = 256
@@ -82,12 +85,12 @@ def load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def weigh(score, pivot, log_sum, PRECISE: tl.constexpr):
-    """The weights; pivot and log_sum broadcast to the shape of score."""
+def weigh(score, lead, pivot, log_sum, PRECISE: tl.constexpr):
+    """The weights of scores that still lack `lead`, unless PRECISE. All broadcast to the shape of score."""
     if PRECISE:
         return tl.exp2(score - pivot - log_sum)
     else:
-        return tl.exp2(score - pivot)
+        return tl.exp2(score - (lead + pivot))
 
 
 @triton.jit
@@ -153,24 +156,24 @@ def dq_kernel(
                 slope, begin, stop = right, high, high + tl.load(counts + 1) * FORWARD_KEYS
             else:
                 slope, begin, stop = left, low, high
-            key_term, row_term = key_bias(columns, slope, KEYS, PART), row_bias(offsets, slope, ROWS, PART)
+            row_term = row_bias(offsets, slope, ROWS, PART)
             for block in tl.range(begin, stop, KEYS, num_stages=STAGES):
                 keys = block + columns
                 inside = (keys >= first) & (keys < end)
-                k = load_rows(K + wide(block) * k_s, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE or PART != LEFT)
-                v = load_rows(V + wide(block) * v_s, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE or PART != LEFT)
+                k = load_block(K, block, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, PART)
+                v = load_block(V, block, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, PART)
                 product = tl.dot(q, tl.trans(k), input_precision="ieee")
                 distance = (position + offsets)[:, None] - keys[None, :]
                 if PART == NEAR:
                     score = near_score(
                         product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
                     )  # fmt: skip
-                    weight = weigh(score, pivot[:, None], log_sum[:, None], PRECISE)
+                    lead = tl.zeros((ROWS,), tl.float32)
                 else:
-                    bias = tl.where(inside, key_term, INF) if HAS_RANGE or PART != LEFT else key_term
-                    lead = pivot + (row_term + slope * gap(position, block, ROWS, KEYS, PART))
-                    score = product * scale - bias[None, :]
-                    weight = weigh(score, lead[:, None], log_sum[:, None], PRECISE)
+                    key_term = cut(key_bias(columns, slope, KEYS, PART), inside, HAS_RANGE, PART)
+                    lead = row_term + slope * gap(position, block, ROWS, KEYS, PART)
+                    score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
+                weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
                     weight, dweight, delta[:, None], row_hashes[:, None], key_hash(keys)[None, :],
@@ -258,7 +261,11 @@ def dkv_kernel(
     for h in range(g * (H // G) + part * share, g * (H // G) + (part + 1) * share):
         head = wide(b) * H + h
         left, left_sight, right, right_sight = read_slopes(
-            LEFT_SLOPES, RIGHT_SLOPES, b * left_b + h * left_h, b * right_b + h * right_h, HAS_RIGHT
+            LEFT_SLOPES,
+            RIGHT_SLOPES,
+            b * left_b + h * left_h,
+            b * right_b + h * right_h,
+            HAS_RIGHT,
         )
         counts = VISITED + head * visited_tiles * 2
         lowest, highest = looking_tiles(
@@ -274,12 +281,13 @@ def dkv_kernel(
         for PART in tl.static_range(3):
             if PART != RIGHT or HAS_RIGHT:
                 if PART == LEFT:
-                    slope, begin, stop = left, mixed_high, highest
+                    slope, sight, begin, stop = left, left_sight, mixed_high, highest
                 elif PART == RIGHT:
-                    slope, begin, stop = right, lowest, mixed_low
+                    slope, sight, begin, stop = right, right_sight, lowest, mixed_low
                 else:
-                    slope, begin, stop = left, mixed_low if HAS_RIGHT else lowest, mixed_high
-                key_term, row_term = key_bias(columns, slope, KEYS, PART), row_bias(offsets, slope, ROWS, PART)
+                    slope, sight, stop = left, left_sight, mixed_high
+                    begin = mixed_low if HAS_RIGHT else lowest
+                row_term = row_bias(offsets, slope, ROWS, PART)
                 for start in tl.range(begin, stop, ROWS, num_stages=STAGES):
                     tile = start // FORWARD_ROWS
                     low, high = near_keys(
@@ -306,11 +314,17 @@ def dkv_kernel(
                         score = near_score(
                             product, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
                         )  # fmt: skip
+                        lead = tl.zeros((ROWS,), tl.float32)
                     else:
-                        bias = key_term + slope * gap(start + shift, s, ROWS, KEYS, PART)
-                        score = product * scale - tl.where(visible, bias, INF)[:, None]
-                        pivot += row_term
-                    weight = weigh(score, pivot[None, :], log_sum[None, :], PRECISE)
+                        # Rows of a near tile may lie next to keys on a side that is hidden.
+                        key_term = tl.where(
+                            visible & (sight > 0), key_bias(columns, slope, KEYS, PART), INF
+                        )
+                        lead = row_term + slope * gap(start + shift, s, ROWS, KEYS, PART)
+                        score = far_score(
+                            product, scale, key_term[:, None], lead[None, :], PRECISE
+                        )
+                    weight = weigh(score, lead[None, :], pivot[None, :], log_sum[None, :], PRECISE)
                     dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
                     row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)[None, :]
                     dscore, dropped = score_gradient(
@@ -363,10 +377,9 @@ def backward(
     dq, dk, dv = gradients
     delta, pivot = torch.empty_like(row_max), torch.empty_like(row_max)
     rows = 64
-    precise = q.dtype == torch.float32
     row_kernel[B * H, triton.cdiv(T, rows)](
         dout, out, dlse, row_max, log_sum, delta, pivot, *dout.stride(), H, T, E=E, PADDED_E=padded(E), ROWS=rows,
-        PRECISE=precise, **FUSION,
+        PRECISE=precise(q), **FUSION,
     )  # fmt: skip
     num_tiles = triton.cdiv(T, sizes.dq.rows)
     parts = None if dslopes is None else delta.new_empty(B, H, num_tiles, 2)
@@ -376,7 +389,7 @@ def backward(
     numbers = scale * LOG2E.value, *dropout_numbers(dropout)
     constants = {
         "D": D, "E": E, "PADDED_D": padded(D), "PADDED_E": padded(E), "HAS_RIGHT": right is not None,
-        "HAS_RANGE": key_range is not None, "DROPOUT": dropout > 0, "PRECISE": precise,
+        "HAS_RANGE": key_range is not None, "DROPOUT": dropout > 0, "PRECISE": precise(q),
         "FORWARD_ROWS": sizes.forward.rows, "FORWARD_KEYS": sizes.forward.keys,
     }  # fmt: skip
     arrays = q, k, v, left, right, key_range, seed, dout

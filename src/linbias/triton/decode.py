@@ -21,8 +21,9 @@ from linbias.triton.sizes import FUSION, Sizes
 from linbias.triton.tile import (
     INF,
     LOG2E,
+    NEAR,
     key_limits,
-    load_rows,
+    load_block,
     near_keys,
     near_score,
     read_slope,
@@ -88,7 +89,7 @@ def decode_kernel(
         for start in tl.range(low - near * KEYS, high, KEYS, num_stages=STAGES):
             keys = start + columns
             inside = (keys >= first) & (keys < end)
-            k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
+            k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
             score = near_score(
                 tl.dot(q, tl.trans(k), input_precision="ieee"),
                 position[:, None] - keys[None, :],
@@ -128,14 +129,14 @@ def decode_kernel(
         start = high - (n + 1) * KEYS
         keys = start + columns
         inside = (keys >= first) & (keys < end)
-        k = load_rows(K + wide(start) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
+        k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
         score = near_score(
             tl.dot(q, tl.trans(k), input_precision="ieee"),
             position[:, None] - keys[None, :],
             inside[None, :], scale, left[:, None], left_sight[:, None], right[:, None], right_sight[:, None],
                 HAS_RIGHT,
         )  # fmt: skip
-        v = load_rows(V + wide(start) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
+        v = load_block(V, start, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, NEAR)
         acc, row_max, row_sum = add_block(
             score, no_lead, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
         )

@@ -8,21 +8,34 @@ Shapes: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], any strides, D and E up 
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import Bounds, bounds, log_count, padded, preview, slack_of, trip_count
+from linbias.triton.certificate import (
+    Bounds,
+    bounds,
+    log_count,
+    padded,
+    preview,
+    slack_of,
+    trip_count,
+)
 from linbias.triton.sizes import Sizes
 from linbias.triton.tile import (
     INF,
     LEFT,
     LOG2E,
+    NEAR,
+    cut,
     drop,
+    far_score,
     gap,
     key_bias,
     key_hash,
     key_limits,
+    load_block,
     load_rows,
     my_tile,
     near_keys,
@@ -61,7 +74,7 @@ def forward_kernel(
     scale, log_share, slack, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISE: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Fill OUT [B, H, T, E], ROW_MAX and LOG_SUM [B, H, T] in bits, VISITED [B, H, visited_tiles, 2]; 1-D grid."""
     tile, b, h, g = my_tile(num_tiles, B, H, G)
@@ -89,8 +102,8 @@ def forward_kernel(
     for near in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = near + columns
         inside = (keys >= first) & (keys < end)
-        k = load_rows(K + wide(near) * k_s, columns, inside, k_s, k_d, D, PADDED_D)
-        v = load_rows(V + wide(near) * v_s, columns, inside, v_s, v_d, E, PADDED_E)
+        k = load_block(K, near, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
+        v = load_block(V, near, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, NEAR)
         product = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = (position + offsets)[:, None] - keys[None, :]
         score = near_score(
@@ -119,7 +132,7 @@ def forward_kernel(
             else:
                 slope, sight, most = right, right_sight, tl.cdiv(end, KEYS) - high // KEYS
             most = tl.where(sight > 0, tl.maximum(most, 0), 0)
-            key_term, row_term = key_bias(columns, slope, KEYS, SIDE), row_bias(offsets, slope, ROWS, SIDE)
+            row_term = row_bias(offsets, slope, ROWS, SIDE)
             visited = 0
             for turn in tl.range(0, 2 if CERTIFY else 1):
                 count = most
@@ -143,14 +156,16 @@ def forward_kernel(
                     far = low - (n + 1) * KEYS if SIDE == LEFT else high + n * KEYS
                     keys = far + columns
                     inside = (keys >= first) & (keys < end)
-                    k = load_rows(K + wide(far) * k_s, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE or SIDE != LEFT)
+                    k = load_block(K, far, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, SIDE)
                     product = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    bias = tl.where(inside, key_term, INF) if HAS_RANGE or SIDE != LEFT else key_term
+                    key_term = cut(key_bias(columns, slope, KEYS, SIDE), inside, HAS_RANGE, SIDE)
                     lead = row_term + slope * gap(position, far, ROWS, KEYS, SIDE)
-                    v = load_rows(V + wide(far) * v_s, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE or SIDE != LEFT)
+                    score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
+                    if PRECISE:
+                        lead = no_lead
+                    v = load_block(V, far, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, SIDE)
                     acc, row_max, row_sum = add_block(
-                        product * scale - bias[None, :], lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys),
-                        threshold, factor, DROPOUT,
+                        score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys), threshold, factor, DROPOUT
                     )  # fmt: skip
                 visited = count
             tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)
@@ -201,8 +216,13 @@ def forward(
         B, H, G, T, S, num_tiles, visited.shape[2], triton.cdiv(S, tile.keys), B * G * triton.cdiv(S, tile.keys),
         scale * LOG2E.value, log_share(tolerance, right is not None), slack_of(D), *dropout_numbers(dropout),
         D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), **tile.options(),
-        HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify, DROPOUT=dropout > 0,
+        PRECISE=precise(q), HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify, DROPOUT=dropout > 0,
     )  # fmt: skip
+
+
+def precise(q: Tensor) -> bool:
+    """Must forward and backward find the same scores to the last bit? 16 bits do not show the difference."""
+    return q.dtype == torch.float32
 
 
 def slope_strides(slopes: Tensor | None) -> tuple[int, int]:

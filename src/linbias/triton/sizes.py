@@ -1,9 +1,8 @@
 """Tile sizes by head size, and the shared memory that they take.
 
-Chosen by reasoning, not by tuning at run time, so that results do not depend on what else runs: a tile of 128 rows feeds the
-matrix units of sm_80 to sm_90 at head sizes up to 128; beyond, the accumulators [rows, E] and [keys, D + E] take the
-registers; what ptxas spills for sm_90a (Triton 3.9) is noted. Matrix products in float32 run without tensor cores and want
-little tiles.
+Chosen by what the compiler makes of them (tests/triton_compile.py prints it), not by tuning at run time, so that results do
+not depend on what else runs. Most scores for an instruction, as far as accumulators [rows, E] and [keys, D + E] leave
+registers for the innermost loops. Matrix products in float32 run without tensor cores and want little tiles.
 """
 
 from collections.abc import Iterator
@@ -39,16 +38,16 @@ class Sizes(NamedTuple):
     decode: Tile
 
 
-# By the largest head size that they serve. Bytes of stack, forward / dq / dkv: 0 / 0 / 8, 16 / 8 / 352, 280 / 320 / 0.
+# By the largest head size that they serve.
 _NARROW = {
-    64: Sizes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
+    64: Sizes(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
     128: Sizes(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
-    256: Sizes(Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 64, 4, 2)),
+    256: Sizes(Tile(128, 32, 8, 2), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 64, 4, 2)),
 }
 # For devices with less shared memory (sm_86, sm_89: 99 KiB) at head sizes above 64.
 _SMALL = {
     64: _NARROW[64],
-    128: Sizes(Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(16, 64, 4, 2)),
+    128: Sizes(Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 64, 4, 2)),
     256: Sizes(Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
 }
 _WIDE = {

@@ -15,6 +15,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_SLOPE: tl.constexpr = tl.constexpr(3e38)
 LEFT: tl.constexpr = tl.constexpr(0)
 RIGHT: tl.constexpr = tl.constexpr(1)
+NEAR: tl.constexpr = tl.constexpr(2)  # keys on both sides
 FARTHEST: tl.constexpr = tl.constexpr(2**30)  # no distance is as long
 
 
@@ -78,8 +79,7 @@ def load_rows(
     base, rows, present, stride_row, stride_entry,
     SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr = True,
 ):  # fmt: skip
-    """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not MASKED: blocks to the left
-    of a tile are whole unless a key range cuts them."""
+    """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not MASKED."""
     entries = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * stride_row + entries[None, :] * stride_entry
     if MASKED and SIZE != PADDED:
@@ -90,6 +90,17 @@ def load_rows(
         return tl.load(pointers, mask=(entries < SIZE)[None, :], other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def load_block(
+    base, block, columns, inside, stride_row, stride_entry,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RANGE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Keys or values from `block` on. Those to the left of a tile are all there, unless a key range cuts them."""
+    base += wide(block) * stride_row
+    MASKED: tl.constexpr = HAS_RANGE or PART != LEFT
+    return load_rows(base, columns, inside, stride_row, stride_entry, SIZE, PADDED, MASKED)
 
 
 @triton.jit
@@ -125,9 +136,27 @@ def key_bias(columns, slope, KEYS: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
+def cut(key_term, inside, HAS_RANGE: tl.constexpr, SIDE: tl.constexpr):
+    """key_bias with inf for keys that are not there; see load_block."""
+    if HAS_RANGE or SIDE != LEFT:
+        return tl.where(inside, key_term, INF)
+    else:
+        return key_term
+
+
+@triton.jit
 def row_bias(offsets, slope, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """The bias of a tile's rows beside that of its row nearest to the keys."""
     return slope * (offsets if SIDE == LEFT else ROWS - 1 - offsets).to(tl.float32)
+
+
+@triton.jit
+def far_score(product, scale, key_term, lead, PRECISE: tl.constexpr):
+    """Scores of keys on one side, in the shape of product; they still lack `lead`, unless PRECISE."""
+    if PRECISE:
+        return product * scale - (key_term + lead)
+    else:
+        return product * scale - key_term
 
 
 @triton.jit
