@@ -243,7 +243,10 @@ def told(found: Found) -> str:
         for lr in rates
     )
     versions = found.made["versions"]
-    seeds = " and ".join(f"{found.seeds[c]} ({CORPUS_NAMES[c]})" for c in found.corpora)
+    by_seeds = {c: ", ".join(map(str, found.seeds[c])) for c in found.corpora}
+    seeds = " and ".join(f"{seeds} ({CORPUS_NAMES[c]})" for c, seeds in by_seeds.items())
+    if len(set(by_seeds.values())) == 1:
+        seeds = next(iter(by_seeds.values()))
     return (
         f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, "
         f"{model['num_attention_heads']} heads, {trained[0]['num_parameters'] / 1e6:.2f} M parameters "
@@ -279,7 +282,7 @@ def length_figure(found: Found) -> Figure:
 
 
 def curse_figure(found: Found) -> Figure:
-    """Above: ALiBi's loss by test length, blocks and sliding. Below: loss by tokens of context."""
+    """Above: what ALiBi gains from longer input, in blocks and sliding. Below: loss by tokens of context."""
     figure = Figure(figsize=(5.4 * len(found.corpora), 7.6), layout="constrained")
     rows = figure.subplots(2, len(found.corpora), squeeze=False)
     longest = found.test_lengths[-1]
@@ -287,6 +290,8 @@ def curse_figure(found: Found) -> Figure:
         upper, lower = rows[0][column], rows[1][column]
         for sliding, style, label in ((False, "-o", "blocks without overlap"), (True, "--s", "sliding window")):  # fmt: skip
             line = {n: found.bits(corpus, "alibi", found.length, n, sliding=sliding) for n in found.test_lengths}  # fmt: skip
+            # Each seed beside itself: what is scored sliding is another part of the text, with a level of its own.
+            line = {n: [a - b for a, b in zip(v, line[found.length], strict=True)] for n, v in line.items()}  # fmt: skip
             _draw(upper, line, style, COLOURS["alibi"], label)
         title = f"{CORPUS_NAMES[corpus]}: ALiBi trained at {found.length}"
         _finish(upper, found.test_lengths, title, "tokens per test block or window")
@@ -301,10 +306,10 @@ def curse_figure(found: Found) -> Figure:
         ticks = [4**k for k in range(6) if 4**k <= longest]
         _finish(lower, ticks, f"All trained at {found.length}", "tokens of context before the predicted one")  # fmt: skip
         lower.axvline(found.length, color="#888888", linewidth=1, linestyle=(0, (4, 3)))
-    for axes in rows[:, 0]:
-        axes.set_ylabel("bits per token (lower is better)")
-    for axes in rows[:, -1]:
-        axes.legend(frameon=False, fontsize=9)
+    rows[0][0].set_ylabel(f"bits per token, less those at {found.length}")
+    rows[1][0].set_ylabel("bits per token (lower is better)")
+    rows[0][-1].legend(frameon=False, fontsize=9)
+    rows[1][-1].legend(frameon=True, framealpha=1, edgecolor="none", fontsize=9)
     return figure
 
 
