@@ -197,7 +197,9 @@ def visited_share(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, slopes: T
     return module.work_kept(visited, q.shape[2], k.shape[2], q.shape[1] // k.shape[1])
 
 
-def trained_inputs(folder: Path, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def trained_inputs(
+    folder: Path, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model trained here, reading its own corpus."""
     import linbias.lm
     from linbias.lm import positions
@@ -209,8 +211,8 @@ def trained_inputs(folder: Path, length: int) -> list[tuple[Tensor, Tensor, Tens
         caught.append((q, k, v))
         return linbias.torch.attention(q, k, v, *args, **kwargs)
 
-    model = linbias.lm.LinbiasForCausalLM.from_pretrained(folder).eval()
-    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None]
+    model = linbias.lm.LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None].to(device)
     positions.attention = catch
     with torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)

@@ -1,15 +1,24 @@
 """Check and measure the Triton kernels on one CUDA GPU, peers interleaved; stages with time limits of their own, 10 minutes in all.
 
-    python benchmarks/bench_gpu.py                          # contract, sanitizer, benchmark; records to benchmarks/results
+    python benchmarks/bench_gpu.py                          # all but tiles; records to benchmarks/results
     PYTHONPATH=src:tests:benchmarks python3 benchmarks/bench_gpu.py --output DIR      # on a bare machine, nothing installed
-    python benchmarks/bench_gpu.py --stages speed decode --lengths 4096 16384
+    python benchmarks/bench_gpu.py --stages model speed --shapes 16x64 --lengths 4096 16384
+    python benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/triton/sizes.py
     python benchmarks/bench_gpu.py --dry-run                # the whole script at tiny sizes in Triton's interpreter
+
+    contract    the contract suite, compiled for the device
+    sanitizer   a few cases of it under compute-sanitizer
+    model       train a language model with the kernels; its queries and keys serve as inputs
+    speed       attention and its peers, checked, then timed; what the device reaches in products and copies
+    decode      one token against a long cache
+    accuracy    the error at great length beside the form slope * key_index
+    tiles       forward and backward with other tile sizes
 
 A stage that fails or hangs costs the others nothing: each is a process. Each writes DIR/<stage>.log, and all together
 DIR/<machine>-<date>.jsonl in the format of record.py. Peers, where they are to be had: FlexAttention with an ALiBi score_mod, and that with
 a window per head as BlockMask; SDPA with two more columns that carry the bias, with the bias as a mask, and without a bias (for
 scale only: it computes something else); the Forgetting Transformer's kernel with adaptive pruning, if its one file lies in
-.external/forgetting_attention.py; flash_attn with alibi_slopes.
+.external/forgetting_attention.py; flash_attn with alibi_slopes. A peer that is wrong is left out, and said to be.
 """
 
 import argparse
@@ -20,7 +29,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +44,20 @@ import linbias.torch
 import record
 from linbias._checks import TOLERANCE
 from linbias.torch import triton
+from linbias.triton.sizes import Sizes, Tile, forced
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = {"contract": 200, "sanitizer": 60, "speed": 240, "decode": 45, "accuracy": 45}  # seconds
+# Seconds.
+STAGES = {
+    "contract": 150,
+    "sanitizer": 50,
+    "model": 40,
+    "speed": 280,
+    "decode": 40,
+    "accuracy": 30,
+}
+STAGES |= {"tiles": 240}
+MODEL = Path(tempfile.gettempdir()) / "linbias-bench-model"
 MASK_LIMIT_BYTES = 8 * 2**30
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
 FOX = ROOT / ".external" / "forgetting_attention.py"
@@ -46,6 +69,7 @@ def peers(
     """Every peer that can run here; `plain` asks for those of slope-free attention only."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # else the second length is compiled for all lengths, and is slower
     T = q.shape[2]
     sdpa = torch.nn.functional.scaled_dot_product_attention
     found: dict[str, Callable[[], Tensor]] = {
@@ -59,12 +83,13 @@ def peers(
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s - slopes[h] * (i - j)
 
-    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
+    block_mask = torch.compile(create_block_mask)
+    causal = block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
     score_mod = None if plain else score
     found["flex"] = lambda: flex(q, k, v, score_mod=score_mod, block_mask=causal)
     if plain:
         return found
-    windows = torch.compile(create_block_mask)(
+    windows = block_mask(
         lambda b, h, i, j: (i >= j) & (i - j <= window[h]),
         None,
         len(slopes),
@@ -122,20 +147,23 @@ def load(path: Path) -> Any:
     return module
 
 
-def rates(options: argparse.Namespace) -> None:
-    """What the device reaches in plain matrix products and copies: limits to hold the rest against."""
+def rates(options: argparse.Namespace) -> tuple[float, float]:
+    """What the device reaches in plain matrix products and copies, per second: limits to hold the rest against."""
     n = 64 if options.dry_run else 8192
     a, b = torch.randn(2, n, n, device=options.device, dtype=options.dtype)
     source = torch.zeros(n * n * 8, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
     functions = {"matrix product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    reached = []
     for name, times in record.interleave(functions, options.repeats).items():
         work = {"flop": 2 * n**3} if name != "copy" else {"bytes": 2 * source.numel()}
         line = {"case": "rates", "implementation": name, "dtype": str(options.dtype)[6:], **work}
         line |= {**record.spread(times), "repeats": options.repeats, **record.here(options.device)}
         record.write(line, options.records)
-        rate = next(iter(work.values())) / line["p50_ms"] / 1e9
-        print(f"{name}: {rate:.2f} {'TB/s' if name == 'copy' else 'TFLOP/s'}", flush=True)
+        reached.append(next(iter(work.values())) / max(line["p50_ms"], 1e-6) * 1e3)
+        unit = "TB/s" if name == "copy" else "TFLOP/s"
+        print(f"{name}: {reached[-1] / 1e12:.2f} {unit}", flush=True)
+    return reached[0], reached[1]
 
 
 def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
@@ -146,25 +174,60 @@ def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
     return round(triton.work_kept(visited, q, v, k.shape[2]).mean().item(), 4)
 
 
+def model(options: argparse.Namespace) -> None:
+    """A small language model, trained with the kernels."""
+    from linbias.lm.corpus import load_corpus
+    from linbias.lm.train import TrainSettings, train
+
+    shutil.rmtree(MODEL, ignore_errors=True)
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16}
+    amount = {"length": 512, "batch_size": 32, "steps": 200, "precision": "bf16"}
+    if options.dry_run:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        amount = {"length": 8, "batch_size": 1, "steps": 2, "device": "cpu"}
+    fields = {**sizes, "intermediate_size": 2 * sizes["hidden_size"], "position": "alibi"}
+    settings = TrainSettings(model={**fields, "attention_implementation": "triton"}, **amount)
+    train(settings, load_corpus("stdlib"), MODEL, progress=False)
+    print((MODEL / "metrics.json").read_text())
+
+
+def inputs(T: int, H: int, D: int, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Random normal q, k and v, and those of the model where it has so many heads of that size."""
+    torch.manual_seed(0)
+    yield "random normal", torch.randn(3, 1, H, T, D, device=options.device, dtype=options.dtype)
+    if (MODEL / "metrics.json").exists() and T >= 16384:
+        from bench_attention import trained_inputs
+
+        caught = trained_inputs(MODEL, T, options.device, options.dtype)[-1]
+        if caught[0].shape[1::2] == (H, D):
+            yield "trained model", [x.contiguous() for x in caught]
+
+
 def speed(options: argparse.Namespace) -> None:
-    rates(options)
-    for D in options.head_sizes:
-        for H in options.heads:
-            for T in options.lengths:
-                for plain in (False, True) if T <= 4096 else (False,):
-                    slopes = torch.tensor(
-                        linbias.slopes(H), dtype=torch.float32, device=options.device
-                    )
-                    compare(T, H, D, slopes * (not plain), plain, options)
+    limits = rates(options)
+    for T in options.lengths:
+        for H, D in options.shapes:
+            slopes = torch.tensor(linbias.slopes(H), dtype=torch.float32, device=options.device)
+            if T <= 4096:
+                arrays = next(inputs(T, H, D, options))[1]
+                compare("random normal", arrays, slopes * 0, limits, options)
+            if T >= 4096 or options.dry_run:
+                for kind, arrays in inputs(T, H, D, options):
+                    compare(kind, arrays, slopes, limits, options)
 
 
 def compare(
-    T: int, H: int, D: int, slopes: Tensor, plain: bool, options: argparse.Namespace
+    kind: str,
+    arrays: Any,
+    slopes: Tensor,
+    limits: tuple[float, float],
+    options: argparse.Namespace,
 ) -> None:
     """Check, then time, every implementation of one case, forward and with backward."""
-    torch.manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, H, T, D, device=options.device, dtype=options.dtype)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = leaves = [x.detach().requires_grad_() for x in arrays]
+    _, H, T, D = q.shape
+    dout = torch.randn_like(q)
+    plain = not slopes.any()
     functions: dict[str, Callable[[], Tensor]] = {
         "triton": lambda: linbias.torch.attention(q, k, v, slopes, implementation="triton"),
         "triton, tolerance 0": lambda: linbias.torch.attention(
@@ -178,15 +241,16 @@ def compare(
             with torch.no_grad():
                 out = function()[:, :, -8:].double().cpu()
             torch.autograd.grad(function(), leaves, dout)
-        except Exception as error:  # a peer that cannot run is no reason to lose the others
-            print(f"{T} {H} {D} {name} cannot run: {error!s:.200}", flush=True)
+            error = ((out - expected).abs().max() / expected.abs().max()).item()
+            assert error < 2e-2 or (name == "sdpa, no bias" and not plain), f"off by {error:.3g}"
+        except Exception as problem:  # a peer that cannot run is no reason to lose the others
+            if name.startswith("triton"):
+                raise
+            print(f"{T} {H} {D} {name} is left out: {problem!s:.200}", flush=True)
             del functions[name]
-            continue
-        error = (out - expected).abs().max().item()
-        if not error < 2e-2 and not (name == "sdpa, no bias" and not plain):
-            print(f"{T} {H} {D} {name} is off by {error:.3g}", flush=True)
     case = f"{'zero-slopes' if plain else 'causal'}-{T}"
     sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
+    kept = work_kept(q, k, v, slopes)
     for backward in (False, True):
         timed = functions
         if backward:
@@ -194,7 +258,7 @@ def compare(
                 n: lambda f=f: torch.autograd.grad(f(), leaves, dout) for n, f in functions.items()
             }
         with torch.set_grad_enabled(backward):
-            write_times(case, timed, sizes, backward, options, work_kept(q, k, v, slopes))
+            write_times(case, timed, sizes, backward, options, kind, kept, limits)
 
 
 def rows_by_definition(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
@@ -204,29 +268,91 @@ def rows_by_definition(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tenso
         return linbias.torch.attention(*wide, slopes.double(), implementation="dense").cpu()
 
 
+def peak_memory(function: Callable[[], Any]) -> int | None:
+    """Bytes that a call takes on the device at most, above what is there."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def write_times(
     case: str,
     functions: dict[str, Callable[[], Any]],
     sizes: dict[str, Any],
     backward: bool,
     options: argparse.Namespace,
+    kind: str = "random normal",
     kept: float | None = None,
+    limits: tuple[float, float] | None = None,
 ) -> None:
+    """Time, record and print; beside the first function, and beside what the device could do at best with the work kept."""
     times = record.interleave(functions, options.repeats)
     B, H, G, T, S, D = (sizes[letter] for letter in "BHGTSD")
     first = record.spread(next(iter(times.values())))["p50_ms"]
     for name, values in times.items():
         line = {
             "case": case, "implementation": name, "mode": "forward+backward" if backward else "forward", **sizes,
-            **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": None,
+            **record.spread(values), "repeats": options.repeats, "peak_memory_bytes": peak_memory(functions[name]),
             "flop": record.flop(B, H, T, S, D) * (7 if backward else 2) // 2,
             "bytes": record.moved_bytes(B, H, G, T, S, D, 2) * (3 if backward else 1),
             "work_kept": kept if name == "triton" else None,
-            "inputs": "random normal", **record.here(options.device),
+            "inputs": kind, **record.here(options.device),
         }  # fmt: skip
         record.write(line, options.records)
-        text = f"{case:20} H={H} D={D} {line['mode']:17} {name:22} {line['p50_ms']:9.3f} ms"
-        print(f"{text} {line['p50_ms'] / max(first, 1e-9):6.2f}", flush=True)
+        text = f"{case:18} H={H} D={D} {kind[:7]:7} {line['mode']:16} {name:22} {line['p50_ms']:9.3f} ms"
+        text += f" {line['p50_ms'] / max(first, 1e-9):6.2f}"
+        if limits is not None and line["work_kept"]:
+            least = max(line["flop"] * line["work_kept"] / limits[0], line["bytes"] / limits[1])
+            text += f"   {line['p50_ms'] / least / 1e3:.2f} times the limit, {kept:.1%} kept"
+        print(text, flush=True)
+
+
+def tiles(options: argparse.Namespace) -> None:
+    """Each kernel's tile exchanged for others, the rest as it is; the first line is the choice of sizes.py."""
+    for H, D in options.shapes:
+        compare_tiles(sorted(options.lengths)[len(options.lengths) // 2], H, D, options)
+
+
+def compare_tiles(T: int, H: int, D: int, options: argparse.Namespace) -> None:
+    q, k, v = (x.requires_grad_() for x in next(inputs(T, H, D, options))[1])
+    slopes = torch.tensor(linbias.slopes(H), dtype=torch.float32, device=options.device)
+
+    def run(sizes: Sizes, backward: bool) -> Any:
+        with forced(sizes), torch.set_grad_enabled(backward):
+            out = linbias.torch.attention(q, k, v, slopes, implementation="triton")
+            return torch.autograd.grad(out.sum(), (q, k, v)) if backward else out
+
+    sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
+    for backward in (False, True):
+        functions = {}
+        for name, choice in tile_choices(triton._sizes(q, v), options).items():
+            if backward or name.startswith(("as", "forward")):
+                try:
+                    run(choice, backward)
+                    functions[f"triton, {name}"] = partial(run, choice, backward)
+                except Exception as problem:  # too large for the device, most likely
+                    print(f"{name} is left out: {problem!s:.100}", flush=True)
+        write_times(f"tiles-{T}", functions, sizes, backward, options)
+
+
+def tile_choices(chosen: Sizes, options: argparse.Namespace) -> dict[str, Sizes]:
+    """The chosen sizes, and those with one kernel's tile exchanged; others must go on dividing forward's."""
+    found = {"as chosen": chosen}
+    tried = (
+        {"forward": (128, 256), "dq": (64, 128), "dkv": (32, 64)} if not options.dry_run else {}
+    )
+    for kernel, rows in tried.items():
+        least = chosen.dq.keys if kernel == "forward" else 32
+        most = chosen.forward.keys if kernel == "dq" else 128
+        for r, keys, warps, stages in product(rows, (32, 64, 128), (4, 8), (2, 3)):
+            tile = Tile(r, keys, warps, stages)
+            if least <= keys <= most and tile != getattr(chosen, kernel):
+                found[f"{kernel} {tuple(tile)}"] = chosen._replace(**{kernel: tile})
+    return found
 
 
 def decode(options: argparse.Namespace) -> None:
@@ -236,7 +362,7 @@ def decode(options: argparse.Namespace) -> None:
 
 def decode_step(B: int, options: argparse.Namespace) -> None:
     """One token against a cache, with and without a bound on its norms."""
-    H, S, D = options.heads[-1], options.lengths[-1], options.head_sizes[-1]
+    (H, D), S = options.shapes[-1], max(options.lengths)
     torch.manual_seed(0)
     q = torch.randn(B, H, 1, D, device=options.device, dtype=options.dtype)
     k, v = torch.randn(2, B, H, S, D, device=options.device, dtype=options.dtype)
@@ -327,7 +453,7 @@ def run_stages(options: argparse.Namespace) -> None:
                 fared[stage] = "ok" if done.returncode == 0 else f"exit status {done.returncode}"
             except subprocess.TimeoutExpired:
                 fared[stage] = f"stopped after {STAGES[stage]} s"
-        print(f"== {stage}: {fared[stage]}\n{log.read_text()[-3000:]}", flush=True)
+        print(f"== {stage}: {fared[stage]}\n{log.read_text()[-6000:]}", flush=True)
     print(json.dumps(fared))
     if set(fared.values()) != {"ok"}:
         raise SystemExit(1)
@@ -337,11 +463,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    usual = [stage for stage in STAGES if stage != "tiles"]
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=usual)
     parser.add_argument("--only", choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 16384, 65536])
-    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32])
-    parser.add_argument("--head-sizes", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536, 2048])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["16x64", "32x128"], help="heads x size of a head"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
     parser.add_argument("--repeats", type=int, default=7)
@@ -352,8 +480,9 @@ def main() -> None:
     options.dtype = (
         torch.float16 if options.dry_run else torch.bfloat16
     )  # the interpreter has no bfloat16
+    options.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     if options.dry_run:
-        options.lengths, options.heads, options.head_sizes = [16], [1], [16]
+        options.lengths, options.shapes = [16], [(1, 16)]
         options.batches, options.long, options.repeats = [1], [96], 1
     options.output.mkdir(parents=True, exist_ok=True)
     options.records = options.output / record.default_path(options.device).name

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def here(device: str = "cpu") -> dict[str, Any]:
             "python": platform.python_version(),
             "numpy": numpy.__version__,
             "torch": torch.__version__,
+            **({"triton": version("triton")} if device == "cuda" else {}),
         },
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }

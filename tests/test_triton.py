@@ -444,7 +444,7 @@ def test_a_million_tokens_stay_within_a_rounding_step_of_float64(T):
 def test_the_gpu_script_runs_dry(tmp_path):
     """Its measuring stages, at tiny sizes, in the interpreter."""
     script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "bench_gpu.py")
-    stages = ["speed", "decode", "accuracy"]
+    stages = ["model", "speed", "decode", "accuracy", "tiles"]
     done = subprocess.run(
         [sys.executable, script, "--dry-run", "--output", str(tmp_path), "--stages", *stages],
         capture_output=True,

@@ -47,19 +47,20 @@ FEWEST_PROGRAMS = 256
 
 @triton.jit
 def row_kernel(
-    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, dout_b, dout_h, dout_t, dout_e, H, T,
+    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, dout_b, dout_h, dout_t, dout_e, H, T, num_tiles,
     E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """What backward needs of every row; grid (B * H, tiles).
+    """What backward needs of every row; grid B * H * num_tiles.
 
     DELTA [B, H, T] = dout . out - dlse. PIVOT [B, H, T], so that exp2(score - PIVOT) is a weight: lse in bits, or inf in a
     row that saw no key; with PRECISE it leaves out log_sum, which is worth taking off on its own in float32.
     """
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    start = tl.program_id(1) * ROWS
+    head = tl.program_id(0) // num_tiles
+    b, h = head // H, head % H
+    start = tl.program_id(0) % num_tiles * ROWS
     offsets = tl.arange(0, ROWS)
     present = start + offsets < T
-    rows = wide(tl.program_id(0)) * T + start
+    rows = wide(head) * T + start
     DOUT += wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t
     dout = load_rows(DOUT, offsets, present, dout_t, dout_e, E, PADDED_E).to(tl.float32)
     out = load_rows(OUT + rows * E, offsets, present, E, 1, E, PADDED_E).to(tl.float32)
@@ -377,9 +378,10 @@ def backward(
     dq, dk, dv = gradients
     delta, pivot = torch.empty_like(row_max), torch.empty_like(row_max)
     rows = 64
-    row_kernel[B * H, triton.cdiv(T, rows)](
-        dout, out, dlse, row_max, log_sum, delta, pivot, *dout.stride(), H, T, E=E, PADDED_E=padded(E), ROWS=rows,
-        PRECISE=precise(q), **FUSION,
+    row_tiles = triton.cdiv(T, rows)
+    row_kernel[B * H * row_tiles,](
+        dout, out, dlse, row_max, log_sum, delta, pivot, *dout.stride(), H, T, row_tiles,
+        E=E, PADDED_E=padded(E), ROWS=rows, PRECISE=precise(q), **FUSION,
     )  # fmt: skip
     num_tiles = triton.cdiv(T, sizes.dq.rows)
     parts = None if dslopes is None else delta.new_empty(B, H, num_tiles, 2)

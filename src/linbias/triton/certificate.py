@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.triton.sizes import FUSION
-from linbias.triton.tile import INF, key_limits, load_rows
+from linbias.triton.tile import INF, key_limits, load_rows, wide
 
 SAMPLE = 64
 BLOCKS_PER_PROGRAM = 4
+CHUNK = 1024
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Covers the device's approximate log2, in bits.
@@ -30,48 +31,65 @@ class Bounds(NamedTuple):
     """What the certificate knows of the keys; both None where nothing may be left out."""
 
     center: Tensor | None  # [B, G, D], float32
-    reach: (
-        Tensor | None
-    )  # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, left and right
+    # [2, B, G, blocks], float32: the largest |k - c| from a block outwards, to the left and to the right
+    reach: Tensor | None
 
 
 @triton.jit
 def measure_kernel(
     K, V, RANGE, CENTER, RADIUS,
-    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, G, S, num_blocks, slack,
+    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, G, S, num_blocks, num_groups, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, HAS_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """RADIUS [B, G, blocks]; grid (B * G, groups of blocks)."""
-    b, g = tl.program_id(0) // G, tl.program_id(0) % G
+    """RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS blocks each."""
+    head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    b, g = head // G, head % G
     first, end = key_limits(RANGE, b, S, HAS_RANGE)
-    K += b.to(tl.int64) * k_b + g.to(tl.int64) * k_h
-    V += b.to(tl.int64) * v_b + g.to(tl.int64) * v_h
+    K += wide(b) * k_b + wide(g) * k_h
+    V += wide(b) * v_b + wide(g) * v_h
     num_keys = end - first
     sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
     some = tl.arange(0, SAMPLE) * 0 < num_keys
     center = load_rows(K, sample, some, k_s, k_d, D, PADDED_D).to(tl.float32)
     center = tl.sum(center, 0) * (1.0 / SAMPLE)
     entries = tl.arange(0, PADDED_D)
-    if tl.program_id(1) == 0:
-        tl.store(CENTER + tl.program_id(0) * D + entries, center, mask=entries < D)
+    if group == 0:
+        tl.store(CENTER + wide(head) * D + entries, center, mask=entries < D)
     for i in range(BLOCKS):
-        block = tl.program_id(1) * BLOCKS + i
+        block = group * BLOCKS + i
         offsets = tl.arange(0, KEYS)
         keys = block * KEYS + offsets
         inside = (keys >= first) & (keys < end)
-        start = (block * KEYS).to(tl.int64)
+        start = wide(block) * KEYS
         k = load_rows(K + start * k_s, offsets, inside, k_s, k_d, D, PADDED_D).to(tl.float32)
         v = load_rows(V + start * v_s, offsets, inside, v_s, v_d, E, PADDED_E).to(tl.float32)
         difference = k - center[None, :]
         square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1)
         square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
         radius = tl.sqrt(tl.max(square, 0)) * (1 + slack)
-        tl.store(
-            RADIUS + tl.program_id(0).to(tl.int64) * num_blocks + block,
-            radius,
-            mask=block < num_blocks,
-        )
+        tl.store(RADIUS + wide(head) * num_blocks + block, radius, mask=block < num_blocks)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def outwards_kernel(RADIUS, REACH, num_blocks, CHUNK: tl.constexpr):
+    """REACH [2, heads, blocks]: the largest RADIUS [heads, blocks] up to a block, and from it on; grid (heads, 2)."""
+    side = tl.program_id(1)
+    RADIUS += wide(tl.program_id(0)) * num_blocks
+    REACH += (wide(side) * tl.num_programs(0) + tl.program_id(0)) * num_blocks
+    largest = 0.0
+    for start in range(0, num_blocks, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        block = tl.where(side == 0, place, num_blocks - 1 - place)
+        radius = tl.load(RADIUS + block, mask=place < num_blocks, other=0.0)
+        reach = tl.maximum(tl.associative_scan(radius, 0, larger), largest)
+        tl.store(REACH + block, reach, mask=place < num_blocks)
+        largest = tl.max(reach, 0)
 
 
 @triton.jit
@@ -116,13 +134,15 @@ def bounds(k: Tensor, v: Tensor, key_range: Tensor | None, keys: int) -> Bounds:
     num_blocks = triton.cdiv(S, keys)
     center = torch.empty(B, G, D, dtype=torch.float32, device=k.device)
     radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=k.device)
-    measure_kernel[B * G, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
-        k, v, key_range, center, radius, *k.stride(), *v.stride(), G, S, num_blocks, slack_of(D),
+    num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
+    measure_kernel[B * G * num_groups,](
+        k, v, key_range, center, radius, *k.stride(), *v.stride(), G, S, num_blocks, num_groups, slack_of(D),
         D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM, SAMPLE=SAMPLE,
         HAS_RANGE=key_range is not None, **FUSION,
     )  # fmt: skip
-    from_first, from_last = radius.cummax(-1).values, radius.flip(-1).cummax(-1).values.flip(-1)
-    return Bounds(center, torch.stack((from_first, from_last)))
+    reach = radius.new_empty(2, B, G, num_blocks)
+    outwards_kernel[B * G, 2](radius, reach, num_blocks, CHUNK=CHUNK, **FUSION)
+    return Bounds(center, reach)
 
 
 def slack_of(D: int) -> float:
