@@ -22,11 +22,13 @@ scale only: it computes something else); the Forgetting Transformer's kernel wit
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,7 @@ STAGES = {
 }
 STAGES |= {"tiles": 240}
 MODEL = Path(tempfile.gettempdir()) / "linbias-bench-model"
+PROCESSES = 8  # that compile and test at once
 MASK_LIMIT_BYTES = 8 * 2**30
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
 FOX = ROOT / ".external" / "forgetting_attention.py"
@@ -65,58 +68,63 @@ FOX = ROOT / ".external" / "forgetting_attention.py"
 
 def peers(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, plain: bool
-) -> dict[str, Callable[[], Tensor]]:
-    """Every peer that can run here; `plain` asks for those of slope-free attention only."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
+) -> dict[str, Callable[[], Callable[[], Tensor]]]:
+    """What makes each peer that can run here; `plain` asks for those of slope-free attention only."""
     torch.compiler.reset()  # else the second length is compiled for all lengths, and is slower
-    T = q.shape[2]
+    T, scale = q.shape[2], q.shape[-1] ** -0.5
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    found: dict[str, Callable[[], Tensor]] = {
-        "sdpa, no bias": lambda: sdpa(q, k, v, is_causal=True)
-    }
-    if not q.is_cuda:
-        return found
-    flex = torch.compile(flex_attention)
-    window = window_per_head(q, k, slopes)
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s - slopes[h] * (i - j)
+    def flex(window: Tensor | None) -> Callable[[], Tensor]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    block_mask = torch.compile(create_block_mask)
-    causal = block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
-    score_mod = None if plain else score
-    found["flex"] = lambda: flex(q, k, v, score_mod=score_mod, block_mask=causal)
-    if plain:
-        return found
-    windows = block_mask(
-        lambda b, h, i, j: (i >= j) & (i - j <= window[h]),
-        None,
-        len(slopes),
-        T,
-        T,
-        device=q.device,
-    )
-    found["flex, window mask"] = lambda: flex(q, k, v, score_mod=score_mod, block_mask=windows)
-    wide_q, wide_k = with_bias_columns(q, k, slopes)
-    scale = q.shape[-1] ** -0.5
-    found["sdpa, bias columns"] = lambda: sdpa(wide_q, wide_k, v, is_causal=True, scale=scale)
-    if slopes.numel() * T * T * q.element_size() < MASK_LIMIT_BYTES:
+        def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i >= j if window is None else (i >= j) & (i - j <= window[h])
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s - slopes[h] * (i - j)
+
+        heads = None if window is None else len(slopes)
+        mask = torch.compile(create_block_mask)(near, None, heads, T, T, device=q.device)
+        run, score_mod = torch.compile(flex_attention), None if plain else score
+        return lambda: run(q, k, v, score_mod=score_mod, block_mask=mask)
+
+    def columns() -> Callable[[], Tensor]:
+        wide_q, wide_k = with_bias_columns(q, k, slopes)
+        return lambda: sdpa(wide_q, wide_k, v, is_causal=True, scale=scale)
+
+    def mask() -> Callable[[], Tensor]:
         away = torch.arange(T, device=q.device)
         bias = slopes[:, None, None] * (away - away[:, None])
         bias = bias.masked_fill(away > away[:, None], -math.inf).to(q.dtype)
-        found["sdpa, mask"] = lambda: sdpa(q, k, v, attn_mask=bias)
-    if FOX.exists():
+        return lambda: sdpa(q, k, v, attn_mask=bias)
+
+    def fox() -> Callable[[], Tensor]:
         forget = load(FOX).forgetting_attention
         gates = -slopes[None, :, None].expand(q.shape[0], -1, T).float().contiguous()
         options = {"head_first": True, "sm_scale": scale, "adaptive_threshold": "auto"}
-        found["fox + acp"] = lambda: forget(q, k, v, gates, **options)
-    if importlib.util.find_spec("flash_attn"):
+        return lambda: forget(q, k, v, gates, **options)
+
+    def flash() -> Callable[[], Tensor]:
         from flash_attn import flash_attn_func  # type: ignore[import-not-found]
 
-        found["flash_attn"] = lambda: flash_attn_func(
-            *(x.transpose(1, 2) for x in (q, k, v)), causal=True, alibi_slopes=slopes
-        ).transpose(1, 2)
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        return lambda: flash_attn_func(*turned, causal=True, alibi_slopes=slopes).transpose(1, 2)
+
+    found: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        "sdpa, no bias": lambda: lambda: sdpa(q, k, v, is_causal=True)
+    }
+    if q.is_cuda:
+        found["flex"] = lambda: flex(None)
+    if q.is_cuda and not plain:
+        found["flex, window mask"] = lambda: flex(window_per_head(q, k, slopes))
+    if not plain:
+        found["sdpa, bias columns"] = columns
+        if slopes.numel() * T * T * q.element_size() < MASK_LIMIT_BYTES:
+            found["sdpa, mask"] = mask
+        if FOX.exists():
+            found["fox + acp"] = fox
+        if importlib.util.find_spec("flash_attn"):
+            found["flash_attn"] = flash
     return found
 
 
@@ -196,11 +204,12 @@ def inputs(T: int, H: int, D: int, options: argparse.Namespace) -> Iterator[tupl
     torch.manual_seed(0)
     yield "random normal", torch.randn(3, 1, H, T, D, device=options.device, dtype=options.dtype)
     if (MODEL / "metrics.json").exists() and T >= 16384:
-        from bench_attention import trained_inputs
+        config = json.loads((MODEL / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        if (heads, config["hidden_size"] // heads) == (H, D):
+            from bench_attention import trained_inputs
 
-        caught = trained_inputs(MODEL, T, options.device, options.dtype)[-1]
-        if caught[0].shape[1::2] == (H, D):
-            yield "trained model", [x.contiguous() for x in caught]
+            yield "trained model", trained_inputs(MODEL, T, options.device, options.dtype)[-1]
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -228,26 +237,27 @@ def compare(
     _, H, T, D = q.shape
     dout = torch.randn_like(q)
     plain = not slopes.any()
-    functions: dict[str, Callable[[], Tensor]] = {
-        "triton": lambda: linbias.torch.attention(q, k, v, slopes, implementation="triton"),
-        "triton, tolerance 0": lambda: linbias.torch.attention(
-            q, k, v, slopes, tolerance=0.0, implementation="triton"
-        ),
+    attend = partial(linbias.torch.attention, q, k, v, slopes, implementation="triton")
+    makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        "triton": lambda: attend,
+        "triton, tolerance 0": lambda: partial(attend, tolerance=0.0),
+        **peers(q, k, v, slopes, plain),
     }
-    functions |= peers(q, k, v, slopes, plain)
+    functions: dict[str, Callable[[], Tensor]] = {}
     expected = rows_by_definition(q, k, v, slopes)
-    for name, function in list(functions.items()):
+    for name, make in makers.items():
         try:
+            function = make()
             with torch.no_grad():
                 out = function()[:, :, -8:].double().cpu()
             torch.autograd.grad(function(), leaves, dout)
             error = ((out - expected).abs().max() / expected.abs().max()).item()
             assert error < 2e-2 or (name == "sdpa, no bias" and not plain), f"off by {error:.3g}"
+            functions[name] = function
         except Exception as problem:  # a peer that cannot run is no reason to lose the others
             if name.startswith("triton"):
                 raise
             print(f"{T} {H} {D} {name} is left out: {problem!s:.200}", flush=True)
-            del functions[name]
     case = f"{'zero-slopes' if plain else 'causal'}-{T}"
     sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
     kept = work_kept(q, k, v, slopes)
@@ -327,31 +337,31 @@ def compare_tiles(T: int, H: int, D: int, options: argparse.Namespace) -> None:
             return torch.autograd.grad(out.sum(), (q, k, v)) if backward else out
 
     sizes = {"B": 1, "H": H, "G": H, "T": T, "S": T, "D": D, "dtype": str(options.dtype)[6:]}
-    for backward in (False, True):
-        functions = {}
-        for name, choice in tile_choices(triton._sizes(q, v), options).items():
-            if backward or name.startswith(("as", "forward")):
-                try:
-                    run(choice, backward)
-                    functions[f"triton, {name}"] = partial(run, choice, backward)
-                except Exception as problem:  # too large for the device, most likely
-                    print(f"{name} is left out: {problem!s:.100}", flush=True)
+    chosen = triton._sizes(q, v)
+    for kernel, choices in tile_choices(chosen, options).items():
+        backward = kernel != "forward"
+        functions = {f"triton, {kernel} as chosen": partial(run, chosen, backward)}
+        for tile in choices:
+            choice = partial(run, chosen._replace(**{kernel: tile}), backward)
+            try:
+                choice()
+                functions[f"triton, {kernel} {tuple(tile)}"] = choice
+            except Exception as problem:  # too large for the device, most likely
+                print(f"{kernel} {tuple(tile)} is left out: {problem!s:.100}", flush=True)
         write_times(f"tiles-{T}", functions, sizes, backward, options)
 
 
-def tile_choices(chosen: Sizes, options: argparse.Namespace) -> dict[str, Sizes]:
-    """The chosen sizes, and those with one kernel's tile exchanged; others must go on dividing forward's."""
-    found = {"as chosen": chosen}
-    tried = (
-        {"forward": (128, 256), "dq": (64, 128), "dkv": (32, 64)} if not options.dry_run else {}
-    )
-    for kernel, rows in tried.items():
+def tile_choices(chosen: Sizes, options: argparse.Namespace) -> dict[str, list[Tile]]:
+    """Other tiles for each kernel, such that those of backward still divide forward's."""
+    if options.dry_run:
+        return {"forward": [], "dkv": []}
+    found = {}
+    for kernel, rows in {"forward": (128,), "dq": (64, 128), "dkv": (32, 64)}.items():
         least = chosen.dq.keys if kernel == "forward" else 32
         most = chosen.forward.keys if kernel == "dq" else 128
-        for r, keys, warps, stages in product(rows, (32, 64, 128), (4, 8), (2, 3)):
-            tile = Tile(r, keys, warps, stages)
-            if least <= keys <= most and tile != getattr(chosen, kernel):
-                found[f"{kernel} {tuple(tile)}"] = chosen._replace(**{kernel: tile})
+        sizes = product(rows, (32, 64, 128), (4, 8), (2, 3))
+        tiles = [Tile(*size) for size in sizes if least <= size[1] <= most]
+        found[kernel] = [tile for tile in tiles if tile != getattr(chosen, kernel)]
     return found
 
 
@@ -407,32 +417,35 @@ def accuracy(options: argparse.Namespace) -> None:
 
 
 def contract(options: argparse.Namespace) -> None:
-    """The contract suite, compiled for the device: several processes, as most of the time goes into compiling."""
-    choice = ["-k", "cannot_run"] if options.dry_run else ["-m", "gpu"]
-    workers = ["-n", "12"] if importlib.util.find_spec("xdist") and not options.dry_run else []
-    command = [*PYTEST, "tests/test_triton.py", *choice, *workers]
-    raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    """The contract suite, compiled for the device: in several processes, as most of the time goes into compiling."""
+    if options.dry_run:
+        raise SystemExit(run([*PYTEST, "tests/test_triton.py", "-k", "cannot_run"]))
+    listed = subprocess.run(
+        [*PYTEST, "tests/test_triton.py", "-m", "gpu", "--collect-only"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    tests = [line for line in listed.splitlines() if "::" in line and " " not in line]
+    print(f"{len(tests)} tests", flush=True)
+    shares = [tests[n::PROCESSES] for n in range(PROCESSES)]
+    processes = [subprocess.Popen([*PYTEST, *share], cwd=ROOT) for share in shares if share]
+    codes = [process.wait() for process in processes]
+    raise SystemExit(max(codes, default=1))
 
 
 def sanitizer(options: argparse.Namespace) -> None:
-    """A few cases of the contract under memcheck."""
+    """A few cases of the contract under memcheck, each array an allocation of its own."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if options.dry_run or not Path(tool).exists():
         print("compute-sanitizer is not here")
         return
     names = "on_a_gpu and bfloat16 and (T-below-S or range-symmetric or dropout or long-cache)"
-    command = [
-        tool,
-        "--tool",
-        "memcheck",
-        "--error-exitcode",
-        "9",
-        *PYTEST,
-        "-x",
-        "tests/test_triton.py",
-    ]
-    command += ["-m", "gpu", "-k", names]
-    raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    tests = [*PYTEST, "-x", "tests/test_triton.py", "-m", "gpu", "-k", names]
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    raise SystemExit(run([tool, "--tool", "memcheck", "--error-exitcode", "9", *tests]))
+
+
+def run(command: list[str]) -> int:
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def run_stages(options: argparse.Namespace) -> None:
@@ -442,17 +455,18 @@ def run_stages(options: argparse.Namespace) -> None:
         log = options.output / f"{stage}.log"
         command = [sys.executable, __file__, *sys.argv[1:], "--only", stage]
         with log.open("w") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                done = subprocess.run(
-                    command,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=STAGES[stage],
-                    check=False,
-                )
-                fared[stage] = "ok" if done.returncode == 0 else f"exit status {done.returncode}"
+                code = process.wait(timeout=STAGES[stage])
+                fared[stage] = "ok" if code == 0 else f"exit status {code}"
             except subprocess.TimeoutExpired:
                 fared[stage] = f"stopped after {STAGES[stage]} s"
+            finally:  # with all that it started, or the next stage would share the device
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         print(f"== {stage}: {fared[stage]}\n{log.read_text()[-6000:]}", flush=True)
     print(json.dumps(fared))
     if set(fared.values()) != {"ok"}:

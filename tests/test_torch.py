@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import contract
 import linbias
@@ -13,6 +14,7 @@ from budget import assert_within_budget
 from cases import CASES, Case, by_name, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
+from linbias.torch.constant import constant
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -308,6 +310,19 @@ def test_autocast_casts_as_scaled_dot_product_attention_does():
     assert lse.dtype == torch.float32
     expected = linbias.torch.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert torch.equal(out, expected)
+
+
+def test_constant_slopes_stay_on_their_device():
+    """The meta device stands for a GPU; what a tracer sees, and inference mode, must not stay."""
+    device = torch.device("meta")
+    values = (0.5, 0.25, 0.125)
+    with FakeTensorMode():
+        assert type(constant(values, torch.float32, device)) is FakeTensor
+    with torch.inference_mode():
+        kept = constant(values, torch.float32, device)
+    assert type(kept) is torch.Tensor and not kept.is_inference()
+    assert constant(values, torch.float32, device) is kept
+    assert constant(values, torch.float64, device).dtype == torch.float64
 
 
 def test_slopes_of_any_kind_are_taken():

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -195,6 +196,22 @@ def test_the_certificate_leaves_far_keys_of_steep_heads_only(little_tiles):
 
 
 @interpreted
+@pytest.mark.parametrize(("scale", "key", "query"), [(1e24, 1e-23, 1.0), (1e6, 2e-23, 4e18)])
+def test_keys_whose_squares_underflow_are_not_forgotten(scale, key, query, little_tiles):
+    q, k, v = (
+        torch.full((1, 1, 160, 16), query),
+        torch.zeros(1, 1, 160, 16),
+        torch.zeros(1, 1, 160, 4),
+    )
+    k[:, :, 0], v[:, :, 0] = key, 1.0
+    ours, truth = (
+        linbias.torch.attention(q, k, v, [1.0], scale=scale, implementation=name)
+        for name in ("triton", "dense")
+    )
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
 def test_tolerance_zero_visits_every_key(little_tiles):
     assert visited_blocks([9.0], tolerance=0.0)[0].tolist() == list(range(0, 10, 2))
 
@@ -364,6 +381,20 @@ def test_what_it_cannot_run_is_said(monkeypatch):
     assert triton.why_not(call()) == "it needs Triton 3.6 or newer, and 3.5 is installed"
     monkeypatch.setattr(triton, "_VERSION", None)
     assert triton.why_not(call()).startswith("Triton is not installed")
+
+
+def test_torch_compile_asks_the_driver_and_does_not_trace_it(monkeypatch):
+    """What runs is asked inside compiled code; on a GPU the answer comes from C functions."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    # gmtime is written in C, as the driver is: ((1970, 1), 227 KiB, 132 processors) of a kind
+    properties = functools.cache(lambda _: (tuple(time.gmtime(0)[:2]), 232448, 132))
+    monkeypatch.setattr(triton, "_read_properties", properties)
+
+    def run(x):
+        return x + 1 if triton.why_not(call()) is None else x
+
+    assert torch.compile(run, fullgraph=True, backend="eager")(torch.zeros(2)).tolist() == [1, 1]
 
 
 def test_auto_never_takes_the_interpreter(monkeypatch):

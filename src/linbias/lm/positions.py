@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from linbias.lm.config import LinbiasConfig
 from linbias.slopes import slopes
 from linbias.torch import attention
+from linbias.torch.constant import constant
 
 
 class Position(nn.Module):
@@ -66,7 +67,7 @@ class Alibi(Position):
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
         # Python floats, not a buffer: `model.to(bfloat16)` would round a buffer.
-        self._slopes = slopes(config.num_attention_heads, config.slope_schedule).tolist()
+        self._slopes = tuple(slopes(config.num_attention_heads, config.slope_schedule).tolist())
         self._scale = config.slope_scale
         self._train_length = config.train_length
         self._implementation = config.attention_implementation
@@ -95,8 +96,7 @@ class Alibi(Position):
 
     def _left(self, q: Tensor, num_keys: int, key_range: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        # Without non_blocking every layer would wait for the GPU to finish this tiny copy.
-        left = torch.tensor(self._slopes, dtype=dtype).to(q.device, non_blocking=True)
+        left = constant(self._slopes, dtype, q.device)
         if self._scale is None:
             return left
         if self._scale != "interpolate":

@@ -11,6 +11,7 @@ from torch import Tensor
 from linbias import _checks, _dispatch
 from linbias.slopes import slopes
 from linbias.torch import blocked, cpu, dense, triton
+from linbias.torch.constant import constant
 from linbias.torch.dropout import draw_seed
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
@@ -138,7 +139,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     if not torch.compiler.is_compiling():
         _check_values(left, right, key_range, call.S)
     if left is None:
-        left = as_slopes(slopes(call.H) if call.H else (), wide, q.device)
+        left = constant(tuple(slopes(call.H).tolist()) if call.H else (), wide, q.device)
     if not causal and right is None:
         right = left
     implementations = _ON_CPU if call.device == "cpu" else IMPLEMENTATIONS

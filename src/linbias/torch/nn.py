@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from linbias._checks import Call
 from linbias.torch import dense
+from linbias.torch.constant import constant
 from linbias.torch.functional import attention
 from linbias.variants import is_causal, variant_slopes
 
@@ -201,10 +202,7 @@ class MultiheadAttention(nn.Module):
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
-            device = self.q_proj.weight.device
-            return torch.tensor(self._fixed[side], dtype=torch.float64).to(
-                device, non_blocking=True
-            )
+            return constant(tuple(self._fixed[side]), torch.float64, self.q_proj.weight.device)
         log_slope = self.get_parameter(f"log_{side}")
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
         hidden = log_slope == torch.inf

@@ -67,18 +67,22 @@ def _installed() -> tuple[int, int] | None:
 _VERSION = _installed()
 
 
-@functools.cache
 def _properties(device: int) -> tuple[tuple[int, int], int, int]:
     """Compute capability, shared memory of a block in bytes, number of multiprocessors."""
+    return _read_properties(device)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler; it is not seen on a cached function.
+setattr(_properties, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+@functools.cache
+def _read_properties(device: int) -> tuple[tuple[int, int], int, int]:
     from triton.runtime import driver  # what a launch is held against, whatever torch calls it
 
     shared_memory: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), shared_memory, properties.multi_processor_count
-
-
-# What torch.compiler.assume_constant_result does, without loading the compiler.
-setattr(_properties, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _sizes(q: Tensor, v: Tensor) -> Sizes:
@@ -101,8 +105,14 @@ def _fill(call: Arguments, results: Results) -> None:
     slopes, numbers = (call.left, call.right), (call.scale, call.dropout, call.tolerance)
     with _on(q):
         group_size = q.shape[1] // max(1, k.shape[1])
-        if not call.precise and call.seed is None and serves(q.shape[2], group_size):
-            bound = None if call.key_bound is None else call.key_bound.float().contiguous()
+        if (
+            not call.precise
+            and call.seed is None
+            and serves(q.shape[2], group_size, q.element_size())
+        ):
+            bound = call.key_bound
+            if bound is not None:
+                bound = bound.to(device=q.device, dtype=torch.float32).contiguous()
             processors = _properties(q.device.index)[2] if q.is_cuda else _INTERPRETED_PROCESSORS
             decode(
                 q, k, v, *slopes, key_range, bound, call.scale, call.tolerance, chosen, processors, results[:3]

@@ -25,6 +25,14 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MARGIN: tl.constexpr = tl.constexpr(2.0**-9)
 # Keys whose bias is below so many bits carry most of a row's weight.
 PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
+# More than what a square loses that underflows.
+UNDERFLOW: tl.constexpr = tl.constexpr(2.0**-120)
+
+
+@triton.jit
+def norm(rows, D: tl.constexpr):
+    """At least the Euclidean norm of each row but for rounding; rows [rows, PADDED_D], float32."""
+    return tl.sqrt(tl.sum(rows * rows, 1) + D * UNDERFLOW)
 
 
 class Bounds(NamedTuple):
@@ -65,7 +73,7 @@ def measure_kernel(
         k = load_rows(K + start * k_s, offsets, inside, k_s, k_d, D, PADDED_D).to(tl.float32)
         v = load_rows(V + start * v_s, offsets, inside, v_s, v_d, E, PADDED_E).to(tl.float32)
         difference = k - center[None, :]
-        square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1)
+        square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1) + D * UNDERFLOW
         square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
         radius = tl.sqrt(tl.max(square, 0)) * (1 + slack)
         tl.store(RADIUS + wide(head) * num_blocks + block, radius, mask=block < num_blocks)

@@ -5,7 +5,7 @@ tile). It first takes the scores of the near keys, without their values, for the
 head, of which it then visits its share. `merge_kernel` adds the parts up in order. With a `key_bound` nothing but the window
 is read; without one all keys are measured first (certificate.py).
 Bytes read: the longest window of each group, keys and values once, plus the near keys once more for every part (L2).
-Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64, otherwise as forward's.
+Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64 (float32: 16), otherwise as forward's.
 """
 
 from typing import Any
@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import bounds, log_count, padded, preview, slack_of, trip_count
+from linbias.triton.certificate import (
+    bounds,
+    log_count,
+    norm,
+    padded,
+    preview,
+    slack_of,
+    trip_count,
+)
 from linbias.triton.forward import add_block, log_share, slope_strides
 from linbias.triton.sizes import FUSION, Sizes
 from linbias.triton.tile import (
@@ -31,7 +39,7 @@ from linbias.triton.tile import (
     wide,
 )
 
-MOST_ROWS = 64
+MOST_ROWS = {2: 64, 4: 16}  # by bytes of an element: in float32 more rows do not fit the registers
 PROGRAMS_PER_PROCESSOR = 4
 MOST_PARTS = 64
 
@@ -103,7 +111,7 @@ def decode_kernel(
             )
             row_max = new_max
         wide_q = q.to(tl.float32)
-        q_norm = tl.sqrt(tl.sum(wide_q * wide_q, 1)) * tl.abs(scale) * (1 + slack)
+        q_norm = norm(wide_q, D) * tl.abs(scale) * (1 + slack)
         nearest = low - near * KEYS - 1
         if BOUNDED:
             radius = tl.load(BOUND + tl.program_id(0)) * (1 + slack)
@@ -180,9 +188,9 @@ def merge_kernel(
     tl.store(LOG_SUM + row, tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum))))
 
 
-def serves(T: int, group_size: int) -> bool:
+def serves(T: int, group_size: int, itemsize: int) -> bool:
     """Are there so few query rows that all of a group fit one tile?"""
-    return T * group_size <= MOST_ROWS
+    return T * group_size <= MOST_ROWS[itemsize]
 
 
 def decode(

@@ -17,6 +17,7 @@ from linbias.triton.certificate import (
     Bounds,
     bounds,
     log_count,
+    norm,
     padded,
     preview,
     slack_of,
@@ -121,7 +122,7 @@ def forward_kernel(
         REACH += (wide(b) * G + g) * num_blocks
         right_reach = REACH + reach_size
         wide_q = q.to(tl.float32)
-        q_norm = tl.sqrt(tl.sum(wide_q * wide_q, 1)) * tl.abs(scale) * (1 + slack)
+        q_norm = norm(wide_q, D) * tl.abs(scale) * (1 + slack)
         largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(right_reach)
         base = tl.sum(wide_q * center[None, :], 1) * scale + slack * q_norm * largest
 

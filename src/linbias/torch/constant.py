@@ -1,0 +1,31 @@
+"""Slopes that never change, kept on the device that wants them.
+
+A copy from the CPU at every call would wait for the device, and cannot be captured in a CUDA graph.
+"""
+
+import torch
+from torch import Tensor
+
+_MOST = 256
+_kept: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
+
+
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values as a tensor [len(values)], on other devices than the CPU the same one each time: not to be changed.
+
+    Example:
+        >>> constant((0.5, 0.25), torch.float32, torch.device("cpu"))
+        tensor([0.5000, 0.2500])
+    """
+    if device.type == "cpu" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    key = values, dtype, device
+    if key not in _kept:
+        with torch.inference_mode(False):  # else autograd could not save it later
+            tensor = torch.tensor(values, dtype=dtype).to(device)
+        if type(tensor) is not Tensor:
+            return tensor  # of someone who traces
+        if len(_kept) == _MOST:
+            _kept.clear()
+        _kept[key] = tensor
+    return _kept[key]
