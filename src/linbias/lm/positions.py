@@ -67,7 +67,7 @@ class Alibi(Position):
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
         # Python floats, not a buffer: `model.to(bfloat16)` would round a buffer.
-        self._slopes = tuple(slopes(config.num_attention_heads, config.slope_schedule).tolist())
+        self._slopes = slopes(config.num_attention_heads, config.slope_schedule).tolist()
         self._scale = config.slope_scale
         self._train_length = config.train_length
         self._implementation = config.attention_implementation

@@ -3,14 +3,20 @@
 A copy from the CPU at every call would wait for the device, and cannot be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MOST = 256
 _kept: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
 
 
-def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(
+    values: Sequence[float] | NDArray[np.float64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """The values as a tensor [len(values)], on other devices than the CPU the same one each time: not to be changed.
 
     Example:
@@ -18,11 +24,11 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
         tensor([0.5000, 0.2500])
     """
     if device.type == "cpu" or torch.compiler.is_compiling():
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-    key = values, dtype, device
+        return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+    key = tuple(values), dtype, device
     if key not in _kept:
         with torch.inference_mode(False):  # else autograd could not save it later
-            tensor = torch.tensor(values, dtype=dtype).to(device)
+            tensor = torch.tensor(key[0], dtype=dtype).to(device)
         if type(tensor) is not Tensor:
             return tensor  # of someone who traces
         if len(_kept) == _MOST:

@@ -139,7 +139,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     if not torch.compiler.is_compiling():
         _check_values(left, right, key_range, call.S)
     if left is None:
-        left = constant(tuple(slopes(call.H).tolist()) if call.H else (), wide, q.device)
+        left = constant(slopes(call.H) if call.H else (), wide, q.device)
     if not causal and right is None:
         right = left
     implementations = _ON_CPU if call.device == "cpu" else IMPLEMENTATIONS

@@ -202,7 +202,7 @@ class MultiheadAttention(nn.Module):
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
-            return constant(tuple(self._fixed[side]), torch.float64, self.q_proj.weight.device)
+            return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
         log_slope = self.get_parameter(f"log_{side}")
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
         hidden = log_slope == torch.inf
