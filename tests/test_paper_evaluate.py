@@ -191,6 +191,9 @@ def test_perplexity_is_two_to_the_mean_bits():
     assert scores.loss_base2 == pytest.approx(2.0, rel=1e-7)
     assert scores.perplexity == pytest.approx(4.0, rel=1e-7)
     assert scores.original_line == "Loss (base 2): 2.0000, Perplexity: 4.00"
+    for bits, perplexity in ((np.nan, np.nan), (2000.0, np.inf)):
+        scores = Scores(np.array([-bits * np.log(2.0)], np.float32), 1, 0, 0.0, 0)
+        assert np.array_equal(scores.perplexity, perplexity, equal_nan=True)
 
 
 @needs_shared

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typer.testing import CliRunner, Result
 
 import linbias.paper.train as train_module
 from linbias import cli
+from linbias.lm.checkpoints import write_whole
 from linbias.paper.batches import batch_order
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
@@ -599,6 +601,35 @@ def test_batches_that_cannot_be_shared_are_refused(
         train(data, tmp_path, RECIPE, progress=False)
 
 
+def test_a_result_that_was_deleted_is_made_again(data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, updates=2, warmup=1, validate_every=0)
+    weights = train(data, tmp_path / "run", recipe, progress=False) / "model.safetensors"
+    made = weights.read_bytes()
+    weights.unlink()
+    train(data, tmp_path / "run", recipe, progress=False)
+    assert weights.read_bytes() == made
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "7"])
+def test_a_damaged_settings_file_is_named(data: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(ValueError, match=r"recipe\.json"):
+        train(data, tmp_path, RECIPE, progress=False)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "replace", lambda *_: full(_))
+    with pytest.raises(OSError, match=r"No space left.*scores\.npz"):
+        write_whole(tmp_path / "scores.npz", b"x")
+    with pytest.raises(OSError, match=r"No space left.*dict\.txt"):
+        Dictionary.from_counts({"a": 1}).write(tmp_path / "dict.txt")
+    assert not list(tmp_path.iterdir())
+
+
 def test_damaged_data_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     for path in data.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -667,6 +698,11 @@ def test_every_preset_makes_a_model_and_reads_its_blocks(name: str) -> None:
             batches_per_update=recipe.batches_per_update,
         )
         assert recipe.max_tokens * recipe.batches_per_update == 9216 * 8
+        order = batch_order(
+            100_000, recipe.length, recipe.max_tokens, 1, 1, multiple=recipe.rows_multiple
+        )
+        # --required-batch-size-multiple 1: as many rows as the tokens allow
+        assert max(map(len, order)) == recipe.max_tokens // recipe.length
 
 
 def test_recipe_of_another_duration_keeps_the_shares_of_warmup_and_cosine() -> None:
@@ -748,6 +784,32 @@ def test_run_of_other_texts_is_refused(whole_path: tuple[Path, dict], texts: lis
     result = linbias("run", texts[0], texts[2], texts[1], "-o", whole_path[0], *SMALL)
     assert result.exit_code == 2
     assert "run: output must not be another run's" in result.stderr
+
+
+def test_texts_that_fail_leave_the_folder_to_others(texts: list[Path], tmp_path: Path) -> None:
+    words, folder = (
+        ["-o", tmp_path / "out", "--updates", 3, "--workers", 1, *SMALL, "-q"],
+        tmp_path,
+    )
+    (folder / "empty").write_text("")
+    (folder / "latin").write_bytes(b"caf\xe9")
+    for wrong in (folder / "empty", folder / "latin"):
+        refused = linbias("run", texts[0], texts[1], wrong, *words)
+        assert refused.exit_code == 2 and str(wrong) in " ".join(refused.stderr.split())
+    assert linbias("run", *texts, *words).exit_code == 0
+
+
+def test_data_with_other_words_than_the_model_is_refused(
+    whole_path: tuple[Path, dict], tmp_path: Path
+) -> None:
+    folder, _ = whole_path
+    data = shutil.copytree(folder / "data", tmp_path / "data")
+    lines = (data / "dict.txt").read_text().splitlines()
+    (data / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
+    shutil.copy(folder / "data" / "dict.txt", folder / "model" / "dict.txt")
+    refused = linbias("evaluate", folder / "model", data, "-q")
+    assert refused.exit_code == 2
+    assert "evaluate: data must have the words of" in " ".join(refused.stderr.split())
 
 
 def test_steps_one_by_one_are_the_whole_path(

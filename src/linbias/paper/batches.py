@@ -83,7 +83,7 @@ def batch_order(
         seed: Of the run.
         epoch: Number of the pass, from 1.
         multiple: Batches have fewer than this many blocks, or a multiple of it: the original's
-            `--required-batch-size-multiple`, which is 8 unless it is given.
+            `--required-batch-size-multiple`, which is 8 unless it is given; the paper's README gives 1.
         rank: Which of `world` processes asks: batch rank, rank + world, ... are its own.
         world: Number of processes. All get as many batches, some perhaps an empty last one.
 

@@ -5,6 +5,7 @@ As in `linbias.cli`, a command computes nothing itself, and heavy imports stand 
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -241,8 +242,11 @@ def evaluate(
     [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
     """
     from linbias.paper.checkpoint import load
+    from linbias.paper.dictionary import check_words
 
     loaded = load(model, position=position)
+    if (model / "dict.txt").is_file():
+        check_words(model / "dict.txt", data / "dict.txt")
     length = loaded.config.train_length if length is None else length
     result = _evaluate(loaded, data, (subset, length, context_window), batch_tokens, resume, quiet)
     if as_json:
@@ -285,8 +289,16 @@ def run(
     claim(folder / "texts.json", {name: fingerprint(text) for name, text in texts.items()}, "run")
     data, home = folder / "data", folder / "model"
     if not data.exists():
-        with _progress("reading text", quiet) as advance:
-            steps.prepare(texts, data, workers=workers, progress=advance)
+        try:
+            with _progress("reading text", quiet) as advance:
+                made = steps.prepare(texts, data, workers=workers, progress=advance)
+            empty = [str(texts[name]) for name, split in made.splits.items() if not split.num_ids]
+            if empty:
+                shutil.rmtree(data)
+                raise ValueError(f"run: texts must have at least a line each, got {empty[0]}")
+        except ValueError:
+            (folder / "texts.json").unlink()  # other texts may still come here
+            raise
     metrics = _train(data, home, recipe, quiet)
     model = load(home)
     results = []

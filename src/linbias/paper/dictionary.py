@@ -147,6 +147,27 @@ def _parse(line: str) -> tuple[str, int, bool] | None:
         return None
 
 
+def check_words(own: Path, other: Path) -> None:
+    """Refuse a dict.txt of a text whose words are not those that a model was trained with.
+
+    Args:
+        own: The model's dict.txt.
+        other: The text's. That it has as many words is checked elsewhere; if it is missing, too.
+
+    Raises:
+        ValueError: An id stands for another word; the first one is named.
+    """
+    if not other.is_file():
+        return
+    words, found = Dictionary.read(own).symbols, Dictionary.read(other).symbols
+    for number, (word, instead) in enumerate(zip(words, found, strict=False)):
+        if word != instead:
+            raise ValueError(
+                f"evaluate: data must have the words of {own}, where {number} is {word!r}; "
+                f"got {instead!r} in {other}"
+            )
+
+
 class _Ids(dict[str, int]):
     """Word -> id; any other word has the id of <unk>, and is counted."""
 

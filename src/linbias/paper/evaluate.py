@@ -68,7 +68,7 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """2^loss_base2; infinite where that is beyond a float."""
-        return 2.0**self.loss_base2 if self.loss_base2 < 1024.0 else math.inf
+        return math.inf if self.loss_base2 >= 1024.0 else 2.0**self.loss_base2
 
     @property
     def original_line(self) -> str:

@@ -56,7 +56,7 @@ class Recipe:
     length: int = 512
     model: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 9216
-    rows_multiple: int = 8
+    rows_multiple: int = 1
     batches_per_update: int = 8
     updates: int = 286_000
     lr: float = 1.0
@@ -150,7 +150,6 @@ _TINY = Recipe(
         "softmax_dropout": 0.0,
     },
     max_tokens=512,
-    rows_multiple=1,
     batches_per_update=1,
     updates=2000,
     warmup=200,

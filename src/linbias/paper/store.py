@@ -157,6 +157,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         with open(partial, "wb") as file:
             yield file
         os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -103,14 +103,14 @@ def train(
         21
     """
     data, output = Path(data), Path(output)
-    on_cpu = _on_cpu(recipe)
     dictionary, splits = _read(data, recipe)
+    on_cpu = _on_cpu(recipe)
     config = _config(recipe, dictionary)
     check_writable(output)  # whatever may refuse has done so, before anything is written
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     with no_bars():
         _open_run(recipe, data, splits, output)
-        if not (output / "metrics.json").exists():
+        if not all((output / name).exists() for name in ("metrics.json", "model.safetensors")):
             _run(recipe, config, splits, data, output, progress, callbacks)
         wait_for_all()
     return output
@@ -190,7 +190,13 @@ def claim(path: Path, asked: dict[str, Any], function: str) -> None:
     if is_new and is_main():
         write_json(path, asked)
     wait_for_all()
-    check_same(json.loads(path.read_text(encoding="utf-8")), asked, folder, function)
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(there, dict):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise ValueError(f"{function}: {path} is damaged ({error})") from error
+    check_same(there, asked, folder, function)
 
 
 def fingerprint(path: Path) -> str:
