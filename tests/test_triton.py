@@ -20,7 +20,7 @@ from interpreter import repaired
 from linbias._checks import TOLERANCE, Described, check
 from linbias.lm import LinbiasConfig, LinbiasForCausalLM
 from linbias.torch import triton
-from linbias.triton import sizes
+from linbias.triton import forward, sizes
 from linbias.triton.sizes import Sizes, Tile
 from test_torch import TorchSubject
 
@@ -38,6 +38,7 @@ LITTLE = Sizes(Tile(32, 16, 4, 2), Tile(16, 16, 4, 2), Tile(16, 32, 4, 2), Tile(
 def little_tiles(monkeypatch):
     """Tiles small enough that short cases have several, with uneven ends, in an interpreter that knows bfloat16 and bounds."""
     monkeypatch.setattr(triton, "INTERPRETED", ("float16", "bfloat16", "float32"))
+    monkeypatch.setattr(forward, "FEWEST_BLOCKS", 2)
     with sizes.forced(LITTLE), repaired():
         yield
 

@@ -1,9 +1,9 @@
 """Decoding: few queries against a long cache, which is cut into parts that run at once.
 
 One program: one part of one key/value head, for all query rows that read it (heads of a group times queries, packed into one
-tile). It first takes the scores of the near keys, without their values, for the certificate; that gives the window of the
-head, of which it then visits its share. `merge_kernel` adds the parts up in order. With a `key_bound` nothing but the window
-is read; without one all keys are measured first (certificate.py).
+tile). With a `key_bound` it first takes the scores of the near keys, without their values, for the certificate; that gives the
+window of the head, of which it then visits its share. Without one all keys are visited: to measure them would read more.
+`merge_kernel` adds the parts up in order.
 Bytes read: the longest window of each group, keys and values once, plus the near keys once more for every part (L2).
 Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64 (float32: 16), otherwise as forward's.
 """
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.triton.certificate import (
-    bounds,
     log_count,
     norm,
     padded,
@@ -48,12 +47,12 @@ NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)  # at most, beside those at the quer
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, BOUND, CENTER, REACH, PART_OUT, PART_MAX, PART_SUM,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, BOUND, PART_OUT, PART_MAX, PART_SUM,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
-    H, G, T, S, num_blocks, reach_size, scale, log_share, slack,
+    H, G, T, S, scale, log_share, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr,
 ):  # fmt: skip
     """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM [B * G, parts, rows]; grid (B * G, parts)."""
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
@@ -113,19 +112,9 @@ def decode_kernel(
         wide_q = q.to(tl.float32)
         q_norm = norm(wide_q, D) * tl.abs(scale) * (1 + slack)
         nearest = low - near * KEYS - 1
-        if BOUNDED:
-            radius = tl.load(BOUND + tl.program_id(0)) * (1 + slack)
-            base = slack * q_norm * radius
-        else:
-            center = tl.load(
-                CENTER + wide(tl.program_id(0)) * D + entries, mask=entries < D, other=0.0
-            )
-            REACH += wide(tl.program_id(0)) * num_blocks
-            radius = tl.load(REACH + tl.maximum(nearest, 0) // KEYS)
-            largest = tl.sqrt(tl.sum(center * center, 0)) + tl.load(REACH + reach_size)
-            base = tl.sum(wide_q * center[None, :], 1) * scale + slack * q_norm * largest
+        largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
         count = near + trip_count(
-            base + q_norm * radius + log_count(left, nearest + 1 - first), left, row_max, row_sum, seen,
+            largest + log_count(left, nearest + 1 - first), left, row_max, row_sum, seen,
             position - nearest, most - near, log_share, slack, KEYS,
         )  # fmt: skip
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -220,23 +209,19 @@ def decode(
         return
     tile, rows = sizes.decode, H // G * T
     num_blocks = triton.cdiv(S, tile.keys)
-    certify = tolerance > 0 and num_blocks > 2
-    center = reach = None
-    if certify and key_bound is None:
-        center, reach = bounds(k, v, key_range, tile.keys)
+    certify = tolerance > 0 and key_bound is not None and num_blocks > 2
     wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
     num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))
     options: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     part_out = torch.empty(B * G, num_parts, rows, E, **options)
     part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **options)
     decode_kernel[B * G, num_parts](
-        q, k, v, left, right, key_range, key_bound, center, reach, part_out, part_max, part_sum,
+        q, k, v, left, right, key_range, key_bound, part_out, part_max, part_sum,
         *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right),
         # What lies to the right of the queries is near: one side has all of the tolerance.
-        H, G, T, S, num_blocks, B * G * num_blocks, scale * LOG2E.value, log_share(tolerance, False), slack_of(D),
+        H, G, T, S, scale * LOG2E.value, log_share(tolerance, False), slack_of(D),
         D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), **tile._replace(rows=max(tile.rows, padded(rows))).options(),
         HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify,
-        BOUNDED=key_bound is not None,
     )  # fmt: skip
     merge_kernel[B * H * T,](
         part_out,
