@@ -1,11 +1,14 @@
 """The paper's model and checkpoints: against golden data of the original, and an oracle in NumPy."""
 
 import argparse
+import errno
 import json
 import math
 import os
 import pickle
-from collections import OrderedDict
+import resource
+import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -411,11 +414,49 @@ def with_namespaces_inside(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "cfg": parts}
 
 
+def with_one_namespace(record: dict[str, Any]) -> dict[str, Any]:
+    return {**record, "cfg": argparse.Namespace(**record["cfg"])}
+
+
+def with_args_beside_an_empty_cfg(record: dict[str, Any]) -> dict[str, Any]:
+    return {**as_namespace(record), "cfg": {}}
+
+
+def with_args_beside_another_cfg(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **as_namespace(record),
+        "cfg": {"model": {"decoder_layers": 5, "adaptive_input": False}},
+    }
+
+
+def with_nothing_where_another_group_tells(record: dict[str, Any]) -> dict[str, Any]:
+    record["cfg"]["model"]["tokens_per_sample"] = None
+    return record
+
+
+def with_sharing_that_an_adaptive_softmax_ignores(record: dict[str, Any]) -> dict[str, Any]:
+    record["cfg"]["model"]["share_decoder_input_output_embed"] = True
+    return record
+
+
+def with_sinusoids_among_the_tensors(record: dict[str, Any]) -> dict[str, Any]:
+    record["model"]["decoder.embed_positions.weights"] = torch.ones(66, 48)
+    return record
+
+
 def with_cutoffs_written_otherwise(record: dict[str, Any]) -> dict[str, Any]:
     record["cfg"]["model"] |= {
         "adaptive_input_cutoff": [256, 640],
         "adaptive_softmax_cutoff": "256, 640",
     }
+    return record
+
+
+def with_numbers_of_numpy(record: dict[str, Any]) -> dict[str, Any]:
+    settings = record["cfg"]["model"]
+    for name, number in settings.items():
+        if type(number) in (int, float):
+            settings[name] = np.array(number)[()]
     return record
 
 
@@ -428,14 +469,27 @@ def with_all_that_training_leaves(record: dict[str, Any]) -> dict[str, Any]:
         "optimizer_history": [
             {"num_updates": np.int64(300), "lr_scheduler_state": {"best": None}}
         ],
-        "extra_state": {"best": np.float64(5.3), "metrics": OrderedDict(val_loss=np.float32(5.3))},
+        "extra_state": {
+            "best": np.float64(5.3),
+            "metrics": OrderedDict(val_loss=np.float32(5.3)),
+            "counts": defaultdict(list, {"a": [1]}) | {"b": defaultdict(int, x=2)},
+            "numbers": [np.dtype(code).type(3) for code in "?bBhHiIlLqQefd"],
+            "arrays": [
+                np.arange(6.0).reshape(2, 3),
+                np.array(["a"]),
+                np.array([{}], dtype=object),
+            ],
+        },
         "last_optimizer_state": {"state": state, "param_groups": [{"lr": 1.0}], "loss_scale": 128},
     }
 
 
 FORMS = [
-    *(as_namespace, with_namespaces_inside),
-    *(with_cutoffs_written_otherwise, with_all_that_training_leaves),
+    *(as_namespace, with_namespaces_inside, with_one_namespace),
+    *(with_args_beside_an_empty_cfg, with_args_beside_another_cfg),
+    *(with_nothing_where_another_group_tells, with_sharing_that_an_adaptive_softmax_ignores),
+    with_sinusoids_among_the_tensors,
+    *(with_cutoffs_written_otherwise, with_numbers_of_numpy, with_all_that_training_leaves),
 ]
 
 
@@ -445,6 +499,34 @@ def test_other_forms_of_a_checkpoint_are_read(change, golden_file, tmp_path):
     config, others = load_original(write(change(original.golden_record()), tmp_path))
     assert config.to_dict() == expected.to_dict()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_numpy_is_read_by_its_names_before_version_2(golden_file, tmp_path):
+    record, path = with_all_that_training_leaves(original.golden_record()), tmp_path / "old.pt"
+    torch.save(record, path, _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    assert load_original(path)[0].to_dict() == load_original(golden_file)[0].to_dict()
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "adaptive_softmax_dropout"])
+@pytest.mark.parametrize("rate", ["absent", None, 1.0])
+def test_a_dropout_that_nothing_is_trained_with_is_none(name, rate, golden_file, tmp_path):
+    record = original.golden_record()
+    expected, _ = load_original(golden_file)
+    record["cfg"]["model"][name] = rate
+    if rate == "absent":
+        del record["cfg"]["model"][name]
+    config, _ = load_original(write(record, tmp_path))
+    changed = {name.removeprefix("adaptive_"): 0.0}
+    assert config.to_dict() == expected.to_dict() | changed
+
+
+def test_the_old_name_of_a_dropout_counts_where_the_new_one_says_nothing(tmp_path):
+    record = original.golden_record()
+    for old, expected in ((0.2, 0.2), (None, 0.0), (1.0, 0.0)):
+        record["cfg"]["model"] |= {"activation_dropout": None, "relu_dropout": old}
+        assert load_original(write(record, tmp_path))[0].activation_dropout == expected
 
 
 def test_half_precision_weights_become_float32(golden_file, tmp_path):
@@ -488,6 +570,19 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(where, zipped, tmp_
     assert not (tmp_path / "run").exists() and not (tmp_path / "model").exists()
 
 
+def test_harmless_kinds_do_not_hide_code(tmp_path):
+    hostile = Hostile(tmp_path / "run")
+    for hiding in (
+        np.array([hostile], dtype=object),
+        defaultdict(os.system),
+        defaultdict(list, {"x": hostile}),
+    ):
+        path = write({**original.golden_record(), "extra_state": {"x": hiding}}, tmp_path)
+        with pytest.raises(ValueError, match=r"it asks for \w+\.system, which was not run"):
+            load_original(path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_bare_hostile_pickle_is_refused_and_not_run(tmp_path):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(pickle.dumps(Hostile(tmp_path / "run"), protocol=4))
@@ -502,6 +597,26 @@ def test_a_damaged_checkpoint_is_refused(golden_file, tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"load_original: path must be a checkpoint of"):
             load_original(path)
+
+
+def test_a_flipped_bit_is_refused(golden_file, tmp_path):
+    with zipfile.ZipFile(golden_file) as whole:
+        entry = max(whole.infolist(), key=lambda entry: entry.file_size)
+        middle = whole.read(entry)[1000:1064]
+    content = bytearray(golden_file.read_bytes())
+    content[content.index(middle) + 3] ^= 0x40
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    message = rf"path must be a checkpoint .*'{path}' \(its entry {entry.filename} is damaged\)"
+    with pytest.raises(ValueError, match=message):
+        load_original(path)
+
+
+def test_the_format_before_zip_files_is_read(golden_file, tmp_path):
+    torch.save(original.golden_record(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    _, weights = load_original(golden_file)
+    _, others = load_original(tmp_path / "a.pt")
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("record", [[1, 2], {"cfg": {}}, {"model": 3}], ids=str)
@@ -564,6 +679,19 @@ def test_tied_tensors_that_differ_are_named(tmp_path):
         load(write(record, tmp_path))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named(value, tmp_path):
+    record = original.golden_record()
+    names = ["decoder.layers.0.fc1.bias", "decoder.embed_tokens.embeddings.1.0.weight"]
+    for name in names:
+        record["model"][name] = record["model"][name].clone()
+        record["model"][name].flatten()[3] = value
+    with pytest.raises(ValueError) as caught:
+        load(write(record, tmp_path))
+    problems = str(caught.value).split("checkpoint.pt': ")[1].split("; ")
+    assert sorted(problems) == sorted(f"{name} has values that are not finite" for name in names)
+
+
 def test_what_is_no_floating_point_tensor_is_named(tmp_path):
     record = original.golden_record()
     record["model"] |= {"decoder.layers.0.fc1.bias": torch.zeros(96, dtype=torch.int32), "x": 3}
@@ -596,8 +724,18 @@ def test_what_is_no_floating_point_tensor_is_named(tmp_path):
         ),
         (
             {"adaptive_input_cutoff": "a,b", "adaptive_softmax_cutoff": "a,b"},
-            "must be ids with commas",
+            "adaptive_input_cutoff must be ids with commas between, got 'a,b'",
         ),
+        ({"adaptive_softmax_cutoff": 9}, "adaptive_softmax_cutoff must be ids with commas"),
+        (
+            {
+                "adaptive_input": False,
+                "adaptive_input_cutoff": None,
+                "adaptive_softmax_cutoff": None,
+            },
+            "checkpoint.pt': adaptive_input must be True, got False; adaptive_input_cutoff must be",
+        ),
+        ({"dropout": 2.0}, "checkpoint.pt': PaperConfig: dropout must be a number in [0, 1)"),
     ],
     ids=str,
 )
@@ -609,10 +747,20 @@ def test_a_model_that_this_is_not_is_refused_by_its_settings(changes, message, t
     assert message in str(caught.value)
 
 
+def test_a_wrong_setting_comes_before_those_that_are_lacking(tmp_path):
+    record = as_namespace(original.golden_record())
+    del record["args"].adaptive_input_cutoff, record["args"].decoder_embed_dim
+    record["args"].adaptive_input = False
+    wrong = "checkpoint.pt': adaptive_input must be True, got False; "
+    lacking = "args has no decoder_embed_dim, adaptive_input_cutoff$"
+    with pytest.raises(ValueError, match=wrong + lacking):
+        load_original(write(record, tmp_path))
+
+
 @pytest.mark.parametrize("cfg", [None, "text", {"model": "text"}, {"task": [1]}], ids=str)
 def test_settings_of_another_kind_are_refused(cfg, tmp_path):
     record = {**original.golden_record(), "cfg": cfg}
-    with pytest.raises(ValueError, match="neither cfg nor args has decoder_embed_dim, decoder_la"):
+    with pytest.raises(ValueError, match="': cfg has no decoder_embed_dim, decoder_layers"):
         load_original(write(record, tmp_path))
 
 
@@ -620,14 +768,25 @@ def test_lacking_settings_are_named(tmp_path):
     record = original.golden_record()
     for name in ("decoder_layers", "adaptive_input_cutoff"):
         del record["cfg"]["model"][name]
-    lacking = r"neither cfg nor args has decoder_layers, adaptive_input_cutoff"
-    with pytest.raises(ValueError, match=lacking):
+    with pytest.raises(ValueError, match=r"cfg has no decoder_layers, adaptive_input_cutoff$"):
         load_original(write(record, tmp_path))
 
 
 def test_positions_with_weights_are_not_read_from_a_checkpoint_that_has_none(golden_file):
     with pytest.raises(ValueError, match=r"position must be 'alibi', .* got 't5'"):
         load_original(golden_file, position="t5")
+
+
+def test_sinusoids_are_refused_where_the_settings_say_that_there_are_none(tmp_path):
+    record = original.golden_record()
+    record["cfg"]["model"]["no_token_positional_embeddings"] = True
+    path = write(record, tmp_path)
+    message = "no_token_positional_embeddings must be False for position 'sinusoidal', got True"
+    for read in (load, load_original):
+        with pytest.raises(ValueError, match=message):
+            read(path, position="sinusoidal")
+    for position in ("alibi", "none"):
+        assert load(path, position=position).config.position == position
 
 
 def test_a_dictionary_of_another_size_is_refused(golden_file, tmp_path):
@@ -642,6 +801,42 @@ def test_a_folder_that_holds_a_model_is_not_overwritten(golden_file, tmp_path):
     convert(golden_file, tmp_path)
     with pytest.raises(ValueError, match="convert: out must not hold a model already, got"):
         convert(golden_file, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_foreign_weights_are_not_overwritten(name, golden_file, tmp_path):
+    (tmp_path / name).write_bytes(b"precious")
+    message = rf"convert: out must not hold a model already, got {tmp_path} \(it has {name}\)"
+    with pytest.raises(ValueError, match=message):
+        convert(golden_file, tmp_path)
+    assert (tmp_path / name).read_bytes() == b"precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(golden_file, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = tmp_path / "model"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"^convert: could not write to {out} \(.*too large"):
+            convert(golden_file, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(out.iterdir())
+    convert(golden_file, out)
+    assert load(out)
+
+
+def test_a_full_disk_at_the_dictionary_leaves_nothing(golden_file, tmp_path, monkeypatch):
+    def fail(self: Dictionary, path: Path) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Dictionary.from_counts({f"w{n}": 9 for n in range(1020)}).write(tmp_path / "dict.txt")
+    monkeypatch.setattr(Dictionary, "write", fail)
+    with pytest.raises(OSError, match=r"^convert: could not write to .*model \(.*No space left"):
+        convert(golden_file, tmp_path / "model", dictionary=tmp_path / "dict.txt")
+    assert not list((tmp_path / "model").iterdir())
 
 
 def test_a_folder_is_not_read_with_another_position(golden_file, tmp_path):
@@ -676,6 +871,9 @@ def test_a_damaged_folder_is_refused(golden_file, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / "model.safetensors").write_bytes(whole)
     with pytest.raises(ValueError, match="model_type is 'linbias-paper', got 'gpt2'"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "linbias-paper", "dropout": 2}')
+    with pytest.raises(ValueError, match=f"load: cannot use '{tmp_path}': PaperConfig: dropout"):
         load(tmp_path)
 
 

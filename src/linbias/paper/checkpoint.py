@@ -8,13 +8,11 @@ model.safetensors with every weight once, and dict.txt.
 import json
 import re
 import tempfile
-import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,6 +23,7 @@ from linbias.lm.load import no_bars
 from linbias.paper.config import PaperConfig
 from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
+from linbias.paper.pickled import read_original
 
 # The original's name of each number that says what a model is.
 _SIZES = {
@@ -34,6 +33,8 @@ _SIZES = {
     "intermediate_size": "decoder_ffn_embed_dim",
     "train_length": "tokens_per_sample",
     "adaptive_factor": "adaptive_input_factor",
+}
+_RATES = {
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
     "softmax_dropout": "adaptive_softmax_dropout",
@@ -50,25 +51,17 @@ _FIXED: dict[str, Any] = {
     "decoder_normalize_before": True,
     "layernorm_embedding": False,
     "no_scale_embedding": False,
-    "share_decoder_input_output_embed": False,
     "tie_adaptive_proj": True,
     "tie_adaptive_weights": True,
 }
+_CUTOFFS = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
 # Settings that must be as another one is.
 _EQUAL = {
+    "adaptive_softmax_cutoff": "adaptive_input_cutoff",
     "adaptive_softmax_factor": "adaptive_input_factor",
     "decoder_input_dim": "decoder_embed_dim",
     "decoder_output_dim": "decoder_embed_dim",
 }
-# Types beside tensors and plain values that the original saves, none of which runs anything: its options,
-# and numbers of NumPy among its metrics (by the name that NumPy gave them until version 2).
-_NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
-_HARMLESS: list[Any] = [
-    Namespace,
-    (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
-    (_NUMPY_SCALAR, "numpy._core.multiarray.scalar"),
-    *(np.dtype, *(type(np.dtype(name)) for name in ("f2", "f4", "f8", "i4", "i8", "u1", "?"))),
-]
 
 
 def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
@@ -119,8 +112,8 @@ def load_original(
 
     Raises:
         ValueError: it is no such file, it holds code, it describes a model that this is not (the
-            setting is named), or tensors are missing, unexpected, misshapen or differ from those
-            that they are tied to (all named).
+            setting is named), or tensors are missing, unexpected, misshapen, not finite or differ
+            from those that they are tied to (all named).
     """
     path = Path(path)
     if position not in ("alibi", "sinusoidal", "none"):
@@ -128,20 +121,26 @@ def load_original(
             "load_original: position must be 'alibi', 'sinusoidal' or 'none', which have no "
             f"weights; got {position!r}"
         )
-    record = _read(path)
-    settings, weights = _settings(record, path), _weights(record, path)
-    config = _config(settings, weights, position, path)
+    record = read_original(path)
+    weights = _weights(record, path)
+    config = _config(record, weights, position, path)
     expected = _empty(config).state_dict()
     names = {name: _original_names(name) for name in expected}
     described = {old: expected[name] for name, olds in names.items() for old in olds}
-    problems = _compare(described, weights) or [
+    _refuse("load_original", path, _compare(described, weights))
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    problems = [
+        f"{name} has values that are not finite"
+        for name, tensor in weights.items()
+        if not tensor.isfinite().all()
+    ] or [
         f"{copy} differs from {first}, to which it is tied"
         for first, *copies in names.values()
         for copy in copies
         if not torch.equal(weights[first], weights[copy])
     ]
     _refuse("load_original", path, problems)
-    return config, {name: weights[olds[0]].float() for name, olds in names.items()}
+    return config, {name: weights[first] for name, (first, *_) in names.items()}
 
 
 def convert(
@@ -155,30 +154,41 @@ def convert(
 
     Args:
         path: as for `load`.
-        out: the folder; made where it is missing, refused where it holds a model already.
+        out: the folder; made where it is missing, refused where it holds config.json or
+            safetensors already.
         dictionary: the dict.txt that the model was trained with, to be checked and copied.
         position: as for `load`.
 
     Raises:
         ValueError: as `load`; the dictionary does not fit; `out` is not to be written.
+        OSError: a file could not be written (disk full); `out` holds no model then.
     """
     out = Path(out)
-    if (out / "config.json").exists():
-        raise ValueError(f"convert: out must not hold a model already, got {out}")
+    held = sorted(
+        file.name for name in ("config.json", "*.safetensors") for file in out.glob(name)
+    )
+    if held:
+        raise ValueError(
+            f"convert: out must not hold a model already, got {out} (it has {', '.join(held)})"
+        )
     model = load(path, position=position)
     words = None
     if dictionary is not None:
         words = Dictionary.read(Path(dictionary))
         check_dictionary(words, model.config, dictionary, "convert")
     check_writable(out, "convert")
-    with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
-        with no_bars():
-            model.save_pretrained(partial)
-        if words is not None:
-            words.write(Path(partial, "dict.txt"))
-        # Without its config.json a folder is no model yet.
-        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
-            file.replace(out / file.name)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
+            with no_bars():
+                model.save_pretrained(partial)
+            if words is not None:
+                words.write(Path(partial, "dict.txt"))
+            # Without its config.json a folder is no model yet.
+            made = sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json")
+            for file in made:
+                file.replace(out / file.name)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"convert: could not write to {out} ({error})") from error
 
 
 def check_dictionary(
@@ -202,56 +212,29 @@ def check_dictionary(
         )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """The file's record, of tensors and plain values."""
-    if not path.is_file():
-        raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
-            warnings.simplefilter("ignore")  # about the pickle's protocol
-            record = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # garbled bytes can lead anywhere
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it asks for {asked[1]}, which was not run" if asked else "it is damaged or foreign"
-        )
-        raise ValueError(
-            "load_original: path must be a checkpoint of tensors and plain values, "
-            f"got {str(path)!r} ({reason})"
-        ) from error
-    if not isinstance(record, Mapping) or not isinstance(record.get("model"), Mapping):
-        raise ValueError(
-            f"load_original: path must be a checkpoint with an entry 'model', got {str(path)!r}"
-        )
-    return record
+def _settings(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where the model's settings are, and these; older files keep them together with all others."""
+    if record.get("args") is not None:
+        return "args", _as_dict(record["args"])
+    cfg = _as_dict(record.get("cfg"))
+    settings = _as_dict(cfg.get("task"))
+    for name, value in _as_dict(cfg.get("model")).items():
+        if value is not None or name not in settings:
+            settings[name] = value
+    return "cfg", settings
 
 
-def _settings(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The model's settings, which older files keep together with all others."""
-    cfg = record.get("cfg")
-    parts = (
-        [cfg.get("task"), cfg.get("model")] if isinstance(cfg, Mapping) else [record.get("args")]
-    )
-    settings: dict[str, Any] = {}
-    for part in parts:
-        part = vars(part) if isinstance(part, Namespace) else part
-        settings |= part if isinstance(part, dict) else {}
-    needed = (*_SIZES.values(), "adaptive_input_cutoff")
-    lacking = [name for name in needed if name not in settings]
-    if lacking:
-        raise ValueError(
-            f"load_original: path must be a checkpoint with the model's settings, got {str(path)!r} "
-            f"(neither cfg nor args has {', '.join(lacking)})"
-        )
-    return settings
+def _as_dict(settings: object) -> dict[str, Any]:
+    settings = vars(settings) if isinstance(settings, Namespace) else settings
+    return dict(settings) if isinstance(settings, Mapping) else {}
 
 
 def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors but those that say nothing: versions, and uninitialised numbers."""
+    """The checkpoint's tensors but those that say nothing: versions, uninitialised numbers, sinusoids."""
     weights = {
         name: tensor
         for name, tensor in record["model"].items()
-        if not str(name).endswith((".version", "._float_tensor"))
+        if not str(name).endswith((".version", "._float_tensor", ".embed_positions.weights"))
     }
     foreign = [
         f"{name} is no tensor of floating-point numbers"
@@ -263,46 +246,70 @@ def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def _config(
-    settings: dict[str, Any], weights: dict[str, Tensor], position: str, path: Path
+    record: Mapping[str, Any], weights: dict[str, Tensor], position: str, path: Path
 ) -> PaperConfig:
+    source, settings = _settings(record)
+    needed = (*_SIZES.values(), "adaptive_input_cutoff")
+    lacking = [name for name in needed if name not in settings]
+    wrong = _wrong(settings, position)
+    if lacking:
+        wrong.append(f"{source} has no {', '.join(lacking)}")
+    _refuse("load_original", path, wrong)
+    cutoffs = _cutoffs(settings["adaptive_input_cutoff"]) or []
+    vocab_size = _vocab_size(cutoffs, weights)
+    try:
+        return PaperConfig(
+            **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
+            **{ours: _rate(settings, theirs) for ours, theirs in _RATES.items()},
+            position=position,
+            vocab_size=vocab_size,
+            cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
+            activation_dropout=_rate(settings, "activation_dropout")
+            or _rate(settings, "relu_dropout"),
+            final_norm=not settings.get("no_decoder_final_norm", False),
+        )
+    except ValueError as error:
+        raise ValueError(f"load_original: cannot use {str(path)!r}: {error}") from error
+
+
+def _wrong(settings: dict[str, Any], position: str) -> list[str]:
+    """Which settings describe a model that this is not, in words."""
     wrong = [
         f"{name} must be {value!r}, got {settings[name]!r}"
         for name, value in _FIXED.items()
         if settings.get(name, value) != value
     ]
+    none = "no_token_positional_embeddings"
+    if position == "sinusoidal" and settings.get(none):
+        wrong.append(f"{none} must be False for position {position!r}, got {settings[none]!r}")
+    cutoffs = {name: _cutoffs(settings[name]) for name in _CUTOFFS if name in settings}
+    told = settings | cutoffs
     wrong += [
-        f"{name} must be {other}, {settings.get(other)!r}, got {settings[name]!r}"
+        f"{name} must be {other}, {told[other]!r}, got {told[name]!r}"
         for name, other in _EQUAL.items()
-        if settings.get(name, settings.get(other)) != settings.get(other)
+        if name in told and other in told and told[name] != told[other]
     ]
-    cutoffs = _cutoffs(settings, "adaptive_input_cutoff", path)
-    others = _cutoffs(settings, "adaptive_softmax_cutoff", path)
-    if cutoffs != others:
-        wrong.append(
-            f"adaptive_softmax_cutoff must be adaptive_input_cutoff, {cutoffs}, got {others}"
-        )
-    _refuse("load_original", path, wrong)
-    vocab_size = _vocab_size(cutoffs, weights)
-    return PaperConfig(
-        **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
-        position=position,
-        vocab_size=vocab_size,
-        cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
-        activation_dropout=settings.get("activation_dropout") or settings.get("relu_dropout", 0.0),
-        final_norm=not settings.get("no_decoder_final_norm", False),
-    )
+    wrong += [
+        f"{name} must be ids with commas between, got {settings[name]!r}"
+        for name, ids in cutoffs.items()
+        if ids is None
+    ]
+    return wrong
 
 
-def _cutoffs(settings: dict[str, Any], name: str, path: Path) -> list[int]:
+def _rate(settings: dict[str, Any], name: str) -> float:
+    """A rate of dropout: 0 where it is absent, None or 1, as evaluation does not need it."""
+    rate: float | None = settings.get(name)
+    return 0.0 if rate is None or rate == 1 else rate
+
+
+def _cutoffs(written: Any) -> list[int] | None:
     """Read "20000,60000"; very old files hold a list."""
-    written = settings.get(name, settings["adaptive_input_cutoff"])
     parts = written.split(",") if isinstance(written, str) else written
     try:
         return [int(part) for part in parts]
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"load_original: {name} must be ids with commas between, got {written!r} ({path})"
-        ) from error
+    except (TypeError, ValueError):
+        return None
 
 
 def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
@@ -369,4 +376,7 @@ def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
             f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "
             f"got {kind!r} ({path})"
         )
-    return PaperConfig.from_dict(settings), weights
+    try:
+        return PaperConfig.from_dict(settings), weights
+    except ValueError as error:
+        raise ValueError(f"load: cannot use {str(path)!r}: {error}") from error
