@@ -407,6 +407,7 @@ def test_auto_never_takes_the_interpreter(monkeypatch):
 def test_every_kernel_compiles_without_a_gpu():
     """What the interpreter does not see: types, layouts, shared memory. A process of its own, as this one interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
     done = subprocess.run(
         [sys.executable, "-m", "triton_compile", "90", "64"],
         capture_output=True,

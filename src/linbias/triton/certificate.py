@@ -133,7 +133,8 @@ def trip_count(
 @triton.jit
 def preview(slope, KEYS: tl.constexpr):
     """Blocks of keys that carry most of a row's weight, as far as the bias goes: worth a look before the certificate."""
-    return tl.ceil(1.0 / tl.maximum(slope, 1e-6) * PREVIEW_BITS / KEYS).to(tl.int32)
+    flattest = tl.where(slope > 1e-6, slope, 1e-6)  # which NaN becomes, too
+    return tl.ceil(1.0 / flattest * PREVIEW_BITS / KEYS).to(tl.int32)
 
 
 def bounds(k: Tensor, v: Tensor, key_range: Tensor | None, keys: int) -> Bounds:
