@@ -46,6 +46,23 @@ NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)  # at most, beside those at the quer
 
 
 @triton.jit
+def score_block(
+    q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+    D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
+):  # fmt: skip
+    """The scores of all rows with the block of keys from `start`, and which of its keys there are."""
+    columns = tl.arange(0, KEYS)
+    keys = start + columns
+    inside = (keys >= first) & (keys < end)
+    k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
+    score = near_score(
+        tl.dot(q, tl.trans(k), input_precision="ieee"), position[:, None] - keys[None, :], inside[None, :], scale,
+        left[:, None], left_sight[:, None], right[:, None], right_sight[:, None], HAS_RIGHT,
+    )  # fmt: skip
+    return score, inside
+
+
+@triton.jit
 def decode_kernel(
     Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, BOUND, PART_OUT, PART_MAX, PART_SUM,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
@@ -94,14 +111,9 @@ def decode_kernel(
         wanted = tl.where(seen, preview(left, KEYS), 0)
         near = tl.minimum(tl.max(wanted, 0), tl.minimum(most, NEAR_BLOCKS))
         for start in tl.range(low - near * KEYS, high, KEYS, num_stages=STAGES):
-            keys = start + columns
-            inside = (keys >= first) & (keys < end)
-            k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
-            score = near_score(
-                tl.dot(q, tl.trans(k), input_precision="ieee"),
-                position[:, None] - keys[None, :],
-                inside[None, :], scale, left[:, None], left_sight[:, None], right[:, None], right_sight[:, None],
-                HAS_RIGHT,
+            score, _ = score_block(
+                q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+                D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(score, 1))
             pivot = tl.where(new_max == -INF, 0.0, new_max)
@@ -124,14 +136,9 @@ def decode_kernel(
     share = tl.cdiv(total, num_parts)
     for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
         start = high - (n + 1) * KEYS
-        keys = start + columns
-        inside = (keys >= first) & (keys < end)
-        k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
-        score = near_score(
-            tl.dot(q, tl.trans(k), input_precision="ieee"),
-            position[:, None] - keys[None, :],
-            inside[None, :], scale, left[:, None], left_sight[:, None], right[:, None], right_sight[:, None],
-                HAS_RIGHT,
+        score, inside = score_block(
+            q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+            D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
         )  # fmt: skip
         v = load_block(V, start, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, NEAR)
         acc, row_max, row_sum = add_block(
