@@ -3,7 +3,7 @@
     python benchmarks/bench_gpu.py                          # all but tiles; records to benchmarks/results
     PYTHONPATH=src:tests:benchmarks python3 benchmarks/bench_gpu.py --output DIR      # on a bare machine, nothing installed
     python benchmarks/bench_gpu.py --stages model speed --shapes 16x64 --lengths 4096 16384
-    python benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/triton/sizes.py
+    python benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/kernels/triton/sizes.py
     python benchmarks/bench_gpu.py --dry-run                # the whole script at tiny sizes in Triton's interpreter
 
     contract    the contract suite, compiled for the device
@@ -45,8 +45,8 @@ import linbias
 import linbias.torch
 import record
 from linbias._checks import TOLERANCE
+from linbias.kernels.triton.sizes import Sizes, Tile, forced
 from linbias.torch import triton
-from linbias.triton.sizes import Sizes, Tile, forced
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import triton_compile  # noqa: E402
-from linbias.triton import sizes  # noqa: E402
+from linbias.kernels.triton import sizes  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "kernels.md"
 CAPABILITY, HEAD_SIZES, KERNELS = 90, (64, 128), ("forward", "dq", "dkv")

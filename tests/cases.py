@@ -27,12 +27,33 @@ class Case:
     right: str | None = None  # None with causal=False: symmetric
     keys: str = "normal"
     logits: float = 1.0
-    key_range: tuple[tuple[int, int], ...] | None = None
+    key_range: tuple | None = None  # (first, end) of each batch row, or of each of its G heads
+    query_start: tuple[int, ...] | None = None
     dropout: float = 0.0
     scale: float | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """[B, G, 2]: first and one past last key of every key/value head."""
+        given = [(0, self.S)] * self.B if self.key_range is None else self.key_range
+        ranges = np.array(given, np.int64).reshape(self.B, -1, 2)
+        return np.broadcast_to(ranges, (self.B, self.G, 2))
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B]: where query 0 stands."""
+        if self.query_start is not None:
+            return np.array(self.query_start)
+        return self.ranges[..., 1].max(1, initial=0) - self.T
+
+    @property
+    def placement(self) -> dict[str, np.ndarray]:
+        """key_range and query_start as they are given, if they are."""
+        given = {"key_range": self.key_range, "query_start": self.query_start}
+        return {name: np.array(value) for name, value in given.items() if value is not None}
 
 
 CASES = (
@@ -65,6 +86,44 @@ CASES = (
     Case("filled-cache", key_range=((0, 9), (2, 4))),
     Case("empty-range", key_range=((4, 4), (0, 11))),
     Case("range-symmetric", causal=False, key_range=((3, 8), (1, 11))),
+    Case("right-padding", T=11, key_range=((0, 8), (0, 11)), query_start=(0, 0)),
+    Case("start-below-zero", query_start=(-3, -9)),
+    Case("start-past-the-keys", query_start=(11, 30)),
+    Case("start-before-all-keys", query_start=(-7, -20)),
+    Case("start-symmetric", causal=False, query_start=(-9, 17)),
+    Case("start-far-away", causal=False, right="halved", query_start=(-4000, 5000)),
+    Case("gap-on-the-left", key_range=((5, 9), (6, 6)), query_start=(0, 2)),
+    Case("gap-on-the-right", key_range=((1, 4), (0, 2)), query_start=(7, 40)),
+    Case(
+        "gaps-asymmetric",
+        causal=False,
+        left="per_batch",
+        right="per_batch",
+        key_range=((4, 7), (1, 4)),
+        query_start=(0, 9),
+    ),
+    Case(
+        "hidden-left-past-the-keys",
+        causal=False,
+        left="hidden",
+        right="paper",
+        query_start=(8, 11),
+    ),
+    Case("range-per-head", key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11)))),
+    Case(
+        "range-per-head-symmetric",
+        causal=False,
+        T=13,
+        key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11))),
+        query_start=(2, -5),
+    ),
+    Case(
+        "range-per-head-dropout",
+        causal=False,
+        dropout=0.4,
+        key_range=(((0, 11), (3, 9), (5, 6)), ((2, 3), (0, 4), (7, 11))),
+        query_start=(6, 3),
+    ),
     Case("extreme-logits", logits=300.0),
     Case("equal-scores", keys="equal", T=13, S=17),
     Case("dropout", dropout=0.3, T=17, S=19),
@@ -87,6 +146,48 @@ CASES = (
     ),
     Case("long-per-batch", B=2, H=2, G=1, T=521, S=877, left="per_batch"),
     Case("long-range", B=2, H=4, G=2, T=307, S=1213, key_range=((700, 1201), (5, 1213))),
+    Case(
+        "long-right-padding",
+        B=2,
+        H=4,
+        G=2,
+        T=541,
+        S=541,
+        key_range=((0, 409), (100, 541)),
+        query_start=(0, 0),
+    ),
+    Case("long-chunk", B=2, H=4, G=2, T=257, S=1213, query_start=(500, 0)),
+    Case(
+        "long-chunk-symmetric", B=2, H=4, G=2, T=257, S=1213, causal=False, query_start=(500, 1100)
+    ),
+    Case("long-past-the-keys", B=2, H=4, G=2, T=131, S=907, query_start=(907, 1031)),
+    Case(
+        "long-before-the-keys", B=2, H=4, G=2, T=131, S=907, causal=False, query_start=(-131, -300)
+    ),
+    Case(
+        "long-range-per-head",
+        B=2,
+        H=4,
+        G=2,
+        T=307,
+        S=1213,
+        causal=False,
+        right="halved",
+        key_range=(((700, 1201), (5, 1213)), ((0, 64), (129, 1003))),
+        query_start=(600, 40),
+    ),
+    Case("long-cache-past-the-keys", B=2, T=2, S=2053, H=4, G=1, query_start=(2060, 2300)),
+    Case(
+        "long-cache-per-head",
+        B=2,
+        T=3,
+        S=2053,
+        H=4,
+        G=2,
+        causal=False,
+        key_range=(((0, 2053), (700, 1500)), ((2000, 2003), (63, 1900))),
+        query_start=(1000, 2050),
+    ),
     Case("long-dropout", B=1, H=4, G=2, T=523, S=787, dropout=0.2),
     Case("long-extreme-logits", B=1, H=4, G=2, T=523, S=787, logits=100.0),
     Case("far-key-aligned", B=1, H=4, G=2, T=523, S=787, keys="far_aligned"),

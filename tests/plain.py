@@ -68,8 +68,8 @@ def _one_head(leaves, case, b, h, keep, flip):
     )
     if right is None and not case.causal:
         right = left
-    first, end = case.key_range[b] if case.key_range else (0, case.S)
-    position = torch.arange(case.T)[:, None] + end - case.T
+    first, end = case.ranges[b, h // (case.H // case.G)].tolist()
+    position = torch.arange(case.T)[:, None] + int(case.starts[b])
     distance = position - keys
     score = q @ k.T * (case.D**-0.5 if case.scale is None else case.scale)
     for slope, reach in ((left, distance), (right, -distance)):

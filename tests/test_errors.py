@@ -44,9 +44,14 @@ MESSAGES = [
     (dict(right=[-1.0] * 4, causal=False), ValueError, r"right must be at least 0 \(or inf\), got -1.0"),
     (dict(key_range=torch.ones(2, 2)), TypeError, "key_range must hold integers, got float32"),
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a torch.Tensor, got list"),
-    (dict(key_range=torch.ones(3, 2, dtype=INT)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\], got \[3, 2\]"),
+    (dict(key_range=torch.ones(3, 2, dtype=INT)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or \[B, G, 2\] = \[2, 2, 2\], got \[3, 2\]"),
     (dict(key_range=torch.tensor([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
     (dict(key_range=torch.tensor([[4, 3], [0, 7]])), ValueError, r"got \[4, 3\] in batch row 0"),
+    (dict(key_range=torch.tensor([[[0, 7], [2, 3]], [[0, 7], [5, 8]]])), ValueError, r"got \[5, 8\] in batch row 1, key/value head 1"),
+    (dict(query_start=torch.ones(2)), TypeError, "query_start must hold integers, got float32"),
+    (dict(query_start=3), TypeError, "query_start must be a torch.Tensor, got int"),
+    (dict(query_start=torch.ones(3, dtype=INT)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
+    (dict(query_start=torch.tensor([0, -(2**31)])), ValueError, r"query_start must be within 2\^30 of key 0, got -2147483648 in batch row 1"),
     (dict(key_range=torch.tensor([[-1, 3], [0, 7]])), ValueError, r"got \[-1, 3\] in batch row 0"),
     (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
@@ -101,9 +106,9 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "left must be at least 0"),
     (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: left must have shape \[H\] = \[2\]"),
     (lambda: linbias.attention_backward(ONES[:1], ONES, ONES, ONES), ValueError, r"dout must have shape \[2, 3, 4\], got \[1, 3, 4\]"),
-    (lambda: linbias.slopes(0), ValueError, "n_heads must be at least 1, got 0"),
-    (lambda: linbias.slopes(2.0), TypeError, "n_heads must be an integer, got 2.0"),
-    (lambda: linbias.slopes(True), TypeError, "n_heads must be an integer, got True"),
+    (lambda: linbias.slopes(0), ValueError, "num_heads must be at least 1, got 0"),
+    (lambda: linbias.slopes(2.0), TypeError, "num_heads must be an integer, got 2.0"),
+    (lambda: linbias.slopes(True), TypeError, "num_heads must be an integer, got True"),
     (lambda: linbias.slopes(2, "linear"), ValueError, "schedule must be one of .*, got 'linear'"),
     (lambda: linbias.slopes(2, max_bias=0), ValueError, "max_bias must be positive and finite, got 0"),
     (lambda: linbias.slopes(2, "halving", 4.0), ValueError, "schedule 'halving' has no max_bias, got 4.0"),
@@ -143,4 +148,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 23
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 25

@@ -47,7 +47,7 @@ class JaxSubject:
                 **leaves,
                 causal=case.causal,
                 scale=case.scale,
-                key_range=np.array(case.key_range) if case.key_range else None,
+                **case.placement,
                 dropout=case.dropout,
                 dropout_key=jax.random.key(0),
                 tolerance=tolerance,
@@ -128,7 +128,8 @@ NARROW = [
 ]
 
 needs_core = pytest.mark.skipif(
-    cpu.why_not(_checks.Call(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0)) is not None,
+    cpu.why_not(_checks.Problem(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0))
+    is not None,
     reason="linbias._xla is not compiled here",
 )
 

@@ -12,17 +12,17 @@ import linbias
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"slopes", "bias", "_machine"}
+ANYONE = {"schedules", "bias", "_machine"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
     "_checks": set(),
     "_dispatch": {"_checks"},
-    "variants": {"slopes"},
+    "variants": {"schedules"},
     "reference": {"_checks"} | ANYONE,
     "cpu": {"_cpu"} | CORE | ANYONE,
-    "triton": set(),
-    "torch": {"cpu", "triton", "variants"} | CORE | ANYONE,
+    "kernels": set(),
+    "torch": {"cpu", "kernels", "variants"} | CORE | ANYONE,
     "jax": {"cpu", "_xla", "variants"} | CORE | ANYONE,
     "lm": {"torch"} | ANYONE,
     "paper": {"lm", "torch", "_options"} | ANYONE,
@@ -118,6 +118,11 @@ def test_public_names():
     import linbias.torch
 
     assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
-    assert set(linbias.torch.__all__) == {"attention", "attention_varlen", "MultiheadAttention"}
+    assert set(linbias.torch.__all__) == {
+        "attention",
+        "attention_varlen",
+        "attention_weights",
+        "MultiheadAttention",
+    }
     assert set(linbias.jax.__all__) == {"attention"}
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)

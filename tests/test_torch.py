@@ -15,6 +15,7 @@ from cases import CASES, Case, by_name, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
+from linbias.torch.operator import Inputs as OperatorInputs
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -35,17 +36,17 @@ class TorchSubject:
             for name in ("q", "k", "v", "left", "right")
             if (array := getattr(inputs, name)) is not None
         }
-        key_range = torch.tensor(case.key_range, device=self.device) if case.key_range else None
+        placement = {n: torch.tensor(x, device=self.device) for n, x in case.placement.items()}
         with _seeded_dropout(SEED):
             out, lse = linbias.torch.attention(
                 **leaves,
                 causal=case.causal,
                 scale=case.scale,
-                key_range=key_range,
                 dropout=case.dropout,
                 tolerance=tolerance,
                 implementation=self.implementation,
                 return_lse=True,
+                **placement,
             )
         assert (out.dtype, lse.dtype) == (narrow, wide)
         return {"out": out, "lse": lse}, leaves
@@ -133,7 +134,7 @@ def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
         left=inputs.left,
         right=inputs.right,
         causal=case.causal,
-        key_range=torch.tensor(case.key_range) if case.key_range else None,
+        **{n: torch.tensor(x) for n, x in case.placement.items()},
         key_bound=bound,
         implementation=implementation,
         return_lse=True,
@@ -180,9 +181,7 @@ def test_strides_do_not_matter(implementation, name, layout):
     check_case(TorchSubject(implementation), by_name(name), "float32", layout)
 
 
-LONG = [
-    case for case in CASES if case.T * case.S > 5000 and not case.dropout and not case.key_range
-]
+LONG = [case for case in CASES if case.T * case.S > 5000 and not case.dropout]
 
 
 @pytest.mark.parametrize("tolerance", (1e-2, 1e-5))
@@ -197,9 +196,8 @@ def test_certificate_leaves_most_of_a_long_sequence():
     q, k, v = torch.randn(3, 1, 2, 4096, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = (x[:, :, :].contiguous() for x in (q, k, v))
     left = torch.tensor([0.5, 0.0])
-    _, _, _, visited = linbias.torch.blocked.forward(
-        q, k, v, left, None, None, None, None, 0.25, 0.0, 2.0**-24, False
-    )
+    inputs = OperatorInputs(q, k, v, left, *[None] * 5, 0.25, 0.0, 2.0**-24)
+    visited = linbias.torch.blocked.operators.forward(*inputs)[3]
     steep, flat = visited[0, :, :-1, 0]
     assert steep.max() <= 1
     assert flat.tolist() == list(range(16))
@@ -207,9 +205,8 @@ def test_certificate_leaves_most_of_a_long_sequence():
 
 def test_tolerance_zero_visits_every_key():
     q, k, v = torch.randn(3, 1, 1, 700, 8)
-    visited = linbias.torch.blocked.forward(
-        q, k, v, torch.tensor([9.0]), None, None, None, None, 0.3, 0.0, 0.0, False
-    )[3]
+    inputs = OperatorInputs(q, k, v, torch.tensor([9.0]), *[None] * 5, 0.3, 0.0, 0.0)
+    visited = linbias.torch.blocked.operators.forward(*inputs)[3]
     assert visited[0, 0, :3, 0].tolist() == [0, 1, 2]
 
 

@@ -5,6 +5,7 @@ import torch
 
 import linbias.torch
 from linbias.torch import MultiheadAttention, blocked, cpu
+from linbias.torch.operator import Inputs
 
 # What the compiler itself warns of on the way.
 pytestmark = pytest.mark.filterwarnings(
@@ -72,8 +73,9 @@ def test_operators_pass_opcheck(implementation, variant):
     if variant == "asymmetric per batch":
         left, right = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
     if variant == "range":
-        key_range = torch.tensor([[0, 9], [3, 7]])
+        key_range = torch.tensor([[[0, 9], [2, 9]], [[3, 7], [4, 5]]])
     if variant == "dropout":
         seed, dropout = torch.tensor(7), 0.5
-    arguments = (q, k, v, left, right, key_range, None, seed, 0.3, dropout, 1e-7, True)
-    torch.library.opcheck(implementation.forward, arguments)
+    arrays = q, k, v, left, right, key_range, None, None, seed
+    inputs = Inputs(*arrays, scale=0.3, dropout=dropout, tolerance=1e-7, precise=True)
+    torch.library.opcheck(implementation.operators.forward, tuple(inputs))

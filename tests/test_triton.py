@@ -18,10 +18,10 @@ from cases import CASES, Case, by_name, short
 from contract import check_case, expected
 from interpreter import repaired
 from linbias._checks import TOLERANCE, Described, check
+from linbias.kernels.triton import forward, sizes
+from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.lm import LinbiasConfig, LinbiasForCausalLM
 from linbias.torch import triton
-from linbias.triton import forward, sizes
-from linbias.triton.sizes import Sizes, Tile
 from test_torch import TorchSubject
 
 pytest.importorskip("triton")

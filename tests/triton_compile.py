@@ -20,10 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from linbias.triton import sizes
-from linbias.triton.backward import backward
-from linbias.triton.decode import decode
-from linbias.triton.forward import forward
+from linbias.kernels.triton import sizes
+from linbias.kernels.triton.backward import backward
+from linbias.kernels.triton.decode import decode
+from linbias.kernels.triton.forward import forward
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 

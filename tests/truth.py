@@ -32,7 +32,7 @@ def true_attention(
             slopes = [left[slope_index], np.inf if case.causal else left[slope_index]]
             if right is not None:
                 slopes[1] = right[slope_index]
-            hidden, reaches = _reach(case, b, slopes)
+            hidden, reaches = _reach(case, b, g, slopes)
             scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
             score = scale * (q[b, h] @ k[b, g].T)
             for slope, reach in zip(slopes, reaches, strict=True):
@@ -60,11 +60,13 @@ def true_attention(
     return results, gradients
 
 
-def _reach(case: Case, b: int, slopes: list) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+def _reach(
+    case: Case, b: int, g: int, slopes: list
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Which keys are hidden, and how far each lies to the left and to the right, [T, S]."""
-    first, end = case.key_range[b] if case.key_range else (0, case.S)
+    first, end = case.ranges[b, g]
     keys = np.arange(case.S)
-    distance = (np.arange(case.T)[:, None] + end - case.T) - keys
+    distance = (np.arange(case.T)[:, None] + case.starts[b]) - keys
     reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
     hidden = np.broadcast_to((keys < first) | (keys >= end), distance.shape)
     for slope, reach in zip(slopes, reaches, strict=True):

@@ -5,7 +5,7 @@ The front ends are submodules that load their framework only when imported: `lin
 
 from linbias.bias import bias, distances
 from linbias.reference import Explanation, attention, attention_backward, explain
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 __version__ = "0.1.0"
 

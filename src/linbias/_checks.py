@@ -6,7 +6,6 @@ raises. Rules that need values (slopes, key ranges) stand apart, for front ends 
 
 import math
 import numbers
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +26,9 @@ TOLERANCE = {
 }
 
 
+LARGEST_START = 2**30
+
+
 class Described(NamedTuple):
     """What a rule may know of an array."""
 
@@ -39,8 +41,8 @@ class Described(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of attention: sizes by their letter (DESIGN section 1), and what it asks for."""
+class Problem:
+    """What one call of attention asks for, without its arrays: sizes by their letter (DESIGN section 1), and options."""
 
     B: int
     H: int
@@ -56,6 +58,7 @@ class Call:
     tolerance: float
     dropout: float = 0.0
     key_range: bool = False
+    query_start: bool = False
     mask: bool = False  # a mask of the front end hides further keys
 
 
@@ -67,6 +70,7 @@ def check(
     left: Described | None = None,
     right: Described | None = None,
     key_range: Described | None = None,
+    query_start: Described | None = None,
     key_bound: Described | None = None,
     *,
     causal: bool = True,
@@ -74,8 +78,8 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
-) -> Call:
-    """Return the sizes of a call whose arrays have this layout, or raise for the first rule that it breaks."""
+) -> Problem:
+    """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != 4:
             raise ValueError(
@@ -116,19 +120,22 @@ def check(
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
             )
-    if key_range is not None:
-        if not key_range.dtype.startswith(("int", "uint")):
-            raise TypeError(f"{function}: key_range must hold integers, got {key_range.dtype}")
-        if key_range.shape != (B, 2):
-            raise ValueError(
-                f"{function}: key_range must have shape [B, 2] = {[B, 2]}, got {key_range}"
-            )
+    for name, integers in (("key_range", key_range), ("query_start", query_start)):
+        if integers is not None and not integers.dtype.startswith(("int", "uint")):
+            raise TypeError(f"{function}: {name} must hold integers, got {integers.dtype}")
+    if key_range is not None and key_range.shape not in ((B, 2), (B, G, 2)):
+        raise ValueError(
+            f"{function}: key_range must have shape [B, 2] = {[B, 2]} or [B, G, 2] = {[B, G, 2]},"
+            f" got {key_range}"
+        )
+    if query_start is not None and query_start.shape != (B,):
+        raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
     if key_bound is not None and (key_bound.shape != (B, G) or key_bound.dtype not in FLOATS):
         raise ValueError(
             f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
             f" got {key_bound.dtype} {key_bound}"
         )
-    return Call(
+    return Problem(
         B,
         H,
         G,
@@ -143,6 +150,7 @@ def check(
         tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
         dropout=_number(function, "dropout", dropout, 0.0, 1.0, 0.0),
         key_range=key_range is not None,
+        query_start=query_start is not None,
     )
 
 
@@ -157,14 +165,26 @@ def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
         raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
 
 
-def check_key_range_values(function: str, ranges: Sequence[Sequence[int]], S: int) -> None:
-    """Every row is 0 <= first <= one past last <= S."""
-    for row, (first, end) in enumerate(ranges):
-        if not 0 <= first <= end <= S:
-            raise ValueError(
-                f"{function}: key_range must be 0 <= first <= end <= S = {S},"
-                f" got [{first}, {end}] in batch row {row}"
-            )
+def check_key_range_values(function: str, ranges: np.ndarray, S: int) -> None:
+    """Every range is 0 <= first <= one past last <= S; ranges is [B, 2] or [B, G, 2]."""
+    first, end = ranges[..., 0], ranges[..., 1]
+    bad = np.argwhere(~((first >= 0) & (first <= end) & (end <= S)))
+    if len(bad):
+        where = tuple(bad[0])
+        of_head = f", key/value head {where[1]}" if len(where) > 1 else ""
+        raise ValueError(
+            f"{function}: key_range must be 0 <= first <= end <= S = {S},"
+            f" got {ranges[where].tolist()} in batch row {where[0]}{of_head}"
+        )
+
+
+def check_query_start_values(function: str, starts: np.ndarray) -> None:
+    """Every start is so small that 32-bit integers can count from it."""
+    bad = np.flatnonzero(np.abs(starts.astype(np.float64)) > LARGEST_START)
+    if len(bad):
+        raise ValueError(
+            f"{function}: query_start must be within 2^30 of key 0, got {starts[bad[0]]} in batch row {bad[0]}"
+        )
 
 
 def _number(

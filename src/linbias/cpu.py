@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 try:
     _cpu: Any = import_module("linbias._cpu")
@@ -56,7 +56,7 @@ class Arguments(NamedTuple):
     precise: bool  # the result will be differentiated
 
 
-def why_not(call: _checks.Call) -> str | None:
+def why_not(call: _checks.Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
     if _cpu is None:
         return _REASON

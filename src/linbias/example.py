@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from linbias.reference import Explanation, explain
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 TOKENS = ["The", "cat", "sat", "on", "mat"]
 # Two heads of two numbers each stand side by side in a row.

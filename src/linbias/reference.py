@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from linbias._checks import Call, Described, check, check_slope_values
+from linbias._checks import Described, Problem, check, check_slope_values
 from linbias.bias import bias, distances
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -360,7 +360,7 @@ def _prepare(
     q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
     left = slopes(q.shape[1]) if left is None else np.asarray(left, dtype=np.float64)
     given_right = None if right is None else np.asarray(right, dtype=np.float64)
-    sizes: Call = check(
+    sizes: Problem = check(
         function,
         Described(q.shape, "float64"),
         Described(k.shape, "float64"),

@@ -2,7 +2,7 @@
 
 import math
 
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 VARIANTS = ("causal", "symmetric", "directional", "asymmetric", "none", "none_causal")
 

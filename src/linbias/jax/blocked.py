@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from linbias._checks import Call
+from linbias._checks import Problem
 from linbias.jax import operator
 from linbias.jax.certificate import Certificate
 from linbias.jax.dropout import keep_mask
@@ -28,7 +28,7 @@ from linbias.jax.tiles import Tiles
 NAME = "blocked"
 
 
-def why_not(call: Call) -> str | None:
+def why_not(call: Problem) -> str | None:
     return None
 
 
@@ -264,6 +264,6 @@ def _backward_head(head: Head, kept: Kept, dout: Array, dlse: Array) -> tuple[Ar
 _run = operator.define(NAME, _forward, _backward)
 
 
-def attention(arguments: Arguments, call: Call) -> tuple[Array, Array]:
+def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
     """Return out [B, T, H, E] and lse [B, T, H]."""
     return _run(arguments, call)

@@ -12,7 +12,7 @@ from jax import Array
 
 import linbias.cpu as core
 from linbias import _machine
-from linbias._checks import Call
+from linbias._checks import Problem
 from linbias.jax import operator
 from linbias.jax.operator import Arguments, Gradients, Numbers
 
@@ -27,7 +27,7 @@ except ImportError as error:  # not compiled here, or for another Python
     )
 
 
-def why_not(call: Call) -> str | None:
+def why_not(call: Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
     if _xla is None:
         return _REASON
@@ -78,7 +78,7 @@ def _backward(
 _run = operator.define(NAME, _forward, _backward)
 
 
-def attention(arguments: Arguments, call: Call) -> tuple[Array, Array]:
+def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
     """Return out [B, T, H, E] and lse [B, T, H]."""
     return _run(arguments, call)
 

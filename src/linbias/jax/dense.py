@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from linbias._checks import Call
+from linbias._checks import Problem
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Arguments
 
 NAME = "dense"
 
 
-def why_not(call: Call) -> str | None:
+def why_not(call: Problem) -> str | None:
     return None
 
 
 @partial(jax.jit, static_argnums=1)
-def attention(arguments: Arguments, call: Call) -> tuple[Array, Array]:
+def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
     """Return out [B, T, H, E] and lse [B, T, H]."""
     q, k, v, left, right, key_range, _, mask, seed = arguments
     wide = left.dtype
@@ -53,7 +53,7 @@ def attention(arguments: Arguments, call: Call) -> tuple[Array, Array]:
     return out.astype(q.dtype), lse.swapaxes(1, 2)
 
 
-def _distance(key_range: Array | None, call: Call) -> tuple[Array, Array]:
+def _distance(key_range: Array | None, call: Problem) -> tuple[Array, Array]:
     """Position minus key, and whether the key is in the range: [B or 1, 1, T, S] and [B or 1, 1, 1, S]."""
     keys = jnp.arange(call.S)
     limits = jnp.array([[0, call.S]]) if key_range is None else key_range

@@ -192,7 +192,7 @@ def _flatten(name: str, x: Array, batch: tuple[int, ...], dtype: Any) -> Array:
 
 
 def _read_mask(
-    mask: Any, batch: tuple[int, ...], call: _checks.Call, variant: str
+    mask: Any, batch: tuple[int, ...], call: _checks.Problem, variant: str
 ) -> tuple[Any, Any]:
     """Turn Flax's mask into a mask [B or 1, H or 1, T or 1, S] or None, and a key range [B, 2] or None."""
     if mask is None:
@@ -215,7 +215,7 @@ def _read_mask(
     return _simplify(mask, call, variant) if known else (mask, None)
 
 
-def _around_one_query(mask: Any, call: _checks.Call, lib: Any) -> tuple[Any, Any]:
+def _around_one_query(mask: Any, call: _checks.Problem, lib: Any) -> tuple[Any, Any]:
     """The query stands at the last key that any head sees; holes before it stay hidden."""
     seen = mask.any((1, 2))
     first, after = seen.argmax(1), seen[:, ::-1].argmax(1)
@@ -234,7 +234,7 @@ def _inside(first: Any, end: Any, S: int) -> Any:
     return ((keys >= first[:, None]) & (keys < end[:, None]))[:, None, None]
 
 
-def _simplify(mask: Any, call: _checks.Call, variant: str) -> tuple[Any, Any]:
+def _simplify(mask: Any, call: _checks.Problem, variant: str) -> tuple[Any, Any]:
     """Refuse a known mask that contradicts the variant; drop it where the variant or a key range says the same."""
     distance = np.arange(call.T)[:, None] + call.S - call.T - np.arange(call.S)
     own = distance >= 0 if call.causal else distance == distance

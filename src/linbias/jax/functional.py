@@ -13,7 +13,7 @@ from linbias import _checks, _dispatch
 from linbias.jax import blocked, cpu, dense
 from linbias.jax.dropout import draw_seed
 from linbias.jax.operator import Arguments
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 
 # In the order in which "auto" asks them.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
@@ -104,8 +104,8 @@ def attention(
     described = describe_all("attention", q, k, v)
     wide = np.float64 if described[0].dtype == "float64" else np.float32
     sides = [None if s is None else as_slopes(s, wide) for s in (left, right)]
-    names = ("left", "right", "key_range", "key_bound")
-    optional = (*sides, key_range, key_bound)
+    names = ("left", "right", "key_range", "query_start", "key_bound")
+    optional = (*sides, key_range, None, key_bound)
     call = _checks.check(
         "attention",
         *described,
@@ -132,7 +132,7 @@ def attention(
 
 
 def run(
-    call: _checks.Call,
+    call: _checks.Problem,
     implementation: str,
     arrays: Sequence[ArrayLike],
     sides: Sequence[ArrayLike | None],
@@ -221,7 +221,7 @@ def _check_values(
         if slope is not None and _is_known(slope):
             _checks.check_slope_values("attention", name, np.asarray(slope))
     if key_range is not None and _is_known(key_range):
-        _checks.check_key_range_values("attention", np.asarray(key_range).tolist(), S)
+        _checks.check_key_range_values("attention", np.asarray(key_range), S)
 
 
 def _is_known(array: ArrayLike) -> bool:

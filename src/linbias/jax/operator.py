@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from linbias._checks import Call
+from linbias._checks import Problem
 
 
 class Arguments(NamedTuple):
@@ -61,7 +61,7 @@ class Backward(Protocol):
     ) -> Gradients: ...
 
 
-Attention = Callable[[Arguments, Call], tuple[Array, Array]]
+Attention = Callable[[Arguments, Problem], tuple[Array, Array]]
 
 
 def define(name: str, forward: Forward, backward: Backward) -> Attention:

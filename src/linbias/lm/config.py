@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.slopes import SCHEDULES
+from linbias.schedules import SCHEDULES
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 BLOCKS = ("sequential", "parallel")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from linbias.lm.config import LinbiasConfig
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 from linbias.torch import attention
 from linbias.torch.constant import constant
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.slopes import SCHEDULES
+from linbias.schedules import SCHEDULES
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 

@@ -17,24 +17,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from linbias._checks import Call
+from linbias._checks import Problem
 from linbias.torch import operator
-from linbias.torch.certificate import LEFT, Certificate
-from linbias.torch.operator import Arguments, Gradients, Results
-from linbias.torch.tiles import BLOCK, Group, backward_tile, forward_tile, tile_rows, tiles
+from linbias.torch.certificate import Certificate
+from linbias.torch.operator import Gradients, Inputs, Results
+from linbias.torch.tiles import Group, backward_tile, forward_tile, tile_rows
 
 NAME = "blocked"
 
 
-def why_not(call: Call) -> str | None:
+def why_not(problem: Problem) -> str | None:
     return None
 
 
-def _fill(call: Arguments, results: Results) -> None:
+def _fill(inputs: Inputs, results: Results) -> None:
     out, row_max, log_sum, visited = results
-    for group in _groups(call):
+    for group in _groups(inputs):
         certificate = Certificate(
-            group.k, group.v, group.left, group.right, call.scale, call.tolerance
+            group.k, group.v, group.left, group.right, inputs.scale, inputs.tolerance
         )
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
@@ -45,7 +45,7 @@ def _fill(call: Arguments, results: Results) -> None:
 
 
 def _fill_gradients(
-    call: Arguments, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
     out, row_max, log_sum, visited = saved
     dq, dk, dv, dleft, dright = gradients
@@ -53,7 +53,7 @@ def _fill_gradients(
     per_sum = torch.exp(-log_sum).masked_fill(log_sum == -torch.inf, 0.0)
     delta = ((dout * out).sum(-1) - dlse) * per_sum
     dout = dout * per_sum[..., None]
-    for group in _groups(call):
+    for group in _groups(inputs):
         sums = torch.zeros_like(group.k), torch.zeros_like(group.v)
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
@@ -67,12 +67,13 @@ def _fill_gradients(
         dk[there], dv[there] = sums
 
 
-attention, forward = operator.define(NAME, _fill, _fill_gradients, tile_rows)
+operators = operator.define(NAME, _fill, _fill_gradients, tile_rows)
+attention = operators.attention
 
 
-def _groups(call: Arguments) -> Iterator[Group]:
+def _groups(inputs: Inputs) -> Iterator[Group]:
     """Split a call by key/value head, and by batch row where each has a key range of its own."""
-    q, k, v, left, right, key_range = call[:6]
+    q, k, v, left, right, key_range = inputs[:6]
     (B, H), (G, S) = q.shape[:2], k.shape[1:3]
     if B == 0:
         return
@@ -81,7 +82,7 @@ def _groups(call: Arguments) -> Iterator[Group]:
     if key_range is None:
         parts = [(slice(None), slice(0, S))]
     else:
-        limits = enumerate(key_range.tolist())
+        limits = enumerate(key_range[:, 0].tolist())
         parts = [(slice(b, b + 1), slice(first, end)) for b, (first, end) in limits]
     for rows, keys in parts:
         for g in range(G):
@@ -92,9 +93,9 @@ def _groups(call: Arguments) -> Iterator[Group]:
                 v=v[rows, g, keys].to(left.dtype),
                 left=_of_group(left, rows, heads),
                 right=None if right is None else _of_group(right, rows, heads),
-                scale=call.scale,
-                dropout=call.dropout,
-                seed=call.seed,
+                scale=inputs.scale,
+                dropout=inputs.dropout,
+                seed=inputs.seed,
                 batch_heads=batch_heads[rows, heads],
                 rows=rows,
                 heads=heads,
@@ -107,15 +108,3 @@ def _of_group(slope: Tensor, rows: slice, heads: slice) -> Tensor:
     """[H] or [B, H] -> [1 or B, n, 1, 1]."""
     own = slope[None, heads] if slope.dim() == 1 else slope[rows, heads]
     return own[..., None, None]
-
-
-def work_kept(visited: Tensor, T: int, S: int, group_size: int) -> Tensor:
-    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H]."""
-    kept = torch.zeros(visited.shape[:2], dtype=torch.float64)
-    for index, tile in enumerate(tiles(T, S, group_size)):
-        first, last = tile.near
-        far = (visited[:, :, index, LEFT] * BLOCK).clamp(max=first)
-        num_rows = tile.stop - tile.start
-        hidden = num_rows * (num_rows - 1) / 2
-        kept += num_rows * (far + last - first) - hidden
-    return kept / (T * (S - T) + T * (T + 1) / 2)

@@ -6,23 +6,23 @@ from torch import Tensor
 import linbias.cpu as core
 from linbias.cpu import why_not as why_not
 from linbias.torch import operator
-from linbias.torch.operator import Arguments, Gradients, Results
+from linbias.torch.operator import Gradients, Inputs, Results
 
 NAME = core.NAME
 
 
-def _fill(call: Arguments, results: Results) -> None:
-    arguments, alive = _arguments(call)
+def _fill(inputs: Inputs, results: Results) -> None:
+    arguments, alive = _arguments(inputs)
     core.forward(arguments, results.visited.shape[2], _addresses(results))
     del alive
 
 
 def _fill_gradients(
-    call: Arguments, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
-    arguments, alive = _arguments(call)
+    arguments, alive = _arguments(inputs)
     dout, dlse = dout.contiguous(), dlse.contiguous()
-    wide = [x if x.dtype == call.left.dtype else x.to(call.left.dtype) for x in gradients]
+    wide = [x if x.dtype == inputs.left.dtype else x.to(inputs.left.dtype) for x in gradients]
     given = dout.data_ptr(), dlse.data_ptr()
     core.backward(arguments, *given, saved.visited.shape[2], _addresses(saved), _addresses(wide))
     for gradient, computed in zip(gradients, wide, strict=True):
@@ -31,18 +31,23 @@ def _fill_gradients(
     del alive
 
 
-attention, forward = operator.define(NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS)
+operators = operator.define(NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS)
+attention = operators.attention
 
 
-def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
+def _arguments(inputs: Inputs) -> tuple[core.Arguments, list[Tensor]]:
     """The call in addresses, and the tensors that have to live as long."""
-    q, k, v = (x if _is_plain(x) else x.contiguous() for x in (call.q, call.k, call.v))
+    q, k, v = (x if _is_plain(x) else x.contiguous() for x in (inputs.q, inputs.k, inputs.v))
     B, H = q.shape[:2]
     left, right = (
-        None if s is None else s.expand(B, H).contiguous() for s in (call.left, call.right)
+        None if s is None else s.expand(B, H).contiguous() for s in (inputs.left, inputs.right)
     )
-    key_range = None if call.key_range is None else call.key_range.to(torch.int64).contiguous()
-    key_bound = None if call.key_bound is None else call.key_bound.to(call.left.dtype).contiguous()
+    key_range = (
+        None if inputs.key_range is None else inputs.key_range[:, 0].to(torch.int64).contiguous()
+    )
+    key_bound = (
+        None if inputs.key_bound is None else inputs.key_bound.to(inputs.left.dtype).contiguous()
+    )
     (G, S, D), E, T = k.shape[1:], v.shape[3], q.shape[2]
     arguments = core.Arguments(
         dtype=str(q.dtype).removeprefix("torch."),
@@ -54,12 +59,12 @@ def _arguments(call: Arguments) -> tuple[core.Arguments, list[Tensor]]:
         right=0 if right is None else right.data_ptr(),
         key_range=0 if key_range is None else key_range.data_ptr(),
         key_bound=0 if key_bound is None else key_bound.data_ptr(),
-        scale=call.scale,
-        dropout=call.dropout,
-        tolerance=call.tolerance,
-        seed=0 if call.seed is None else int(call.seed),
+        scale=inputs.scale,
+        dropout=inputs.dropout,
+        tolerance=inputs.tolerance,
+        seed=0 if inputs.seed is None else int(inputs.seed),
         num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
-        precise=call.precise,
+        precise=inputs.precise,
     )
     return arguments, [x for x in (q, k, v, left, right, key_range, key_bound) if x is not None]
 
@@ -70,8 +75,3 @@ def _is_plain(x: Tensor) -> bool:
 
 def _addresses(tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[int, ...]:
     return tuple(x.data_ptr() for x in tensors)
-
-
-def work_kept(visited: Tensor, T: int, S: int, group_size: int) -> Tensor:
-    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H]."""
-    return operator.work_kept(visited, T, S, core.TILE_ROWS, core.BLOCK_KEYS)

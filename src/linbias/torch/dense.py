@@ -7,54 +7,39 @@ Memory: several arrays of [B, H, T, S]. For short sequences, for `torch.func`, a
 import torch
 from torch import Tensor
 
-from linbias._checks import Call
+from linbias._checks import Problem
 from linbias.torch.dropout import keep_mask
+from linbias.torch.operator import Inputs
 
 NAME = "dense"
 
 
-def why_not(call: Call) -> str | None:
+def why_not(problem: Problem) -> str | None:
     return None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    key_range: Tensor | None,
-    key_bound: Tensor | None,
-    seed: Tensor | None,
-    call: Call,
-) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, T, E] and lse [B, H, T]. `right=None` is causal; left and right are [B, H] or [H]."""
-    wide = left.dtype
-    if key_range is not None:
-        k, v = (_blank_outside(array, key_range) for array in (k, v))
-    weight, lse = attention_weights(q, k, left, right, key_range, call)
-    if seed is not None:
-        weight = _drop(weight, seed, call.dropout)
-    out = weight @ _per_query_head(v.to(wide), call)
-    return out.to(q.dtype), lse
+def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, T, E] in q's dtype and lse [B, H, T], wide."""
+    weight, lse = attention_weights(inputs)
+    if inputs.seed is not None:
+        weight = _drop(weight, inputs.seed, inputs.dropout)
+    v = _blank_outside(inputs.v, inputs.key_range).to(weight.dtype)
+    return (weight @ _per_query_head(v, inputs)).to(inputs.q.dtype), lse
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    key_range: Tensor | None,
-    call: Call,
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(score) [B, H, T, S] and lse [B, H, T], both in the slopes' dtype; an empty row is zeros."""
-    score = q.to(left.dtype) @ _per_query_head(k.to(left.dtype), call).mT * call.scale
-    bias = _bias(left, right, key_range, call)
+def attention_weights(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return softmax(score) [B, H, T, S] before dropout, and lse [B, H, T], both wide; an empty row is zeros."""
+    wide = inputs.left.dtype
+    k = _blank_outside(inputs.k, inputs.key_range).to(wide)
+    score = inputs.q.to(wide) @ _per_query_head(k, inputs).mT * inputs.scale
+    bias = _bias(inputs)
     # Not a sum alone: NaN in a hidden key would stay NaN.
     score = (score + bias).masked_fill(bias == -torch.inf, -torch.inf)
     # A row without a key has no maximum; pivot and divisor then only have to be finite.
     row_max = (
-        score.detach().amax(-1, keepdim=True) if call.S else score.new_zeros(*score.shape[:3], 1)
+        score.detach().amax(-1, keepdim=True)
+        if score.shape[-1]
+        else score.new_zeros(*score.shape[:3], 1)
     )
     unnormalised = torch.exp(score - row_max.masked_fill(row_max == -torch.inf, 0.0))
     row_sum = unnormalised.sum(-1, keepdim=True)
@@ -64,13 +49,14 @@ def attention_weights(
     return unnormalised / divisor, lse.squeeze(-1)
 
 
-def _bias(left: Tensor, right: Tensor | None, key_range: Tensor | None, call: Call) -> Tensor:
-    keys = torch.arange(call.S, device=left.device)
-    if key_range is None:
-        end = torch.full((1,), call.S, device=left.device)
-    else:
-        end = key_range[:, 1].to(keys.dtype)
-    position = torch.arange(call.T, device=left.device) + (end[:, None] - call.T)
+def _bias(inputs: Inputs) -> Tensor:
+    """[B or 1, H, T, S]: minus slope * distance, -inf where a key is hidden."""
+    left, right, key_range, query_start = inputs[3:7]
+    T, S = inputs.q.shape[2], inputs.k.shape[2]
+    keys = torch.arange(S, device=left.device)
+    if query_start is None:
+        query_start = torch.full((1,), S - T, device=left.device)
+    position = query_start.to(keys.dtype)[:, None] + torch.arange(T, device=left.device)
     distance = (position[..., None] - keys)[:, None]  # [B or 1, 1, T, S]
     bias = left.new_zeros(())
     for slope, reach in ((left, distance), (right, -distance)):
@@ -81,22 +67,28 @@ def _bias(left: Tensor, right: Tensor | None, key_range: Tensor | None, call: Ca
             # 0 * inf would be NaN: a query always sees its own position.
             bias = bias - torch.where(reach > 0, slope * reach, 0.0)
     if key_range is not None:
-        bias = bias.masked_fill(~_inside(key_range, call.S)[:, None, None], -torch.inf)
+        inside = _per_query_head(_inside(key_range, S), inputs)
+        bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
     return bias
 
 
 def _inside(key_range: Tensor, S: int) -> Tensor:
+    """[B, G, S]: whether a key lies in the range."""
     keys = torch.arange(S, device=key_range.device)
-    return (keys >= key_range[:, :1]) & (keys < key_range[:, 1:])
+    return (keys >= key_range[..., :1]) & (keys < key_range[..., 1:])
 
 
-def _blank_outside(array: Tensor, key_range: Tensor) -> Tensor:
-    """Zero the rows outside: they may hold anything, NaN included, and 0 * NaN is NaN."""
-    return array.masked_fill(~_inside(key_range, array.shape[2])[:, None, :, None], 0.0)
+def _blank_outside(array: Tensor, key_range: Tensor | None) -> Tensor:
+    """Zero the rows of [B, G, S, size] outside the range: they may hold NaN, and 0 * NaN is NaN."""
+    if key_range is None:
+        return array
+    return array.masked_fill(~_inside(key_range, array.shape[2])[..., None], 0.0)
 
 
-def _per_query_head(array: Tensor, call: Call) -> Tensor:
-    return array if call.H == call.G else array.repeat_interleave(call.H // call.G, dim=1)
+def _per_query_head(array: Tensor, inputs: Inputs) -> Tensor:
+    """[B, G, ...] -> [B, H, ...]."""
+    H, G = inputs.q.shape[1], inputs.k.shape[1]
+    return array if H == G else array.repeat_interleave(H // G, dim=1)
 
 
 def _drop(weight: Tensor, seed: Tensor, dropout: float) -> Tensor:

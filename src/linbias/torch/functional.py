@@ -2,23 +2,43 @@
 
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.slopes import slopes
+from linbias.schedules import slopes
 from linbias.torch import blocked, cpu, dense, triton
 from linbias.torch.constant import constant
 from linbias.torch.dropout import draw_seed
+from linbias.torch.operator import Inputs
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, dense)
 _ON_CPU = (cpu, blocked, dense, triton)
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
+
+
+class Placement(TypedDict, total=False):
+    """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
+
+    causal: bool
+    right: Slopes | None
+    scale: float | None
+    key_range: Tensor | None
+    query_start: Tensor | None
+
+
+class Options(Placement, total=False):
+    """The keywords of `attention` but for return_lse."""
+
+    key_bound: Tensor | None
+    dropout: float
+    tolerance: float | None
+    implementation: str
 
 
 @overload
@@ -29,7 +49,7 @@ def attention(
     left: Slopes | None = ...,
     *,
     return_lse: Literal[True],
-    **options: Any,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -39,9 +59,9 @@ def attention(
     left: Slopes | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Tensor: ...
-def attention(  # type: ignore[misc]  # the overloads leave out what they have in common
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,6 +71,7 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
     right: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -59,7 +80,8 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
-    The last query stands at the last key, so query t has position p = t + S - T:
+    Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
+    key, p = t + S - T:
 
         score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
         score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
@@ -87,9 +109,12 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
         causal: Hide the keys after the query. With False and right=None the bias is symmetric.
         right: Like left: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
-        key_range: [B, 2], integers: first and one past last key of each batch row; keys outside are never
-            used, whatever they hold, and the last query stands at the last key inside. For left padding,
+        key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
+            key/value heads; keys outside are never used, whatever they hold. For left padding,
             [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
+        query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
+            the keys or beyond them too. None means that the last query stands at the last key of the range (of the
+            range that ends last, where heads have their own). For right padding with T = S, zeros.
         key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
@@ -116,39 +141,135 @@ def attention(  # type: ignore[misc]  # the overloads leave out what they have i
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
-    q, k, v = _autocast(q, k, v)
-    described_q, described_k, described_v = (
-        describe(name, array) for name, array in (("q", q), ("k", k), ("v", v))
+    inputs, problem = _prepare(
+        "attention",
+        q,
+        k,
+        v,
+        left,
+        causal=causal,
+        right=right,
+        scale=scale,
+        key_range=key_range,
+        query_start=query_start,
+        key_bound=key_bound,
+        dropout=dropout,
+        tolerance=tolerance,
     )
+    implementations = _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
+    chosen = _dispatch.choose("attention", implementation, problem, implementations)
+    # Inside, autocast would take the wide products back to 16 bits.
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        out, lse = chosen.attention(inputs)
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    left: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right: Slopes | None = None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
+) -> Tensor:
+    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+
+    The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
+
+    Args:
+        q, k, left, causal, right, scale, key_range, query_start: As for `attention`.
+
+    Returns:
+        [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
+
+    Raises:
+        TypeError, ValueError: As `attention`.
+
+    Example:
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> attention_weights(q, k, [0.0])
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+    """
+    inputs, _ = _prepare(
+        "attention_weights",
+        q,
+        k,
+        k,
+        left,
+        causal=causal,
+        right=right,
+        scale=scale,
+        key_range=key_range,
+        query_start=query_start,
+    )
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        return dense.attention_weights(inputs)[0]
+
+
+def _prepare(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None,
+    *,
+    causal: bool,
+    right: Slopes | None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
+    key_bound: Tensor | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+) -> tuple[Inputs, _checks.Problem]:
+    """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    q, k, v = _autocast(q, k, v)
+    described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
-    call = _checks.check(
-        "attention",
-        described_q,
-        described_k,
-        described_v,
-        None if left is None else describe("left", left),
-        None if right is None else describe("right", right),
-        None if key_range is None else describe("key_range", key_range),
-        None if key_bound is None else describe("key_bound", key_bound),
+    optional = [
+        None if array is None else describe(name, array, function)
+        for name, array in (
+            ("left", left),
+            ("right", right),
+            ("key_range", key_range),
+            ("query_start", query_start),
+            ("key_bound", key_bound),
+        )
+    ]
+    problem = _checks.check(
+        function,
+        *described,
+        *optional,
         causal=causal,
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
     )
     if not torch.compiler.is_compiling():
-        _check_values(left, right, key_range, call.S)
+        _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
-        left = constant(slopes(call.H) if call.H else (), wide, q.device)
+        left = constant(slopes(problem.H) if problem.H else (), wide, q.device)
     if not causal and right is None:
         right = left
-    implementations = _ON_CPU if call.device == "cpu" else IMPLEMENTATIONS
-    chosen = _dispatch.choose("attention", implementation, call, implementations)
-    seed = draw_seed(q.device) if call.dropout else None
-    # Inside, autocast would take the wide products back to 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = chosen.attention(q, k, v, left, right, key_range, key_bound, seed, call)
-    return (out, lse) if return_lse else out
+    if key_range is not None:
+        if key_range.dim() == 2:
+            key_range = key_range[:, None].expand(-1, problem.G, -1)
+        if query_start is None:
+            query_start = last_end(key_range) - problem.T
+    seed = draw_seed(q.device) if problem.dropout else None
+    arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
+    return Inputs(*arrays_of_call, problem.scale, problem.dropout, problem.tolerance), problem
+
+
+def last_end(key_range: Tensor) -> Tensor:
+    """Where the ranges [B, G, 2] of each batch row end at last: [B], 0 where there are no heads."""
+    ends = key_range[..., 1]
+    return ends.amax(1) if ends.shape[1] else ends.sum(1)
 
 
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
@@ -163,14 +284,21 @@ def as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -
 
 
 def _check_values(
-    left: Tensor | None, right: Tensor | None, key_range: Tensor | None, S: int
+    function: str,
+    left: Tensor | None,
+    right: Tensor | None,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+    S: int,
 ) -> None:
     """Check what only the values tell, where reading them does not wait for a device."""
     for name, slope in (("left", left), ("right", right)):
         if slope is not None and slope.device.type == "cpu":
-            _checks.check_slope_values("attention", name, slope.detach().numpy())
+            _checks.check_slope_values(function, name, slope.detach().numpy())
     if key_range is not None and key_range.device.type == "cpu":
-        _checks.check_key_range_values("attention", key_range.tolist(), S)
+        _checks.check_key_range_values(function, key_range.numpy(), S)
+    if query_start is not None and query_start.device.type == "cpu":
+        _checks.check_query_start_values(function, query_start.numpy())
 
 
 def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

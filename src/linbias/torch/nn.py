@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linbias._checks import Call
-from linbias.torch import dense
 from linbias.torch.constant import constant
-from linbias.torch.functional import attention
+from linbias.torch.functional import Placement, attention, attention_weights
 from linbias.variants import is_causal, variant_slopes
 
 
@@ -225,78 +223,47 @@ class MultiheadAttention(nn.Module):
                 (self.v_proj, value),
             )
         )
-        key_range = shift = None
+        placement: Placement = {"causal": self.causal, "right": self.right}
         if padding is not None:
-            key_range, shift = self._read_padding(padding, B, T, S)
-        if shift is not None:
-            # Queries are aligned to the end of the key range: turn right padding into left padding.
-            q = _roll(q, shift)
-        dropout = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {
-            "causal": self.causal,
-            "right": self.right,
-            "key_range": key_range,
-        }
+            placement |= self._read_padding(padding, B, T, S)
         out = attention(
-            q, k, v, self.left, dropout=dropout, implementation=self.implementation, **options
+            q,
+            k,
+            v,
+            self.left,
+            dropout=self.dropout if self.training else 0.0,
+            implementation=self.implementation,
+            **placement,
         )
-        weights = self._weights(q, k, key_range) if need_weights else None
-        if shift is not None:
-            out = _roll(out, -shift)
-            weights = None if weights is None else _roll(weights, -shift)
+        weights = attention_weights(q, k, self.left, **placement) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
-    def _weights(self, q: Tensor, k: Tensor, key_range: Tensor | None) -> Tensor:
-        (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
-        call = Call(
-            B, H, G, T, S, D, D, str(q.dtype), q.device.type, self.causal, D**-0.5, tolerance=0.0
-        )
-        wide = torch.promote_types(q.dtype, torch.float32)
-        left, right = (None if s is None else s.to(wide) for s in (self.left, self.right))
-        assert left is not None
-        return dense.attention_weights(q, k, left, right, key_range, call)[0]
-
-    def _read_padding(
-        self, padding: Tensor, B: int, T: int, S: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Turn a padding mask into a key range, and the right shift of queries that aligns them to its end."""
+    def _read_padding(self, padding: Tensor, B: int, T: int, S: int) -> Placement:
+        """Turn a padding mask into a key range; where T = S, query t stands at key t on whichever side padding lies."""
         if padding.shape != (B, S) or padding.dtype != torch.bool:
             raise ValueError(
                 f"MultiheadAttention: key_padding_mask must be bool [B, S] = {[B, S]},"
                 f" got {padding.dtype} {list(padding.shape)}"
             )
         real = ~padding
-        count = real.sum(1)
         first = real.int().argmax(1)
-        key_range = torch.stack([first, first + count], dim=1)
-        after = S - (first + count)
-        aligned = self.variant == "none"  # no position matters
-        if (
-            torch.compiler.is_compiling()
-        ):  # values are not to be read: turn whatever there is to turn
-            return key_range, None if aligned or T != S else after
+        end = first + real.sum(1)
+        placement: Placement = {"key_range": torch.stack([first, end], dim=1)}
+        if T == S:
+            placement["query_start"] = torch.zeros_like(first)
+        if torch.compiler.is_compiling():  # values are not to be read
+            return placement
         keys = torch.arange(S, device=padding.device)
-        inside = (keys >= key_range[:, :1]) & (keys < key_range[:, 1:])
-        if not torch.equal(real, inside):
+        if not torch.equal(real, (keys >= first[:, None]) & (keys < end[:, None])):
             raise ValueError(
                 "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous"
             )
-        if aligned or not after.any():
-            return key_range, None
-        if T != S:
+        if T != S and self.variant != "none" and (end < S).any():
             raise ValueError(
                 "MultiheadAttention: padding on the right needs as many queries as keys"
                 f" (T = {T}, S = {S}): where do the queries stand?"
             )
-        return key_range, after
-
-
-def _roll(x: Tensor, shift: Tensor) -> Tensor:
-    """Move row b of x [B, H, T, ...] by shift[b] places to the right along T, around the end."""
-    T = x.shape[2]
-    source = (torch.arange(T, device=x.device) - shift[:, None]) % max(1, T)
-    index = source.view(len(source), 1, T, *[1] * (x.dim() - 3)).expand_as(x)
-    return x.gather(2, index)
+        return placement
 
 
 def _check_settings(

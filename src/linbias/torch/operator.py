@@ -2,33 +2,36 @@
 
 An implementation fills arrays (`Fill`, `FillGradients`); `define` makes of that an operator with a backward
 operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step.
+The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
 
-from linbias._checks import Call
 
+class Inputs(NamedTuple):
+    """What an implementation is given, checked: arrays, then numbers.
 
-class Arguments(NamedTuple):
-    """What forward and backward are both given."""
+    "Wide" is float64 for float64 inputs and float32 otherwise.
+    """
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, G, S, D]
     v: Tensor  # [B, G, S, E]
-    left: Tensor  # [H] or [B, H], wide: float64 for float64 inputs, else float32
+    left: Tensor  # [H] or [B, H], wide
     right: Tensor | None  # likewise; None: causal
-    key_range: Tensor | None  # [B, 2]
+    key_range: Tensor | None  # [B, G, 2]; None: all keys
+    query_start: Tensor | None  # [B], the position of query 0; None: S - T
     key_bound: Tensor | None  # [B, G]; only forward may use it
     seed: Tensor | None  # []; None: no dropout
     scale: float
     dropout: float
     tolerance: float
-    precise: bool  # the result will be differentiated
-    slopes: bool = False  # backward: their gradients are asked for
+    precise: bool = False  # the result will be differentiated
+    slope_gradients: bool = False  # backward: those of left and right are asked for
 
 
 class Results(NamedTuple):
@@ -57,28 +60,20 @@ class Gradients(NamedTuple):
 
 
 class Fill(Protocol):
-    def __call__(self, call: Arguments, results: Results) -> None: ...
+    def __call__(self, inputs: Inputs, results: Results) -> None: ...
 
 
 class FillGradients(Protocol):
     def __call__(
-        self, call: Arguments, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+        self, inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
     ) -> None: ...
 
 
-class Attention(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        key_range: Tensor | None,
-        key_bound: Tensor | None,
-        seed: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]: ...
+class Operators(NamedTuple):
+    """An implementation's operators."""
+
+    attention: Callable[[Inputs], tuple[Tensor, Tensor]]  # differentiable
+    forward: Callable[..., Sequence[Tensor]]  # of the fields of `Inputs`, to those of `Results`
 
 
 def define(
@@ -90,7 +85,7 @@ def define(
     unit: float = 1.0,
     out_is_wide: bool = True,
     visited_on_device: bool = False,
-) -> tuple[Attention, Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]]:
+) -> Operators:
     """Make the operators linbias::<name>_forward and linbias::<name>_backward.
 
     Args:
@@ -103,17 +98,20 @@ def define(
         visited_on_device: `visited` lies where q does; otherwise on the CPU.
 
     Returns:
-        The implementation's `attention` as `functional` calls it, and the forward operator itself.
+        `attention`, which returns out [B, H, T, E] in q's dtype and lse [B, H, T]; and the forward operator itself.
     """
 
-    def empty_results(q: Tensor, k: Tensor, v: Tensor, left: Tensor) -> Results:
+    def empty_results(inputs: Inputs) -> Results:
+        q, k, v, left = inputs[:4]
         B, H, T, _ = q.shape
         # One more than there are: a size that may be 1 would tie an exported program to short sequences.
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
+        out_like = left if out_is_wide else q
+        rows = left.new_empty((B, H, T))
         return Results(
-            (left if out_is_wide else q).new_empty(B, H, T, v.shape[3]),
-            left.new_empty(B, H, T),
-            left.new_empty(B, H, T),
+            out_like.new_empty((B, H, T, v.shape[3])),
+            rows,
+            torch.empty_like(rows),
             torch.zeros(
                 B,
                 H,
@@ -124,137 +122,99 @@ def define(
             ),
         )
 
-    @torch.library.custom_op(f"linbias::{name}_forward", mutates_args=())
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        key_range: Tensor | None,
-        key_bound: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        dropout: float,
-        tolerance: float,
-        precise: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        results = empty_results(q, k, v, left)
-        numbers = scale, dropout, tolerance, precise
-        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, *numbers)
-        # Inside an operator, autocast would take the wide products back to 16 bits.
-        with torch.autocast(q.device.type, enabled=False):
-            fill(call, results)
-        return results
-
-    @forward.register_fake
-    def _(q, k, v, left, right, key_range, key_bound, seed, scale, dropout, tolerance, precise):  # type: ignore[no-untyped-def]
-        return empty_results(q, k, v, left)
-
-    @torch.library.custom_op(f"linbias::{name}_backward", mutates_args=())
-    def backward(
-        dout: Tensor,
-        dlse: Tensor,
-        out: Tensor,
-        row_max: Tensor,
-        log_sum: Tensor,
-        visited: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        key_range: Tensor | None,
-        key_bound: Tensor | None,
-        seed: Tensor | None,
-        scale: float,
-        dropout: float,
-        tolerance: float,
-        slopes: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def empty_gradients(inputs: Inputs) -> Gradients:
+        q, k, v, left = inputs[:4]
         dslopes = left.new_zeros(q.shape[:2])
-        gradients = Gradients(
+        return Gradients(
             q.new_empty(q.shape),
             k.new_zeros(k.shape),
             v.new_zeros(v.shape),
             dslopes,
             torch.zeros_like(dslopes),
         )
-        numbers = scale, dropout, tolerance, True, slopes
-        call = Arguments(q, k, v, left, right, key_range, key_bound, seed, *numbers)
-        saved = Results(out, row_max, log_sum, visited)
-        with torch.autocast(q.device.type, enabled=False):
-            fill_gradients(call, dout, dlse, saved, gradients)
+
+    def run_forward(*arguments: Any) -> Results:
+        inputs = Inputs(*arguments)
+        results = empty_results(inputs)
+        # Inside an operator, autocast would take the wide products back to 16 bits.
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            fill(inputs, results)
+        return results
+
+    def run_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+        gradients = empty_gradients(inputs)
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            fill_gradients(inputs, dout, dlse, saved, gradients)
         return gradients
 
-    @backward.register_fake
-    def _(dout, dlse, out, row_max, log_sum, visited, q, k, v, left, *_rest):  # type: ignore[no-untyped-def]
-        dslopes = left.new_empty(q.shape[:2])
-        return (*(x.new_empty(x.shape) for x in (q, k, v)), dslopes, torch.empty_like(dslopes))
+    forward = torch.library.custom_op(
+        f"linbias::{name}_forward",
+        run_forward,
+        mutates_args=(),
+        schema=f"({_parameters(Inputs)}) -> {_returns(Results)}",
+    )
+    backward = torch.library.custom_op(
+        f"linbias::{name}_backward",
+        run_backward,
+        mutates_args=(),
+        schema=f"(Tensor dout, Tensor dlse, {_parameters(Results)}, {_parameters(Inputs)}) -> {_returns(Gradients)}",
+    )
+    forward.register_fake(lambda *arguments: empty_results(Inputs(*arguments)))
+    backward.register_fake(lambda *arguments: empty_gradients(Inputs(*arguments[6:])))
 
-    def save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        *arrays, scale, dropout, tolerance, _precise = inputs
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
         ctx.save_for_backward(*arrays, *output)
-        ctx.numbers = scale, dropout, tolerance
         # row_max counts as a constant, so that the gradient of log_sum is that of lse.
         ctx.mark_non_differentiable(output[1], output[3])
 
-    def differentiate(ctx, dout, _drow_max, dlog_sum, _dvisited):  # type: ignore[no-untyped-def]
-        saved = (
-            ctx.saved_tensors
-        )  # once: activation checkpointing recomputes them at the first touch
-        arrays, results = saved[:8], saved[8:]
-        slopes = any(ctx.needs_input_grad[3:5])
-        dq, dk, dv, dleft, dright = backward(
-            dout, dlog_sum, *results, *arrays, *ctx.numbers, slopes
+    def differentiate(
+        ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        # Read once: activation checkpointing recomputes them at the first touch.
+        saved = ctx.saved_tensors
+        results = Results(*saved[_NUM_ARRAYS:])
+        inputs = Inputs(*saved[:_NUM_ARRAYS], *ctx.numbers)
+        wanted = inputs._replace(
+            slope_gradients=any(
+                ctx.needs_input_grad[Inputs._fields.index(side)] for side in ("left", "right")
+            )
         )
-        left, right = arrays[3:5]
+        dq, dk, dv, *dslopes = backward(dout, dlog_sum, *results, *wanted)
         # An infinite slope hides its side and has no gradient.
         dleft, dright = (
             None if s is None else torch.where(s.isinf(), 0.0, d if s.dim() == 2 else d.sum(0))
-            for s, d in ((left, dleft), (right, dright))
+            for s, d in zip((inputs.left, inputs.right), dslopes, strict=True)
         )
-        return dq, dk, dv, dleft, dright, *[None] * 7
+        return dq, dk, dv, dleft, dright, *[None] * (len(Inputs._fields) - 5)
 
     forward.register_autograd(differentiate, setup_context=save)
 
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        key_range: Tensor | None,
-        key_bound: Tensor | None,
-        seed: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out [B, H, T, E] and lse [B, H, T]. `right=None` is causal; left and right are [B, H] or [H]."""
-        leaves = (q, k, v, left, right)
+    def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        leaves = inputs[:5]
         precise = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in leaves
         )
-        numbers = call.scale, call.dropout, call.tolerance, precise
-        out, row_max, log_sum, _ = forward(
-            q, k, v, left, right, key_range, key_bound, seed, *numbers
-        )
+        out, row_max, log_sum, _ = forward(*inputs._replace(precise=precise))
         lse = row_max + log_sum
-        return out.to(q.dtype), lse if unit == 1 else lse * unit
+        return out.to(inputs.q.dtype), lse if unit == 1 else lse * unit
 
-    return attention, forward
+    return Operators(attention, forward)
 
 
-def work_kept(visited: Tensor, T: int, S: int, tile_rows: int, block_keys: int) -> Tensor:
-    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H].
+_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
 
-    visited [B, H, tiles, 2] counts blocks of `block_keys` beyond those at the positions of a tile's own rows.
-    """
-    visited = visited.cpu()
-    kept = torch.zeros(visited.shape[:2], dtype=torch.float64)
-    for index, first in enumerate(range(0, T, tile_rows)):
-        stop = min(T, first + tile_rows)
-        start = max(first + S - T, 0) // block_keys * block_keys
-        far = (visited[:, :, index, 0] * block_keys).clamp(max=start)
-        near = sum(min(max(t + S - T + 1 - start, 0), S) for t in range(first, stop))
-        kept += (stop - first) * far + near
-    return kept / (T * (S - T) + T * (T + 1) / 2)
+
+def _parameters(record: type[Any]) -> str:
+    """The fields of a record as parameters of an operator's schema."""
+    return ", ".join(
+        f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(record).items()
+    )
+
+
+def _returns(record: type[Any]) -> str:
+    return f"({', '.join(_SCHEMA_TYPES[hint] for hint in get_type_hints(record).values())})"
+
+
+_NUM_ARRAYS = sum(hint not in (float, bool) for hint in get_type_hints(Inputs).values())

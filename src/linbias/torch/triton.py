@@ -1,4 +1,4 @@
-"""The Triton kernels as PyTorch operators. What they compute, and how: linbias/triton."""
+"""The Triton kernels as PyTorch operators. What they compute, and how: linbias/kernels/triton."""
 
 import contextlib
 import functools
@@ -10,11 +10,11 @@ import re
 import torch
 from torch import Tensor
 
-from linbias._checks import Call
+from linbias._checks import Problem
+from linbias.kernels.triton import sizes
+from linbias.kernels.triton.sizes import Sizes
 from linbias.torch import operator
-from linbias.torch.operator import Arguments, Gradients, Results
-from linbias.triton import sizes
-from linbias.triton.sizes import Sizes
+from linbias.torch.operator import Gradients, Inputs, Results
 
 NAME = "triton"
 
@@ -25,7 +25,7 @@ INTERPRETED = ("float16", "float32")
 _INTERPRETED_BYTES, _INTERPRETED_PROCESSORS = 227 * 1024, 4
 
 
-def why_not(call: Call) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """Say why the kernels cannot run a call, or None if they can."""
     version = _VERSION
     if version is None:
@@ -33,17 +33,17 @@ def why_not(call: Call) -> str | None:
     if version < OLDEST:
         return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {version[0]}.{version[1]} is installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if call.device != "cuda" and not (interpreted and call.device == "cpu"):
-        return f"it runs on CUDA GPUs, and the arrays are on {call.device}"
-    if call.dtype == "float64":
+    if problem.device != "cuda" and not (interpreted and problem.device == "cpu"):
+        return f"it runs on CUDA GPUs, and the arrays are on {problem.device}"
+    if problem.dtype == "float64":
         return "it takes float16, bfloat16 and float32, got float64"
-    if max(call.D, call.E) > sizes.LARGEST_HEAD:
-        return f"head sizes go up to {sizes.LARGEST_HEAD}, got {max(call.D, call.E)}"
-    if call.device == "cpu":
+    if max(problem.D, problem.E) > sizes.LARGEST_HEAD:
+        return f"head sizes go up to {sizes.LARGEST_HEAD}, got {max(problem.D, problem.E)}"
+    if problem.device == "cpu":
         return (
             None
-            if call.dtype in INTERPRETED
-            else f"Triton's interpreter cannot multiply {call.dtype}"
+            if problem.dtype in INTERPRETED
+            else f"Triton's interpreter cannot multiply {problem.dtype}"
         )
     if torch.version.hip is not None:
         return "it is written for NVIDIA GPUs, and this is one of AMD's"
@@ -51,8 +51,11 @@ def why_not(call: Call) -> str | None:
     capability, shared_memory, _ = _properties(device)
     if capability < OLDEST_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-    if sizes.choose(call.D, call.E, 4 if call.dtype == "float32" else 2, shared_memory) is None:
-        return f"no tile of head size {max(call.D, call.E)} fits {shared_memory} bytes of shared memory"
+    if (
+        sizes.choose(problem.D, problem.E, 4 if problem.dtype == "float32" else 2, shared_memory)
+        is None
+    ):
+        return f"no tile of head size {max(problem.D, problem.E)} fits {shared_memory} bytes of shared memory"
     return None
 
 
@@ -96,46 +99,46 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _fill(call: Arguments, results: Results) -> None:
-    from linbias.triton.decode import decode, serves
-    from linbias.triton.forward import forward
+def _fill(inputs: Inputs, results: Results) -> None:
+    from linbias.kernels.triton.decode import decode, serves
+    from linbias.kernels.triton.forward import forward
 
-    q, k, v, key_range = _arrays(call)
+    q, k, v, key_range = _arrays(inputs)
     chosen = _sizes(q, v)
-    slopes, numbers = (call.left, call.right), (call.scale, call.dropout, call.tolerance)
+    slopes, numbers = (inputs.left, inputs.right), (inputs.scale, inputs.dropout, inputs.tolerance)
     with _on(q):
         group_size = q.shape[1] // max(1, k.shape[1])
         if (
-            not call.precise
-            and call.seed is None
+            not inputs.precise
+            and inputs.seed is None
             and serves(q.shape[2], group_size, q.element_size())
         ):
-            bound = call.key_bound
+            bound = inputs.key_bound
             if bound is not None:
                 bound = bound.to(device=q.device, dtype=torch.float32).contiguous()
             processors = _properties(q.device.index)[2] if q.is_cuda else _INTERPRETED_PROCESSORS
             decode(
-                q, k, v, *slopes, key_range, bound, call.scale, call.tolerance, chosen, processors, results[:3]
+                q, k, v, *slopes, key_range, bound, inputs.scale, inputs.tolerance, chosen, processors, results[:3]
             )  # fmt: skip
         else:
-            forward(q, k, v, *slopes, key_range, call.seed, *numbers, chosen, results)
+            forward(q, k, v, *slopes, key_range, inputs.seed, *numbers, chosen, results)
 
 
 def _fill_gradients(
-    call: Arguments, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
-    from linbias.triton.backward import backward
+    from linbias.kernels.triton.backward import backward
 
-    q, k, v, key_range = _arrays(call)
+    q, k, v, key_range = _arrays(inputs)
     with _on(q):
         backward(
-            q, k, v, call.left, call.right, key_range, call.seed, call.scale, call.dropout, _sizes(q, v),
+            q, k, v, inputs.left, inputs.right, key_range, inputs.seed, inputs.scale, inputs.dropout, _sizes(q, v),
             _small_strides(dout), dlse.contiguous(), saved, gradients[:3],
-            (gradients.dleft, gradients.dright) if call.slopes else None,
+            (gradients.dleft, gradients.dright) if inputs.slope_gradients else None,
         )  # fmt: skip
 
 
-attention, forward = operator.define(
+operators = operator.define(
     NAME,
     _fill,
     _fill_gradients,
@@ -144,19 +147,14 @@ attention, forward = operator.define(
     out_is_wide=False,
     visited_on_device=True,
 )
+attention = operators.attention
 
 
-def work_kept(visited: Tensor, q: Tensor, v: Tensor, S: int) -> Tensor:
-    """Return the share of the causal query-key pairs that lie in visited blocks, float64 [B, H]."""
-    tile = _sizes(q, v).forward
-    return operator.work_kept(visited, q.shape[2], S, tile.rows, tile.keys)
-
-
-def _arrays(call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    q, k, v = (_small_strides(x) for x in (call.q, call.k, call.v))
-    key_range = call.key_range
+def _arrays(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q, k, v = (_small_strides(x) for x in (inputs.q, inputs.k, inputs.v))
+    key_range = inputs.key_range
     if key_range is not None:
-        key_range = key_range.to(device=q.device, dtype=torch.int32).contiguous()
+        key_range = key_range[:, 0].to(device=q.device, dtype=torch.int32).contiguous()
     return q, k, v, key_range
 
 

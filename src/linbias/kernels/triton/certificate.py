@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.sizes import FUSION
-from linbias.triton.tile import INF, key_limits, load_rows, wide
+from linbias.kernels.triton.sizes import FUSION
+from linbias.kernels.triton.tile import INF, key_limits, load_rows, wide
 
 SAMPLE = 64
 BLOCKS_PER_PROGRAM = 4

@@ -9,7 +9,7 @@ SCHEDULES = ("paper", "geometric", "halving", "mpt")
 
 
 def slopes(
-    n_heads: int, schedule: str = "paper", max_bias: float = 8.0
+    num_heads: int, schedule: str = "paper", max_bias: float = 8.0
 ) -> npt.NDArray[np.float64]:
     """Give each head its slope, the score it loses per token of distance.
 
@@ -24,7 +24,7 @@ def slopes(
     |             | second one first, cut to H                     | in another order)                  |
 
     Args:
-        n_heads: Number of query heads H, at least 1.
+        num_heads: Number of query heads H, at least 1.
         schedule: One of the names above.
         max_bias: Exponent of the flattest slope, 2^-max_bias; positive. `halving` does not have one.
 
@@ -32,8 +32,8 @@ def slopes(
         [H], float64, all positive.
 
     Raises:
-        TypeError: n_heads is not an integer.
-        ValueError: n_heads, schedule or max_bias breaks a rule above.
+        TypeError: num_heads is not an integer.
+        ValueError: num_heads, schedule or max_bias breaks a rule above.
 
     Example:
         >>> slopes(8).tolist()
@@ -42,10 +42,10 @@ def slopes(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3, and the code of its authors
     for head counts that are no power of two.
     """
-    if isinstance(n_heads, bool) or not isinstance(n_heads, int | np.integer):
-        raise TypeError(f"slopes: n_heads must be an integer, got {n_heads!r}")
-    if n_heads < 1:
-        raise ValueError(f"slopes: n_heads must be at least 1, got {n_heads}")
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int | np.integer):
+        raise TypeError(f"slopes: num_heads must be an integer, got {num_heads!r}")
+    if num_heads < 1:
+        raise ValueError(f"slopes: num_heads must be at least 1, got {num_heads}")
     if schedule not in SCHEDULES:
         raise ValueError(f"slopes: schedule must be one of {SCHEDULES}, got {schedule!r}")
     if not (max_bias > 0 and math.isfinite(max_bias)):
@@ -53,17 +53,17 @@ def slopes(
     if schedule == "halving":
         if max_bias != 8.0:
             raise ValueError(f"slopes: schedule 'halving' has no max_bias, got {max_bias}")
-        return np.exp2(-np.arange(1.0, n_heads + 1))
+        return np.exp2(-np.arange(1.0, num_heads + 1))
     if schedule == "geometric":
-        return _geometric(n_heads, max_bias)
-    below = 1 << (int(n_heads).bit_length() - 1)
-    if below == n_heads:
-        return _geometric(n_heads, max_bias)
+        return _geometric(num_heads, max_bias)
+    below = 1 << (int(num_heads).bit_length() - 1)
+    if below == num_heads:
+        return _geometric(num_heads, max_bias)
     twice = _geometric(2 * below, max_bias)
     if schedule == "mpt":
-        return np.concatenate([twice[1::2], twice[::2]])[:n_heads]
-    return np.concatenate([_geometric(below, max_bias), twice[::2][: n_heads - below]])
+        return np.concatenate([twice[1::2], twice[::2]])[:num_heads]
+    return np.concatenate([_geometric(below, max_bias), twice[::2][: num_heads - below]])
 
 
-def _geometric(n_heads: int, max_bias: float) -> npt.NDArray[np.float64]:
-    return np.exp2(-max_bias * np.arange(1.0, n_heads + 1) / n_heads)
+def _geometric(num_heads: int, max_bias: float) -> npt.NDArray[np.float64]:
+    return np.exp2(-max_bias * np.arange(1.0, num_heads + 1) / num_heads)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import (
+from linbias.kernels.triton.certificate import (
     Bounds,
     bounds,
     log_count,
@@ -23,8 +23,8 @@ from linbias.triton.certificate import (
     slack_of,
     trip_count,
 )
-from linbias.triton.sizes import Sizes
-from linbias.triton.tile import (
+from linbias.kernels.triton.sizes import Sizes
+from linbias.kernels.triton.tile import (
     INF,
     LEFT,
     LOG2E,

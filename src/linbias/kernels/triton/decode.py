@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import (
+from linbias.kernels.triton.certificate import (
     log_count,
     norm,
     padded,
@@ -23,9 +23,9 @@ from linbias.triton.certificate import (
     slack_of,
     trip_count,
 )
-from linbias.triton.forward import add_block, log_share, slope_strides
-from linbias.triton.sizes import FUSION, Sizes
-from linbias.triton.tile import (
+from linbias.kernels.triton.forward import add_block, log_share, slope_strides
+from linbias.kernels.triton.sizes import FUSION, Sizes
+from linbias.kernels.triton.tile import (
     INF,
     LOG2E,
     NEAR,

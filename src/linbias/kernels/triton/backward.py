@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.triton.certificate import LN2, padded
-from linbias.triton.forward import dropout_numbers, precise, slope_strides
-from linbias.triton.sizes import FUSION, Sizes
-from linbias.triton.tile import (
+from linbias.kernels.triton.certificate import LN2, padded
+from linbias.kernels.triton.forward import dropout_numbers, precise, slope_strides
+from linbias.kernels.triton.sizes import FUSION, Sizes
+from linbias.kernels.triton.tile import (
     INF,
     LEFT,
     LOG2E,
