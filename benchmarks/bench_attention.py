@@ -202,8 +202,8 @@ def trained_inputs(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model trained here, reading its own corpus."""
     import linbias.lm
-    from linbias.lm import positions
-    from linbias.lm.corpus import load_corpus
+    from linbias.data.corpus import load_corpus
+    from linbias.models import positions
 
     caught = []
 

@@ -184,7 +184,7 @@ def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
 
 def model(options: argparse.Namespace) -> None:
     """A small language model, trained with the kernels."""
-    from linbias.lm.corpus import load_corpus
+    from linbias.data.corpus import load_corpus
     from linbias.lm.train import TrainSettings, train
 
     shutil.rmtree(MODEL, ignore_errors=True)

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from update_readme import fill
 
-from linbias.lm.checkpoints import write_whole
 from linbias.lm.figures import COLOURS, NAMES, unique
+from linbias.runs.checkpoints import write_whole
 
 Record = dict[str, Any]
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}

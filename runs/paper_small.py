@@ -38,13 +38,13 @@ import psutil
 import torch
 
 from linbias import _machine
-from linbias.lm.corpus import load_corpus
-from linbias.lm.watch import StopWatch
+from linbias.data.corpus import load_corpus
+from linbias.data.prepare import SPLITS, prepare, read_data
 from linbias.paper.checkpoint import load
 from linbias.paper.evaluate import Scores, score
-from linbias.paper.prepare import SPLITS, prepare, read_data
 from linbias.paper.recipe import Recipe
 from linbias.paper.train import claim, train
+from linbias.runs.watch import StopWatch
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("tune", "train", "test", "speed", "write")

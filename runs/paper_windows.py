@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from update_readme import fill
 
 from linbias import _machine
+from linbias.data.prepare import read_data
+from linbias.models.paper import PaperForCausalLM
 from linbias.paper.checkpoint import load
 from linbias.paper.evaluate import score
-from linbias.paper.model import PaperForCausalLM
-from linbias.paper.prepare import read_data
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "paper.md"
 LENGTH, ROUNDS = 128, 4

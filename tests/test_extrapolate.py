@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from linbias.lm import figures, report
-from linbias.lm.checkpoints import write_whole
 from linbias.lm.extrapolate import ExtrapolateSettings, extrapolate
 from linbias.lm.train import TrainSettings
+from linbias.runs.checkpoints import write_whole
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from linbias.lm import corpus as corpora
-from linbias.lm import tokenizers as tokenizing
-from linbias.lm.corpus import SPLITS, load_corpus
-from linbias.lm.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from linbias.data import corpus as corpora
+from linbias.data import tokenizers as tokenizing
+from linbias.data.corpus import SPLITS, load_corpus
+from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 
 SAMPLE = "".join(f"def f{i}(x):\n    return x * {i}  # größer als {i - 1}\n\n" for i in range(200))
 BPE = train_bpe(SAMPLE.encode(), 300)

@@ -23,10 +23,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
 import linbias.lm
-from linbias.lm import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
-from linbias.lm.cache import make_roomy
-from linbias.lm.config import BLOCKS, POSITIONS
-from linbias.lm.positions import METHODS, T5, Alibi, Rotary, Sinusoidal
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
+from linbias.models.config import BLOCKS, POSITIONS
+from linbias.models.positions import METHODS, T5, Alibi, Rotary, Sinusoidal
+from linbias.transformers.cache import make_roomy
 
 VOCAB = 61
 every_position = pytest.mark.parametrize("position", POSITIONS)
@@ -192,7 +192,7 @@ def test_cache_bounds_its_keys_whatever_happened_to_it(monkeypatch: pytest.Monke
         slack.append(key_bound - k.norm(dim=-1).amax(-1))
         return linbias.torch.attention(q, k, *rest, key_bound=key_bound, **options)
 
-    monkeypatch.setattr("linbias.lm.positions.attention", attention)
+    monkeypatch.setattr("linbias.models.positions.attention", attention)
     ids = tokens(3, 30)
     cache = model(ids[:, :7], use_cache=True).past_key_values
     layer = cache.layers[0]

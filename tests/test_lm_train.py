@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import linbias.lm.train as trainer_module
-from linbias.lm.corpus import Corpus, load_corpus
-from linbias.lm.segments import Segments
+from linbias.data.corpus import Corpus, load_corpus
+from linbias.data.segments import Segments
 from linbias.lm.train import TrainSettings, train
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -168,7 +168,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     deaths: list[tuple[str, int]], unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.lm.train", "linbias.lm.corpus"])
+    context.set_forkserver_preload(["linbias.lm.train", "linbias.data.corpus"])
     for death in deaths:
         process = context.Process(target=train_until_killed, args=(text, tmp_path, *death))
         process.start()

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from linbias.paper import prepare as preparing
-from linbias.paper.batches import batch_order, block_tokens, blocks
-from linbias.paper.dictionary import Dictionary
-from linbias.paper.prepare import Split, prepare, prepare_dataset, read_data
-from linbias.paper.store import check_ids, ids_dtype, read_ids, write_ids
+from linbias.data import prepare as preparing
+from linbias.data.batches import batch_order, block_tokens, blocks
+from linbias.data.dictionary import Dictionary
+from linbias.data.prepare import Split, prepare, prepare_dataset, read_data
+from linbias.data.store import check_ids, ids_dtype, read_ids, write_ids
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 WIKITEXT, GOLDEN = SHARED / "data" / "wikitext-2", SHARED / "golden" / "fairseq"

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.paper import PaperConfig, PaperForCausalLM, evaluate
+from linbias.models import PaperConfig, PaperForCausalLM
+from linbias.paper import evaluate
 from linbias.paper.checkpoint import load
 from linbias.paper.evaluate import Scores, score, windows
 
@@ -359,7 +360,7 @@ def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkey
     ids=str,
 )
 def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
-    from linbias.lm.memory import PeakMemory
+    from linbias.runs.memory import PeakMemory
 
     small = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 256, "cutoffs": (40,)}
     model = PaperForCausalLM(PaperConfig(num_hidden_layers=2, **small | changes)).eval()

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCach
 
 import linbias.paper
 import paper_original as original
-from linbias.paper import PaperConfig, PaperForCausalLM, PaperModel
+from linbias.data.dictionary import Dictionary
+from linbias.models import PaperConfig, PaperForCausalLM, PaperModel
+from linbias.models.paper_config import POSITIONS
 from linbias.paper.checkpoint import convert, load, load_original
-from linbias.paper.config import POSITIONS
-from linbias.paper.dictionary import Dictionary
 
 every_position = pytest.mark.parametrize("position", POSITIONS)
 needs_shared = pytest.mark.skipif(
@@ -221,7 +221,7 @@ def test_the_last_positions_alone_are_those_of_all(position):
 
 @pytest.mark.parametrize("cutoffs", [(), (11,), (11, 30)])
 def test_log_probs_of_many_rows_are_those_of_the_whole_vocabulary(cutoffs, monkeypatch):
-    from linbias.paper import adaptive
+    from linbias.models import adaptive
 
     monkeypatch.setattr(adaptive, "_LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(adaptive, "_FEWEST_ROWS", 7)
@@ -912,7 +912,6 @@ def test_the_defaults_are_the_papers_model():
     with torch.device("meta"):
         model = PaperForCausalLM(PaperConfig())
     assert model.num_parameters() == 246_933_504
-    assert linbias.paper.__all__ == ["PaperConfig", "PaperForCausalLM", "PaperModel"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 83])

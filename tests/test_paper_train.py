@@ -25,16 +25,16 @@ from typer.testing import CliRunner, Result
 
 import linbias.paper.train as train_module
 from linbias import cli
-from linbias.lm.checkpoints import write_whole
-from linbias.paper.batches import batch_order
-from linbias.paper.config import PaperConfig
-from linbias.paper.dictionary import Dictionary
-from linbias.paper.model import PaperForCausalLM
+from linbias.data.batches import batch_order
+from linbias.data.dictionary import Dictionary
+from linbias.data.store import read_ids, write_ids
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.paper_config import PaperConfig
 from linbias.paper.optimizer import NAG, cosine_lr
 from linbias.paper.recipe import PRESETS, Recipe
-from linbias.paper.store import read_ids, write_ids
 from linbias.paper.train import train
 from linbias.paper.trainer import Batches, PaperTrainer
+from linbias.runs.checkpoints import write_whole
 
 GOLDEN = Path(__file__).parent / "golden"
 ORIGINAL = Path(__file__).resolve().parents[2] / "shared" / "golden" / "fairseq"

@@ -20,7 +20,7 @@ from interpreter import repaired
 from linbias._checks import TOLERANCE, Described, check
 from linbias.kernels.triton import forward, sizes
 from linbias.kernels.triton.sizes import Sizes, Tile
-from linbias.lm import LinbiasConfig, LinbiasForCausalLM
+from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.torch import triton
 from test_torch import TorchSubject
 

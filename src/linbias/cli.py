@@ -300,7 +300,7 @@ def train(
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
-    from linbias.lm.corpus import load_corpus
+    from linbias.data.corpus import load_corpus
     from linbias.lm.train import TrainSettings
     from linbias.lm.train import train as run
 
@@ -361,9 +361,9 @@ def evaluate(
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     """
-    from linbias.lm.corpus import load_corpus
+    from linbias.data.corpus import load_corpus
     from linbias.lm.evaluate import evaluate as measure
-    from linbias.lm.load import encode, load_model
+    from linbias.models.load import encode, load_model
 
     lengths = parse_numbers("--length", length)
     loaded = load_model(model)

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.lm.load import load_model as load_model
-from linbias.lm.memory import PeakMemory
+from linbias.models.load import load_model as load_model
+from linbias.runs.memory import PeakMemory
 
 # float32 logits held at once: 2^24 of them are 64 MiB, beyond which a larger matmul gains nothing.
 _LOGITS_AT_ONCE = 2**24

@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from linbias import _machine
+from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm import report
-from linbias.lm.checkpoints import check_same, check_writable, write_json
-from linbias.lm.config import POSITIONS, LinbiasConfig
-from linbias.lm.corpus import Corpus, load_corpus
 from linbias.lm.evaluate import evaluate, position_limit
 from linbias.lm.figures import NAMES, Record
-from linbias.lm.load import load_model
 from linbias.lm.train import TrainSettings, train
+from linbias.models.config import POSITIONS, LinbiasConfig
+from linbias.models.load import load_model
+from linbias.runs.checkpoints import check_same, check_writable, write_json
 
 _TIMES = (1, 2, 4, 8, 16)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
-from linbias.lm.load import load_model, load_tokenizer
+from linbias.models.load import load_model, load_tokenizer
 
 
 def generate(

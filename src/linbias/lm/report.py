@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from linbias.lm import figures
-from linbias.lm.checkpoints import write_whole
 from linbias.lm.figures import COLOURS, NAMES, Point, Record, curve, unique
+from linbias.runs.checkpoints import write_whole
 
 # A change of loss below this share is within what another seed would change.
 _CLEARLY = 0.01

@@ -43,7 +43,12 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
 
-from linbias.lm.checkpoints import (
+from linbias.data.corpus import Corpus
+from linbias.data.segments import Segments
+from linbias.models.config import LinbiasConfig
+from linbias.models.linbias import LinbiasForCausalLM
+from linbias.models.load import no_bars
+from linbias.runs.checkpoints import (
     Checkpoints,
     check_same,
     check_writable,
@@ -51,13 +56,8 @@ from linbias.lm.checkpoints import (
     wait_for_all,
     write_json,
 )
-from linbias.lm.config import LinbiasConfig
-from linbias.lm.corpus import Corpus
-from linbias.lm.load import no_bars
-from linbias.lm.memory import PeakMemory
-from linbias.lm.model import LinbiasForCausalLM
-from linbias.lm.segments import Segments
-from linbias.lm.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias.runs.memory import PeakMemory
+from linbias.runs.watch import FiniteLoss, ProgressBar, StopWatch
 
 # The steps of a time budget come from this many of a throw-away model, the first ones not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
@@ -180,7 +180,7 @@ def train(
             the same call goes on from there.
 
     Example:
-        >>> from linbias.lm.corpus import load_corpus
+        >>> from linbias.data.corpus import load_corpus
         >>> settings = TrainSettings({"hidden_size": 48}, length=32, batch_size=4, steps=2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = train(settings, load_corpus(max_bytes=9999), folder, progress=False)

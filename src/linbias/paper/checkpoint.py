@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from linbias.lm.checkpoints import check_writable
-from linbias.lm.load import no_bars
-from linbias.paper.config import PaperConfig
-from linbias.paper.dictionary import Dictionary
-from linbias.paper.model import PaperForCausalLM
+from linbias.data.dictionary import Dictionary
+from linbias.models.load import no_bars
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.paper_config import PaperConfig
 from linbias.paper.pickled import read_original
+from linbias.runs.checkpoints import check_writable
 
 # The original's name of each number that says what a model is.
 _SIZES = {

@@ -102,7 +102,7 @@ def prepare(
     [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
     [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
     """
-    from linbias.paper import prepare as steps
+    from linbias.data import prepare as steps
 
     texts = {
         name: path for name, path in (("train", train), ("valid", valid), ("test", test)) if path
@@ -241,8 +241,8 @@ def evaluate(
     [dim]linbias paper evaluate wt103 data --length 1024[/]
     [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
     """
+    from linbias.data.dictionary import check_words
     from linbias.paper.checkpoint import load
-    from linbias.paper.dictionary import check_words
 
     loaded = load(model, position=position)
     if (model / "dict.txt").is_file():
@@ -278,10 +278,10 @@ def run(
     \b
     [dim]linbias paper run wiki.train.tokens wiki.valid.tokens wiki.test.tokens -o output/paper[/]
     """
-    from linbias.lm.checkpoints import check_writable
-    from linbias.paper import prepare as steps
+    from linbias.data import prepare as steps
     from linbias.paper.checkpoint import load
     from linbias.paper.train import claim, fingerprint
+    from linbias.runs.checkpoints import check_writable
 
     recipe = _recipe(preset, position, updates, fields)
     texts = {"train": train, "valid": valid, "test": test}
@@ -355,9 +355,9 @@ def _evaluate(
 ) -> dict[str, Any]:
     import torch
 
+    from linbias.data.prepare import read_data
     from linbias.paper.checkpoint import check_dictionary
     from linbias.paper.evaluate import score
-    from linbias.paper.prepare import read_data
 
     subset, length, context_window = window
     dictionary, ids = read_data(data, subset)

@@ -33,11 +33,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.lm.checkpoints import check_writable, write_whole
 from linbias.lm.evaluate import Window
-from linbias.lm.memory import PeakMemory
-from linbias.paper.config import PaperConfig
-from linbias.paper.model import PaperForCausalLM
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.paper_config import PaperConfig
+from linbias.runs.checkpoints import check_writable, write_whole
+from linbias.runs.memory import PeakMemory
 
 _SECONDS_BETWEEN_WRITES = 30.0
 

@@ -32,7 +32,16 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
-from linbias.lm.checkpoints import (
+from linbias.data.batches import batch_order, blocks
+from linbias.data.dictionary import Dictionary
+from linbias.data.prepare import read_data
+from linbias.data.store import Ids
+from linbias.models.load import no_bars
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.paper_config import PaperConfig
+from linbias.paper.recipe import Recipe
+from linbias.paper.trainer import Batches, Log, PaperTrainer, SeedEachUpdate, perplexity
+from linbias.runs.checkpoints import (
     Checkpoints,
     check_same,
     check_writable,
@@ -40,17 +49,8 @@ from linbias.lm.checkpoints import (
     wait_for_all,
     write_json,
 )
-from linbias.lm.load import no_bars
-from linbias.lm.memory import PeakMemory
-from linbias.lm.watch import FiniteLoss, ProgressBar
-from linbias.paper.batches import batch_order, blocks
-from linbias.paper.config import PaperConfig
-from linbias.paper.dictionary import Dictionary
-from linbias.paper.model import PaperForCausalLM
-from linbias.paper.prepare import read_data
-from linbias.paper.recipe import Recipe
-from linbias.paper.store import Ids
-from linbias.paper.trainer import Batches, Log, PaperTrainer, SeedEachUpdate, perplexity
+from linbias.runs.memory import PeakMemory
+from linbias.runs.watch import FiniteLoss, ProgressBar
 
 
 def train(
@@ -90,7 +90,7 @@ def train(
             the same call goes on from there.
 
     Example:
-        >>> from linbias.paper.prepare import prepare
+        >>> from linbias.data.prepare import prepare
         >>> model = {"hidden_size": 32, "num_hidden_layers": 1, "cutoffs": []}
         >>> batches = dict(length=4, max_tokens=8, batches_per_update=1)
         >>> run = dict(updates=3, warmup=1, precision="fp32", validate_every=0)

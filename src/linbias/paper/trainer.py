@@ -25,11 +25,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from linbias.lm.checkpoints import write_whole
-from linbias.paper.batches import block_tokens, blocks
-from linbias.paper.dictionary import Dictionary
+from linbias.data.batches import block_tokens, blocks
+from linbias.data.dictionary import Dictionary
 from linbias.paper.optimizer import NAG, cosine_lr
 from linbias.paper.recipe import Recipe
+from linbias.runs.checkpoints import write_whole
 
 
 class Batches(Dataset[dict[str, Any]]):

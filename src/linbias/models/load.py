@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from linbias.lm.tokenizers import Tokenizer
+from linbias.data.tokenizers import Tokenizer
 
 # What Transformers raises for a missing, truncated, garbled or misshapen file.
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)

@@ -4,7 +4,7 @@ Read from the bottom up: `PaperForCausalLM` (loss and log-probabilities) calls `
 (embedding, position, blocks), which calls `DecoderBlock`s, which call `SelfAttention`. Modules are
 named as the original names its tensors, so that a checkpoint of either is readable beside the other.
 
-The positions are those of `linbias.lm.positions`, but for the sinusoidal ones: the original scales
+The positions are those of `linbias.models.positions`, but for the sinusoidal ones: the original scales
 the embedding in every model, and its sinusoids have other wavelengths and another start.
 """
 
@@ -14,9 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     Cache,
     DynamicCache,
     GenerationMixin,
@@ -27,10 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.lm.model import place
-from linbias.lm.positions import METHODS, T5, Position
-from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from linbias.paper.config import PaperConfig
+from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from linbias.models.linbias import place
+from linbias.models.paper_config import PaperConfig
+from linbias.models.positions import METHODS, T5, Position
 
 
 class Sinusoidal(Position):
@@ -330,8 +327,3 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         if isinstance(num_items_in_batch, Tensor):  # Trainer may count on another device
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch
-
-
-AutoConfig.register("linbias-paper", PaperConfig, exist_ok=True)
-AutoModel.register(PaperConfig, PaperModel, exist_ok=True)
-AutoModelForCausalLM.register(PaperConfig, PaperForCausalLM, exist_ok=True)

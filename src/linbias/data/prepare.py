@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from linbias.paper.dictionary import Dictionary
-from linbias.paper.store import Ids, check_ids, ids_dtype, read_ids, write_ids
+from linbias.data.dictionary import Dictionary
+from linbias.data.store import Ids, check_ids, ids_dtype, read_ids, write_ids
 
 SPLITS = ("train", "valid", "test")
 DATA_SETS = {  # texts with rare words already replaced by <unk>, as the paper uses them

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linbias.lm.tokenizers import Ids
+from linbias.data.tokenizers import Ids
 
 
 class Segments(Dataset[dict[str, Tensor]]):

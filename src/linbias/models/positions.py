@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from linbias.lm.config import LinbiasConfig
+from linbias.models.config import LinbiasConfig
 from linbias.schedules import slopes
 from linbias.torch import attention
 from linbias.torch.constant import constant

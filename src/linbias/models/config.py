@@ -26,7 +26,7 @@ class LinbiasConfig(PreTrainedConfig):
             (multi-query) where block is "parallel".
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
         position: "alibi", "sinusoidal", "learned", "rotary", "t5" or "none"; see
-            `linbias.lm.positions`.
+            `linbias.models.positions`.
         block: "sequential" (attention, then feed-forward) or "parallel" (both read the same normed
             input).
         train_length: Tokens per training sequence. It sizes the learned table and anchors

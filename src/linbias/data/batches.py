@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linbias.paper.dictionary import Dictionary
+from linbias.data.dictionary import Dictionary
 
 
 def blocks(num_ids: int, length: int) -> NDArray[np.int64]:

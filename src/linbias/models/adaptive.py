@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linbias.paper.config import PaperConfig
+from linbias.models.paper_config import PaperConfig
 
 # Logits at once: 4 MiB stay in a CPU's cache (52,000 tokens/s on 33,280 types, 25,000 with 64 MiB), but
 # fewer rows than these cannot keep a large matrix product busy.

@@ -14,9 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.lm import cache
-from linbias.lm.config import LinbiasConfig
-from linbias.lm.positions import METHODS, Position
+from linbias.models.config import LinbiasConfig
+from linbias.models.positions import METHODS, Position
+from linbias.transformers import cache
 
 
 class SelfAttention(nn.Module):

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from linbias.lm.tokenizers import Ids, Tokenizer, byte_tokenizer, train_bpe
+from linbias.data.tokenizers import Ids, Tokenizer, byte_tokenizer, train_bpe
 
 SPLITS = ("train", "valid", "test")
 HELD_OUT = 0.05  # share of the valid split, and of the test split

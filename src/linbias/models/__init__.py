@@ -1,0 +1,28 @@
+"""Language models: importing this makes both families known to Transformers' Auto classes.
+
+`LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from linbias.models.config import LinbiasConfig
+from linbias.models.linbias import LinbiasForCausalLM, LinbiasModel
+from linbias.models.paper import PaperForCausalLM, PaperModel
+from linbias.models.paper_config import PaperConfig
+
+for config, base, language_model in (
+    (LinbiasConfig, LinbiasModel, LinbiasForCausalLM),
+    (PaperConfig, PaperModel, PaperForCausalLM),
+):
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, base, exist_ok=True)
+    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
+
+__all__ = [
+    "LinbiasConfig",
+    "LinbiasForCausalLM",
+    "LinbiasModel",
+    "PaperConfig",
+    "PaperForCausalLM",
+    "PaperModel",
+]

@@ -1,0 +1,1 @@
+"""What every run needs: folders, whole files, checkpoints, resuming, watching, memory."""

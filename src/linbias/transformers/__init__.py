@@ -1,0 +1,1 @@
+"""What a Transformers model needs around `linbias.torch.attention`: padding and caches."""
