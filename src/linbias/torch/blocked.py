@@ -5,7 +5,7 @@ nearest outwards with an online softmax, left and right in turn, and leaves a si
 (docs/math.md) says that the keys not yet visited there, all together, cannot hold more than `tolerance` of any
 row's probability. Backward visits the same blocks: the exact gradient of the function that forward computed.
 
-Order: batch rows together (one by one under a key_range); key/value heads one after the other, the query heads
+Order: batch rows together (one by one where their key ranges or query starts differ); key/value heads one after the other, the query heads
 that read one of them folded into the rows of its matrix products; tiles; blocks near to far (`tiles.py`).
 Memory: a wide copy of one key/value head's keys and values, tiles of [B, heads x rows, BLOCK], `out` in the wide
 dtype, and in backward the gradients of k and v; no term in T x S.
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from linbias._checks import Problem
 from linbias.torch import operator
-from linbias.torch.certificate import Certificate
+from linbias.torch.certificate import LEFT, RIGHT, Certificate
 from linbias.torch.operator import Gradients, Inputs, Results
-from linbias.torch.tiles import Group, backward_tile, forward_tile, tile_rows
+from linbias.torch.tiles import BLOCK, Group, backward_tile, forward_tile, tile_rows
 
 NAME = "blocked"
 
@@ -71,22 +71,32 @@ operators = operator.define(NAME, _fill, _fill_gradients, tile_rows)
 attention = operators.attention
 
 
+def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The first and one past the last key that each tile visited, [B, H, tiles] each, and the rows of a tile."""
+    B, H, T, _ = inputs.q.shape
+    step = tile_rows(H // max(1, inputs.k.shape[1]))
+    first, end = torch.zeros(2, B, H, -(-T // step), dtype=torch.int64)
+    for group in _groups(inputs):
+        for index, tile in enumerate(group.tiles):
+            here = group.rows, group.heads, index
+            low, high = tile.near
+            counts = visited[here].long() * BLOCK
+            first[here] = (low - counts[..., LEFT]).clamp(min=0) + group.keys.start
+            end[here] = (high + counts[..., RIGHT]).clamp(max=tile.num_keys) + group.keys.start
+    return first, end, step
+
+
 def _groups(inputs: Inputs) -> Iterator[Group]:
-    """Split a call by key/value head, and by batch row where each has a key range of its own."""
-    q, k, v, left, right, key_range = inputs[:6]
-    (B, H), (G, S) = q.shape[:2], k.shape[1:3]
+    """Split a call by key/value head, and by batch row where their key ranges or query starts differ."""
+    q, k, v, left, right = inputs[:5]
+    (B, H), G = q.shape[:2], k.shape[1]
     if B == 0:
         return
     n = H // max(1, G)
     batch_heads = torch.arange(B * H, device=q.device).view(B, H)
-    if key_range is None:
-        parts = [(slice(None), slice(0, S))]
-    else:
-        limits = enumerate(key_range[:, 0].tolist())
-        parts = [(slice(b, b + 1), slice(first, end)) for b, (first, end) in limits]
-    for rows, keys in parts:
-        for g in range(G):
-            heads = slice(g * n, (g + 1) * n)
+    for g in range(G):
+        heads = slice(g * n, (g + 1) * n)
+        for rows, keys, shift in _parts(inputs, g):
             yield Group(
                 q=q[rows, heads],
                 k=k[rows, g, keys].to(left.dtype),
@@ -101,7 +111,20 @@ def _groups(inputs: Inputs) -> Iterator[Group]:
                 heads=heads,
                 kv_head=g,
                 keys=keys,
+                shift=shift,
             )
+
+
+def _parts(inputs: Inputs, g: int) -> Iterator[tuple[slice, slice, int]]:
+    """Batch rows of key/value head g that can run together, the keys they see, and their shift (see Group)."""
+    (B, _, T), S = inputs.q.shape[:3], inputs.k.shape[2]
+    ranges = [[0, S]] * B if inputs.key_range is None else inputs.key_range[:, g].tolist()
+    starts = [S - T] * B if inputs.query_start is None else inputs.query_start.tolist()
+    limits = [(first, end, start) for (first, end), start in zip(ranges, starts, strict=True)]
+    together = len(set(limits)) == 1
+    for b, (first, end, start) in enumerate(limits[:1] if together else limits):
+        rows = slice(None) if together else slice(b, b + 1)
+        yield rows, slice(first, end), start - first
 
 
 def _of_group(slope: Tensor, rows: slice, heads: slice) -> Tensor:

@@ -6,7 +6,6 @@ outwards; all of it in the wide dtype (float32 for 16-bit inputs).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,10 @@ class Tile:
 
     @property
     def near(self) -> tuple[int, int]:
-        """The keys visited first: those at the tile's positions, and back to BLOCK of them."""
+        """The keys visited first: those at the tile's positions, and before the last of them up to BLOCK in all.
+
+        For rows beyond all keys these are the last BLOCK keys, for rows before all keys none.
+        """
         stop = min(max(self.stop + self.shift, 0), self.num_keys)
         start = min(max(self.start + self.shift, 0), stop)
         return max(0, min(start, stop - BLOCK)), stop
@@ -50,13 +52,8 @@ class Tile:
                 yield RIGHT, index, (low, min(self.num_keys, low + BLOCK))
 
 
-def tiles(T: int, S: int, group_size: int) -> list[Tile]:
-    """Cut T queries into tiles; the more heads share a tile, the fewer rows it has."""
-    rows = tile_rows(group_size)
-    return [Tile(t, min(T, t + rows), S - T, S) for t in range(0, T, rows)]
-
-
 def tile_rows(group_size: int) -> int:
+    """Rows of a tile; the more heads share it, the fewer."""
     return max(16, ROWS // max(1, group_size))
 
 
@@ -64,7 +61,8 @@ def tile_rows(group_size: int) -> int:
 class Group:
     """One key/value head of some batch rows, with the n query heads that read it.
 
-    `rows`, `heads`, `kv_head` and `keys` say where it lies in the arrays of the call.
+    `rows`, `heads`, `kv_head` and `keys` say where it lies in the arrays of the call; row t of q stands at
+    position t + shift, where 0 is the first of `keys`.
     """
 
     q: Tensor  # [B, n, T, D], input dtype
@@ -80,16 +78,20 @@ class Group:
     heads: slice
     kv_head: int
     keys: slice
+    shift: int
 
     @property
     def tiles(self) -> list[Tile]:
-        return tiles(self.q.shape[2], self.k.shape[1], self.q.shape[1])
+        n, T = self.q.shape[1:3]
+        step = tile_rows(n)
+        starts = range(0, T, step)
+        return [Tile(t, min(T, t + step), self.shift, self.k.shape[1]) for t in starts]
 
     def distance(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
-        """[rows, keys], position - key: integers, exact in the wide dtype."""
-        options: dict[str, Any] = {"device": self.k.device, "dtype": self.k.dtype}
-        position = torch.arange(tile.start + tile.shift, tile.stop + tile.shift, **options)
-        return position[:, None] - torch.arange(*keys, **options)
+        """[rows, keys], position - key: integers, subtracted as such."""
+        device = self.k.device
+        position = torch.arange(tile.start + tile.shift, tile.stop + tile.shift, device=device)
+        return (position[:, None] - torch.arange(*keys, device=device)).to(self.k.dtype)
 
     def near_score(self, q: Tensor, tile: Tile) -> Tensor:
         """Score [B, n, rows, keys] where keys lie on both sides of the rows; -inf where hidden."""
