@@ -106,6 +106,14 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "left must be at least 0"),
     (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: left must have shape \[H\] = \[2\]"),
     (lambda: linbias.attention_backward(ONES[:1], ONES, ONES, ONES), ValueError, r"dout must have shape \[2, 3, 4\], got \[1, 3, 4\]"),
+    (lambda: linbias.attention_backward(ONES, ONES, ONES, ONES, dlse=ONES), ValueError, r"dlse must have shape \[2, 3\], got \[2, 3, 4\]"),
+    (lambda: linbias.attention(ONES, ONES, ONES, key_range=[0.0, 1.0]), TypeError, "attention: key_range must hold integers, got float64"),
+    (lambda: linbias.attention(ONES[None], ONES[None], ONES[None], key_range=[0, 4]), ValueError, r"key_range must have shape \[B, 2\] = \[1, 2\] or"),
+    (lambda: linbias.attention(ONES, ONES, ONES, key_range=[[0, 3], [2, 1]]), ValueError, r"got \[2, 1\] in batch row 0, key/value head 1"),
+    (lambda: linbias.attention(ONES, ONES, ONES, query_start=0.5), TypeError, "query_start must hold integers, got float64"),
+    (lambda: linbias.attention(ONES, ONES, ONES, query_start=2**31), ValueError, r"query_start must be within 2\^30 of key 0, got 2147483648"),
+    (lambda: linbias.merge([], []), ValueError, "merge: outs and lses must be as many, at least 1, got 0 and 0"),
+    (lambda: linbias.merge([ONES], [ONES]), ValueError, r"out \[2, 3, 4\] and lse \[2, 3\], got \[2, 3, 4\] and \[2, 3, 4\] in part 0"),
     (lambda: linbias.slopes(0), ValueError, "num_heads must be at least 1, got 0"),
     (lambda: linbias.slopes(2.0), TypeError, "num_heads must be an integer, got 2.0"),
     (lambda: linbias.slopes(True), TypeError, "num_heads must be an integer, got True"),
@@ -148,4 +156,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 25
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 27

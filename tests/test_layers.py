@@ -12,14 +12,16 @@ import linbias
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "bias", "_machine"}
+ANYONE = {"schedules", "_machine"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
     "_checks": set(),
     "_dispatch": {"_checks"},
     "variants": {"schedules"},
-    "reference": {"_checks"} | ANYONE,
+    "definition": {"_checks"} | ANYONE,
+    "explain": {"definition"},
+    "near_to_far": {"definition"},
     "cpu": {"_cpu"} | CORE | ANYONE,
     "kernels": set(),
     "torch": {"cpu", "kernels", "variants"} | CORE | ANYONE,
@@ -30,8 +32,8 @@ LAYERS = {
     "runs": ANYONE,
     "lm": {"models", "data", "runs", "torch"} | ANYONE,
     "paper": {"models", "data", "runs", "lm", "torch", "_options"} | ANYONE,
-    "__init__": {"reference"} | ANYONE,
-    "example": {"reference"} | ANYONE,
+    "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
+    "example": {"explain"} | ANYONE,
     "doctor": {"torch", "jax"} | CORE | ANYONE,
     "_options": set(),
     "cli": {

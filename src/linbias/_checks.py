@@ -6,6 +6,7 @@ raises. Rules that need values (slopes, key ranges) stand apart, for front ends 
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,6 +186,20 @@ def check_query_start_values(function: str, starts: np.ndarray) -> None:
         raise ValueError(
             f"{function}: query_start must be within 2^30 of key 0, got {starts[bad[0]]} in batch row {bad[0]}"
         )
+
+
+def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
+    """The shapes of parts to merge: as many outs as lses, [..., T, E] and [..., T], the same for all."""
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge: outs and lses must be as many, at least 1, got {len(outs)} and {len(lses)}"
+        )
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out != outs[0] or lse != outs[0][:-1]:
+            raise ValueError(
+                f"merge: every part must have out {list(outs[0])} and lse {list(outs[0][:-1])},"
+                f" got {list(out)} and {list(lse)} in part {index}"
+            )
 
 
 def _number(

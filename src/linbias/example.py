@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from linbias.reference import Explanation, explain
+from linbias.explain import Explanation, explain
 from linbias.schedules import slopes
 
 TOKENS = ["The", "cat", "sat", "on", "mat"]

@@ -200,14 +200,12 @@ def test_bias_never_rewards_the_future():
     np.testing.assert_array_equal(bias, bias.T)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if not c.key_range and not c.dropout], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.dropout], ids=lambda case: case.name)
 def test_two_writings_of_the_definition_agree(case: Case):
     """`linbias.attention` and tests/truth.py were written apart; every case must agree, gradients too."""
     inputs = make_inputs(case)
     truth, gradients = true_attention(inputs, case, np.longdouble)
-    options = {"causal": case.causal, "right": inputs.right, "scale": case.scale}
+    options = {"causal": case.causal, "right": inputs.right, "scale": case.scale, **case.placement}
     arrays = (inputs.q, inputs.k, inputs.v, inputs.left)
     out, lse = linbias.attention(*arrays, **options, return_lse=True)
     seen = np.isfinite(truth["lse"])
@@ -281,3 +279,52 @@ def test_explanation_reads_as_a_table_and_as_json():
         trace.table(query=5)
     with pytest.raises(ValueError, match="without a batch axis"):
         linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()
+
+
+def test_placement_without_a_batch_axis():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 3))
+    options = {"key_range": [[1, 4], [0, 2]], "query_start": -1}
+    alone = linbias.attention(q, k, v, **options)
+    batched = {name: np.array([value]) for name, value in options.items()}
+    np.testing.assert_array_equal(
+        alone, linbias.attention(q[None], k[None], v[None], **batched)[0]
+    )
+
+
+def test_keys_outside_the_range_may_hold_anything():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 3))
+    clean = linbias.attention(q, k, v, key_range=[2, 5])
+    k[:, :2], v[:, 5:] = np.nan, np.inf
+    np.testing.assert_array_equal(linbias.attention(q, k, v, key_range=[2, 5]), clean)
+    trace = linbias.explain(q, k, v, key_range=[2, 5], query_start=0)
+    assert np.isposinf(trace.penalty[0, :, :2]).all() and "query 3" in trace.table(query=3)
+
+
+def test_weights_times_values_are_the_output():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 5, 3))
+    weights = linbias.attention_weights(q, k, causal=False)
+    np.testing.assert_allclose(weights @ v, linbias.attention(q, k, v, causal=False))
+
+
+def test_merged_parts_equal_the_whole():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 9, 3))
+    parts = [
+        linbias.attention(
+            q[..., 2:6, :], k[..., a:b, :], v[..., a:b, :],
+            causal=causal, query_start=[2 - a] * 2, return_lse=True,
+        )
+        for causal in (True, False)
+        for a, b in ((0, 1), (1, 6), (6, 9))
+    ]  # fmt: skip
+    for causal, three in ((True, parts[:3]), (False, parts[3:])):
+        whole = linbias.attention(
+            q[..., 2:6, :], k, v, causal=causal, query_start=[2] * 2, return_lse=True
+        )
+        for merged, expected in zip(linbias.merge(*zip(*three, strict=True)), whole, strict=True):
+            np.testing.assert_allclose(merged, expected, atol=1e-12)
+
+
+def test_merging_rows_that_see_nothing():
+    out, lse = linbias.merge([np.zeros((2, 3)), np.ones((2, 3))], [[-INF, -INF], [-INF, 0.5]])
+    np.testing.assert_array_equal(out, [[0, 0, 0], [1, 1, 1]])
+    np.testing.assert_array_equal(lse, [-INF, 0.5])

@@ -1,0 +1,508 @@
+"""The definition in code: the bias, attention and its gradients in NumPy, float64 inside.
+
+Slow, plain, and the truth that every other implementation is tested against. Axis letters: B batch, T queries,
+S keys, H query heads, G key/value heads, D key size, E value size.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from linbias import _checks
+from linbias._checks import Described
+from linbias.schedules import slopes
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
+
+
+def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.int64]:
+    """Signed distance from each query back to each key; by default the last query stands at the last key.
+
+        distances(2, 4)        distances(3, 2)        distances(2, 3, query_start=0)
+        [[2, 1, 0, -1],        [[-1, -2],             [[0, -1, -2],
+         [3, 2, 1,  0]]         [ 0, -1],              [1,  0, -1]]
+                                [ 1,  0]]
+
+    Args:
+        T: Number of queries, at least 0.
+        S: Number of keys, at least 0.
+        query_start: Position of query 0; key s stands at position s. None means S - T.
+
+    Returns:
+        [T, S], int64: p - s with p = query_start + t. Positive: the key lies to the left of the query.
+
+    Raises:
+        ValueError: T or S is negative.
+
+    Example:
+        >>> distances(1, 3).tolist()
+        [[2, 1, 0]]
+    """
+    if T < 0 or S < 0:
+        raise ValueError(f"distances: T and S must be at least 0, got T={T}, S={S}")
+    position = np.arange(T)[:, None] + (S - T if query_start is None else query_start)
+    return position - np.arange(S)[None, :]
+
+
+def bias(
+    left: npt.ArrayLike,
+    T: int,
+    S: int,
+    right: npt.ArrayLike | None = None,
+    query_start: int | None = None,
+) -> Float64:
+    """Build the bias that linear-bias attention adds to its scores.
+
+        bias[h, t, s] = -left[h]  * (p - s)    for s <= p        (p = t + S - T)
+        bias[h, t, s] = -right[h] * (s - p)    for s >  p
+
+    An infinite slope hides its side (-inf); the query's own position, at distance 0, is always 0.
+
+    Args:
+        left: [H] or [B, H], at least 0 or inf: slope towards keys before the query.
+        T: Number of queries.
+        S: Number of keys.
+        right: Like left: slope towards keys after the query. None means symmetric (right = left);
+            `np.inf` (any shape that broadcasts) gives the causal bias.
+        query_start: As for `distances`.
+
+    Returns:
+        [H, T, S] (or [B, H, T, S]), float64.
+
+    Raises:
+        ValueError: A slope is negative or NaN, or T or S is negative.
+
+    Example:
+        >>> bias([0.5], 1, 3).tolist()
+        [[[-1.0, -0.5, 0.0]]]
+        >>> bias([0.5], 2, 2, right=[np.inf]).tolist()
+        [[[0.0, -inf], [-0.5, 0.0]]]
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 3; two-sided forms: the discussion of encoder attention in
+    the paper's repository.
+    """
+    left = np.asarray(left, dtype=np.float64)
+    right = left if right is None else np.asarray(right, dtype=np.float64)
+    for name, values in (("left", left), ("right", right)):
+        _checks.check_slope_values("bias", name, values)
+    left, right = np.broadcast_arrays(left, right)
+    return _bias(left, right, distances(T, S, query_start))
+
+
+def _bias(left: Float64, right: Float64, distance: npt.NDArray[np.int64]) -> Float64:
+    """Slopes [..., H] and distances that broadcast with [..., H, T, S] -> [..., H, T, S]."""
+    slope = np.where(distance > 0, left[..., None, None], right[..., None, None])
+    # inf * 0 would be NaN, and a query always sees its own position. Subtracted from 0 to give 0, not -0.
+    return 0.0 - np.where(distance == 0, 0.0, slope) * np.abs(distance)
+
+
+class Options(TypedDict, total=False):
+    """The keywords that `attention`, its gradients, its weights and its explanation share."""
+
+    causal: bool
+    right: npt.ArrayLike | None
+    scale: float | None
+    key_range: npt.ArrayLike | None
+    query_start: npt.ArrayLike | None
+
+
+@overload
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Array, Float64]: ...
+@overload
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Array: ...
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    *,
+    causal: bool = True,
+    right: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    key_range: npt.ArrayLike | None = None,
+    query_start: npt.ArrayLike | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Float64]:
+    """Softmax attention whose scores fall linearly with distance (ALiBi).
+
+    Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
+    key, p = t + S - T:
+
+        score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
+        score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
+        out[t] = sum over s of softmax(score[t])[s] * v[s]       lse[t] = log sum exp(score[t])
+
+    With causal=True only keys s <= p take part. T=2, S=4 and T=4, S=2 (x = takes part):
+
+        x x x .        . .
+        x x x x        . .
+                       x .
+                       x x
+
+    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
+    h // (H // G). Everything is computed in float64.
+
+    Args:
+        q: [..., H, T, D], any real dtype; leading axes are batch axes (none, one or more).
+        k: [..., G, S, D]. H must be a multiple of G.
+        v: [..., G, S, E].
+        left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys.
+            None means `slopes(H)`; zeros mean no bias.
+        causal: Hide the keys after the query. With False and right=None the bias is symmetric.
+        right: Like left: slope towards later keys; needs causal=False.
+        scale: Factor on q . k. None means D ** -0.5.
+        key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of
+            its key/value heads; keys outside are never used, whatever they hold.
+        query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them
+            too. None means that the last query stands at the last key of the range (of the range that ends last,
+            where heads have their own).
+        return_lse: Also return lse.
+
+    Returns:
+        [..., H, T, E] in the dtype of q (float64 for integers); with return_lse also lse [..., H, T], float64.
+
+    Raises:
+        TypeError, ValueError: A shape, dtype or value breaks a rule above.
+
+    Example:
+        >>> q = k = np.zeros((1, 3, 2))
+        >>> v = np.array([[[1.0], [2.0], [4.0]]])
+        >>> attention(q, k, v, [0.0]).ravel().round(4).tolist()
+        [1.0, 1.5, 2.3333]
+        >>> attention(q, k, v, [np.inf]).ravel().tolist()
+        [1.0, 2.0, 4.0]
+
+    Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
+    """
+    inputs = prepare(
+        "attention", q, k, v, left,
+        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start,
+    )  # fmt: skip
+    steps = compute(inputs)
+    out = inputs.restore(steps.output).astype(inputs.dtype)
+    return (out, inputs.restore(steps.lse)) if return_lse else out
+
+
+def attention_weights(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    **options: Unpack[Options],
+) -> Float64:
+    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+
+    Args:
+        q, k, left, options: As for `attention`.
+
+    Returns:
+        [..., H, T, S], float64. A query that sees no key has zeros.
+
+    Raises:
+        TypeError, ValueError: As `attention`.
+
+    Example:
+        >>> attention_weights(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), [0.0]).tolist()
+        [[[1.0, 0.0], [0.5, 0.5]]]
+    """
+    inputs = prepare("attention_weights", q, k, k, left, **options)
+    return inputs.restore(compute(inputs).weight)
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes of the arguments, float64; `dright` is None for causal attention."""
+
+    dq: Float64
+    dk: Float64
+    dv: Float64
+    dleft: Float64
+    dright: Float64 | None
+
+
+def attention_backward(
+    dout: npt.ArrayLike,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Unpack[Options],
+) -> Gradients:
+    """Differentiate `attention`, written out by hand as the kernels do it.
+
+    With the weights P = softmax(score) and dP = dout v^T:
+
+        dscore = P * (dP - sum(dout * out) + dlse)
+        dq = scale * dscore k      dk = scale * dscore^T q      dv = P^T dout
+        dleft = -sum dscore * (p - s) over s < p,   dright = -sum dscore * (s - p) over s > p
+
+    The gradient of an infinite slope is 0. With causal=False and right=None, the one slope of both sides has
+    the gradient dleft + dright.
+
+    Args:
+        dout: [..., H, T, E], gradient of the loss with respect to the output.
+        q, k, v, left, options: As for `attention`.
+        dlse: [..., H, T], gradient with respect to lse; None means zeros.
+
+    Returns:
+        dq, dk, dv, dleft, dright.
+
+    Raises:
+        TypeError, ValueError: As `attention`; or dout or dlse has another shape than the output or lse.
+
+    Example:
+        >>> q = k = v = np.ones((1, 2, 1))
+        >>> attention_backward(np.ones((1, 2, 1)), q, k, v, [0.0]).dv.ravel().tolist()
+        [1.5, 0.5]
+    """
+    inputs = prepare("attention_backward", q, k, v, left, **options)
+    rows = (*inputs.batch, *inputs.q.shape[1:3])
+    given = {"dout": (dout, (*rows, inputs.v.shape[3]))}
+    if dlse is not None:
+        given["dlse"] = (dlse, rows)
+    for name, (array, shape) in given.items():
+        if np.shape(array) != shape:
+            raise ValueError(
+                f"attention_backward: {name} must have shape {list(shape)}, got {list(np.shape(array))}"
+            )
+    steps = compute(inputs)
+    dout = np.asarray(dout, np.float64).reshape(steps.output.shape)
+    dlse = 0.0 if dlse is None else np.asarray(dlse, np.float64).reshape(steps.lse.shape)
+    delta = (dout * steps.output).sum(-1) - dlse
+    dweight = dout @ inputs.per_query_head(inputs.v).swapaxes(-1, -2)
+    dscore = steps.weight * (dweight - delta[..., None])
+    dslope = -dscore * np.abs(inputs.distance)
+    sides = inputs.distance > 0, inputs.distance < 0
+    dleft, dright = (
+        inputs.sum_slope(np.where(side, dslope, 0.0), slope)
+        for side, slope in zip(sides, (inputs.left, inputs.right), strict=True)
+    )
+    return Gradients(
+        dq=inputs.restore(inputs.scale * dscore @ inputs.per_query_head(inputs.k)),
+        dk=inputs.restore(inputs.per_key_head(inputs.scale * dscore.swapaxes(-1, -2) @ inputs.q)),
+        dv=inputs.restore(inputs.per_key_head(steps.weight.swapaxes(-1, -2) @ dout)),
+        dleft=dleft,
+        dright=None if options.get("causal", True) else dright,
+    )
+
+
+def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple[Array, Float64]:
+    """Merge attention over parts of the keys, such as the shards of a long sequence, into that over all of them.
+
+        lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+    The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint sets of keys. A row
+    that sees no key in any part stays a row of zeros with lse = -inf.
+
+    Args:
+        outs: Arrays [..., T, E], one for each part.
+        lses: Arrays [..., T], one for each part.
+
+    Returns:
+        out [..., T, E] in the dtype of outs[0], and lse [..., T], float64.
+
+    Raises:
+        ValueError: There is no part, or shapes differ.
+
+    Example:
+        >>> q, k, v = (np.ones((1, 1, 1)), np.ones((1, 4, 1)), np.arange(4.0).reshape(1, 4, 1))
+        >>> parts = [attention(q, k, v, [0.5], key_range=part, query_start=3, return_lse=True)
+        ...          for part in ([0, 2], [2, 4])]
+        >>> np.allclose(merge(*zip(*parts))[0], attention(q, k, v, [0.5]))
+        True
+    """
+    _checks.check_parts([np.shape(out) for out in outs], [np.shape(lse) for lse in lses])
+    parts = np.stack([np.asarray(lse, np.float64) for lse in lses])
+    highest = parts.max(0)
+    highest = np.where(np.isneginf(highest), 0.0, highest)  # any finite number serves an empty row
+    with np.errstate(divide="ignore"):
+        lse = highest + np.log(np.exp(parts - highest).sum(0))
+    share = np.exp(parts - np.where(np.isneginf(lse), 0.0, lse))[..., None]
+    out = sum(s * np.asarray(out, np.float64) for s, out in zip(share, outs, strict=True))
+    return np.asarray(out, np.asarray(outs[0]).dtype), lse
+
+
+class Steps(NamedTuple):
+    """Every step of attention on the way, [B, H, T, S] unless said otherwise."""
+
+    raw: Float64  # q . k
+    scaled: Float64
+    penalty: Float64  # what the bias takes away; inf: hidden
+    biased: Float64
+    weight: Float64
+    lse: Float64  # [B, H, T]
+    output: Float64  # [B, H, T, E]
+
+
+def compute(inputs: "Inputs") -> Steps:
+    """Attention as the formulas say it."""
+    raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
+    scaled = inputs.scale * raw
+    penalty = 0.0 - _bias(inputs.left, inputs.right, inputs.distance)
+    penalty = np.where(inputs.hidden, np.inf, np.broadcast_to(penalty, raw.shape))
+    biased = np.where(np.isposinf(penalty), -np.inf, scaled - penalty)
+    # An empty row has no maximum; any finite pivot gives it weights and a sum of exactly 0.
+    row_max = biased.max(-1, keepdims=True, initial=-np.inf)
+    pivot = np.where(np.isneginf(row_max), 0.0, row_max)
+    unnormalised = np.exp(biased - pivot)
+    row_sum = unnormalised.sum(-1, keepdims=True)
+    weight = unnormalised / np.where(row_sum == 0, 1.0, row_sum)
+    with np.errstate(divide="ignore"):
+        lse = (pivot + np.log(row_sum))[..., 0]
+    return Steps(
+        raw, scaled, penalty, biased, weight, lse, weight @ inputs.per_query_head(inputs.v)
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked arguments as [B, heads, length, size] in float64, with nothing left open."""
+
+    q: Float64
+    k: Float64
+    v: Float64
+    left: Float64  # [H] or [B, H]
+    right: Float64  # likewise; inf: causal
+    query_start: npt.NDArray[np.int64]  # [B]
+    hidden: npt.NDArray[np.bool_]  # [B, H, 1, S], whether a key lies outside its range
+    scale: float
+    batch: tuple[int, ...]  # the batch axes as they were given
+    dtype: np.dtype[Any]  # of the output
+
+    @property
+    def distance(self) -> npt.NDArray[np.int64]:
+        """[B, 1, T, S]: position of the query minus that of the key."""
+        position = self.query_start[:, None] + np.arange(self.q.shape[2])
+        return (position[..., None] - np.arange(self.k.shape[2]))[:, None]
+
+    def per_query_head(self, array: Array) -> Array:
+        """[B, G, ...] -> [B, H, ...]: query head h reads key/value head h // (H // G)."""
+        return np.repeat(array, self.q.shape[1] // max(1, array.shape[1]), axis=1)
+
+    def per_key_head(self, array: Float64) -> Float64:
+        """[B, H, ...] -> [B, G, ...], summed: the transpose of `per_query_head`."""
+        B, H, *rest = array.shape
+        G = self.k.shape[1]
+        return array.reshape(B, G, H // max(1, G), *rest).sum(2)
+
+    def restore(self, array: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        """[B, ...] -> [..., ...] with the batch axes as they were given."""
+        return array.reshape((*self.batch, *array.shape[1:]))
+
+    def sum_slope(self, dslope: Float64, slope: Float64) -> Float64:
+        """Sum over all that share a slope; an infinite slope has no gradient."""
+        total = dslope.sum((-1, -2))
+        return np.where(np.isinf(slope), 0.0, total if slope.ndim == 2 else total.sum(0))
+
+
+def prepare(
+    function: str,
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None,
+    *,
+    causal: bool = True,
+    right: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    key_range: npt.ArrayLike | None = None,
+    query_start: npt.ArrayLike | None = None,
+) -> Inputs:
+    """Check the arguments of a call and fill in what they leave open."""
+    arrays = []
+    for name, argument in (("q", q), ("k", k), ("v", v)):
+        array = np.asarray(argument)
+        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+            raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+        if array.ndim < 3:
+            raise ValueError(
+                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}"
+            )
+        arrays.append(array)
+    dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
+    batch = arrays[0].shape[:-3]
+    for name, array in zip("kv", arrays[1:], strict=True):
+        if array.shape[:-3] != batch:
+            raise ValueError(
+                f"{function}: {name} has batch axes {list(array.shape[:-3])} but q has {list(batch)}"
+            )
+    B = math.prod(batch)
+    q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
+    left, right = (None if s is None else np.asarray(s, dtype=np.float64) for s in (left, right))
+    ranges, starts = (
+        None if integers is None else _flatten_batch(np.asarray(integers), batch)
+        for integers in (key_range, query_start)
+    )
+    problem = _checks.check(
+        function,
+        *(Described(array.shape, "float64") for array in (q, k, v)),
+        *(
+            None if array is None else Described(array.shape, array.dtype.name)
+            for array in (left, right, ranges, starts)
+        ),
+        causal=causal,
+        scale=scale,
+    )
+    H, G, T, S = problem.H, problem.G, problem.T, problem.S
+    if left is None:
+        left = slopes(H) if H else np.zeros(0)
+    if right is None:
+        right = np.full_like(left, np.inf) if causal else left
+    for name, slope in (("left", left), ("right", right)):
+        _checks.check_slope_values(function, name, slope)
+    if ranges is None:
+        ranges = np.array([0, S])
+    else:
+        _checks.check_key_range_values(function, ranges, S)
+        ranges = ranges[:, None] if ranges.ndim == 2 else ranges
+    ranges = np.broadcast_to(ranges, (B, G, 2)).astype(np.int64)
+    if starts is None:
+        starts = ranges[..., 1].max(1, initial=0) - T if G else np.full(B, S - T)
+    else:
+        _checks.check_query_start_values(function, starts)
+    keys = np.arange(S)
+    outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
+    # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
+    k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
+    left, right = np.broadcast_arrays(left, right)
+    return Inputs(
+        q,
+        k,
+        v,
+        left,
+        right,
+        query_start=starts.astype(np.int64),
+        hidden=np.repeat(outside, H // max(1, G), axis=1)[:, :, None],
+        scale=problem.scale,
+        batch=batch,
+        dtype=dtype,
+    )
+
+
+def _flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
+    """[..., x] -> [B, x] where the batch axes are there; anything else is left for the checks to refuse."""
+    if array.shape[: len(batch)] != batch:
+        return array
+    return array.reshape(math.prod(batch), *array.shape[len(batch) :])

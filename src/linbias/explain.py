@@ -1,0 +1,122 @@
+"""Every step of attention, to read: the trace of the book chapter, for any inputs."""
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from linbias.definition import Float64, Options, compute, prepare
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every step of attention for every head, query and key. Made by `explain`.
+
+    Attributes:
+        raw: [..., H, T, S], q . k.
+        scaled: [..., H, T, S], scale * raw.
+        penalty: [..., H, T, S], what the bias takes away: slope * distance, inf where hidden.
+        biased: [..., H, T, S], scaled - penalty: the score that softmax sees.
+        weight: [..., H, T, S], softmax(biased).
+        output: [..., H, T, E], weight @ v.
+        lse: [..., H, T].
+        left, right: [H] or [B, H], the slopes (right is inf for causal attention).
+        query_start: [...], the position of query 0.
+    """
+
+    raw: Float64
+    scaled: Float64
+    penalty: Float64
+    biased: Float64
+    weight: Float64
+    output: Float64
+    lse: Float64
+    left: Float64
+    right: Float64
+    query_start: npt.NDArray[np.int64]
+
+    def table(
+        self, query: int = -1, head: int | None = None, tokens: list[str] | None = None
+    ) -> str:
+        """Write one query's trace as text, a block per head.
+
+        Args:
+            query: Index of the query, negative from the end.
+            head: Only this head; None means all.
+            tokens: S names for the keys; None means their index.
+
+        Raises:
+            ValueError: There is a batch axis, or tokens has another length than the keys.
+            IndexError: query or head is out of range.
+        """
+        if self.biased.ndim != 3:
+            raise ValueError(f"table: needs arrays without a batch axis, got {self.biased.shape}")
+        H, T, S = self.biased.shape
+        names = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
+        if len(names) != S:
+            raise ValueError(f"table: tokens must name the {S} keys, got {len(names)}")
+        query = range(T)[query]
+        width = max([3, *map(len, names)])
+        lines = []
+        for h in range(H) if head is None else [range(H)[head]]:
+            left, right = self.left[..., h], self.right[..., h]
+            slope = (
+                f"slope {left:g}"
+                if left == right or np.isinf(right)
+                else f"slopes {left:g}, {right:g}"
+            )
+            position = query + int(self.query_start)
+            label = names[position] if 0 <= position < S else f"position {position}"
+            lines.append(f"head {h} ({slope}), query {label}")
+            lines.append(f"  {'key':<{width}}      q.k   scaled  penalty   biased   weight")
+            steps = (self.raw, self.scaled, self.penalty, self.biased, self.weight)
+            for s in range(S):
+                numbers = "".join(f"{step[h, query, s]:9.4f}" for step in steps)
+                lines.append(f"  {names[s]:<{width}}{numbers}")
+            values = " ".join(f"{value:.4f}" for value in self.output[h, query])
+            lines.append(f"  output [{values}]")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every array as nested lists, ready for JSON but for inf (hidden keys)."""
+        return {name: getattr(self, name).tolist() for name in self.__dataclass_fields__}
+
+
+def explain(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Compute `attention` and keep every step on the way.
+
+    Args:
+        q, k, v, left, options: As for `attention`.
+
+    Returns:
+        An `Explanation`: arrays per head, query and key, and `table()` to read them.
+
+    Raises:
+        TypeError, ValueError: As `attention`.
+
+    Example:
+        >>> trace = explain(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1)), [0.5])
+        >>> print(trace.table())
+        head 0 (slope 0.5), query 1
+          key      q.k   scaled  penalty   biased   weight
+          0     0.0000   0.0000   0.5000  -0.5000   0.3775
+          1     0.0000   0.0000   0.0000   0.0000   0.6225
+          output [1.0000]
+
+    Source: the step-by-step trace of the book chapter among the project's seed documents.
+    """
+    inputs = prepare("explain", q, k, v, left, **options)
+    steps = {name: inputs.restore(step) for name, step in compute(inputs)._asdict().items()}
+    return Explanation(
+        **steps,
+        left=inputs.left,
+        right=inputs.right,
+        query_start=inputs.restore(inputs.query_start),
+    )

@@ -1,0 +1,287 @@
+"""Near to far: attention that reads the nearest keys first and stops when the rest cannot matter.
+
+This is the project's idea, written to be read; `linbias.attention` is the definition that it must equal. A far key
+loses slope * distance before softmax, so that for a steep head almost all keys weigh less than rounding. Which ones
+do is known before they are read, from two facts:
+
+    a score is bounded      score <= most(q) - slope * distance                         (Cauchy and Schwarz)
+    a sum is bounded        sum over all keys from distance d outwards of exp(score)
+                            <= exp(most - slope * d) * min(number of keys, 1 / (1 - exp(-slope)))    (geometric)
+
+A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of exp(score) of each
+row. It leaves a side when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
+then holds at most `tolerance` of any row's probability. The proof, and what rounding adds to it, is in
+docs/math.md. The kernels do the same with cheaper and tighter bounds of their own; their tests compare what they
+leave unread with this module, which is exact in float64 and makes no attempt to be fast.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
+
+LEFT, RIGHT = 0, 1
+
+
+def window(
+    slope: npt.ArrayLike,
+    q_norm: npt.ArrayLike,
+    k_norm: npt.ArrayLike,
+    *,
+    scale: float,
+    tolerance: float,
+    num_keys: float = math.inf,
+) -> Float64:
+    """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
+
+    Scores without bias lie within b = |scale| q_norm k_norm of 0, and every query sees its own position. So keys at a
+    distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
+
+        exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
+
+    Args:
+        slope: [...], at least 0; 0 gives inf.
+        q_norm, k_norm: [...], at least the norm of every query and every key.
+        scale: Factor on q . k.
+        tolerance: Share of the probability that may be left out, in (0, 1).
+        num_keys: At most so many keys lie that far.
+
+    Returns:
+        [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half the tolerance for each.
+
+    Example:
+        >>> window([0.5, 0.0], 8.0, 8.0, scale=0.125, tolerance=2**-24).round(1).tolist()
+        [67.1, inf]
+    """
+    slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
+    nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.where(slope > 0, nats / slope, math.inf)
+    return np.where(np.isinf(slope), 0.0, np.maximum(found, 0.0))
+
+
+def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
+    """log min(num_keys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. num_keys - 1."""
+    with np.errstate(divide="ignore"):
+        return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
+
+
+class Step(NamedTuple):
+    """A block that a tile came to on its way outwards, and what was known before reading it."""
+
+    side: int  # LEFT or RIGHT
+    first: int  # the keys of the block: first .. end - 1
+    end: int
+    bound: float  # log of the most that these keys and all beyond them may hold, of the row they matter most to
+    read: bool
+
+
+@dataclass
+class Tile:
+    """Query rows `first_row` .. `first_row` + rows - 1 of one head: the keys they read, and why they stopped."""
+
+    first_row: int
+    first: int = 0  # the keys that were read: first .. end - 1
+    end: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+class Visit(NamedTuple):
+    """What `attention` gives."""
+
+    out: Array  # [..., H, T, E]
+    lse: Float64  # [..., H, T]
+    tiles: list[
+        list[list[Tile]]
+    ]  # of batch row b and head h: tiles[b][h], from the first query row on
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    *,
+    tolerance: float = 2.0**-24,
+    rows: int = 16,
+    keys: int = 16,
+    **options: Unpack[Options],
+) -> Visit:
+    """Run `linbias.attention` near to far, and keep what was read.
+
+    Args:
+        q, k, v, left, options: As for `linbias.attention`.
+        tolerance: Largest share of a row's probability that the keys never read may hold together; 0 reads all.
+        rows: Query rows of a tile.
+        keys: Keys of a block.
+
+    Returns:
+        out and lse as `linbias.attention`, and the tiles of every head.
+
+    Raises:
+        TypeError, ValueError: As `linbias.attention`; or tolerance is not in [0, 1), or rows or keys is below 1.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> q, k, v = rng.normal(size=(3, 1, 256, 8))
+        >>> visit = attention(q, k, v, [0.5])
+        >>> tile = visit.tiles[0][0][-1]
+        >>> tile.first_row, tile.first, tile.end
+        (240, 192, 256)
+    """
+    if not 0 <= tolerance < 1 or rows < 1 or keys < 1:
+        raise ValueError(
+            "near_to_far: tolerance must be in [0, 1), rows and keys at least 1,"
+            f" got {tolerance}, {rows}, {keys}"
+        )
+    inputs = prepare("near_to_far", q, k, v, left, **options)
+    (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
+    out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)
+    tiles: list[list[list[Tile]]] = [[[] for _ in range(H)] for _ in range(B)]
+    for b, h, row in np.ndindex(B, H, -(-T // rows)):
+        here = (b, h, slice(row * rows, (row + 1) * rows))
+        out[here], lse[here], tile = _attend(
+            _Rows.of(inputs, b, h, row * rows, rows), tolerance, keys
+        )
+        tiles[b][h].append(tile)
+    return Visit(inputs.restore(out).astype(inputs.dtype), inputs.restore(lse), tiles)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The query rows of one tile and all that they may read: a head's keys within its range."""
+
+    first_row: int
+    q: Float64  # [rows, D], times scale
+    positions: npt.NDArray[np.int64]  # [rows], counted from the first key of the range
+    k: Float64  # [keys of the range, D]
+    v: Float64
+    slopes: tuple[float, float]  # to the left and to the right
+    first_key: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, b: int, h: int, first_row: int, rows: int) -> "_Rows":
+        visible = np.flatnonzero(~inputs.hidden[b, h, 0])
+        first, end = (visible[0], visible[-1] + 1) if len(visible) else (0, 0)
+        g = h // (inputs.q.shape[1] // inputs.k.shape[1])
+        q = inputs.q[b, h, first_row : first_row + rows] * inputs.scale
+        start = inputs.query_start[b] + first_row - first
+        left, right = (
+            float(s[h] if s.ndim == 1 else s[b, h]) for s in (inputs.left, inputs.right)
+        )
+        k, v = (x[b, g, first:end] for x in (inputs.k, inputs.v))
+        return cls(first_row, q, start + np.arange(len(q)), k, v, (left, right), int(first))
+
+    def scores(self, first: int, end: int) -> Float64:
+        """[rows, end - first], -inf where hidden."""
+        distance = self.positions[:, None] - np.arange(first, end)
+        slope = np.where(distance > 0, *self.slopes)
+        penalty = np.where(distance == 0, 0.0, slope) * np.abs(distance)
+        return np.where(np.isinf(penalty), -np.inf, self.q @ self.k[first:end].T - penalty)
+
+    def largest_scores(self) -> tuple[Float64, Float64]:
+        """For LEFT and RIGHT, the score without bias that no key from key s outwards exceeds: [rows, keys].
+
+        q . k = q . c + q . (k - c) <= q . c + |q| |k - c| for any c; c is the mean key. A key or value that is not
+        finite has no bound (nan), and is always read.
+        """
+        center = self.k.mean(0) if len(self.k) else np.zeros(self.k.shape[1])
+        radius = np.linalg.norm(self.k - center, axis=1) + 0.0 * self.v.sum(1)
+        outwards = np.maximum.accumulate(radius), np.maximum.accumulate(radius[::-1])[::-1]
+        q_norm = np.linalg.norm(self.q, axis=1)
+        to_left, to_right = ((self.q @ center)[:, None] + q_norm[:, None] * r for r in outwards)
+        return to_left, to_right
+
+    def blocks(self, size: int) -> tuple[tuple[int, int], Iterator[tuple[int, int, int]]]:
+        """The keys at the rows' own positions, and the blocks (side, first, end) beyond them, near to far."""
+        S, low, high = len(self.k), int(self.positions[0]), int(self.positions[-1]) + 1
+        low, high = min(max(low, 0), S), min(max(high, 0), S)
+
+        def outwards() -> Iterator[tuple[int, int, int]]:
+            left, right = low, high
+            while left > 0 or right < S:
+                if left > 0:
+                    yield LEFT, max(0, left - size), left
+                    left = max(0, left - size)
+                if right < S:
+                    yield RIGHT, right, min(S, right + size)
+                    right = min(S, right + size)
+
+        return (low, high), outwards()
+
+
+def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64, Tile]:
+    """One tile: the online softmax over blocks from near to far, each side until its bound is low enough."""
+    (low, high), outwards = rows.blocks(size)
+    acc = np.zeros((len(rows.q), rows.v.shape[1]))
+    row_max, row_sum = np.full(len(rows.q), -np.inf), np.zeros(len(rows.q))
+
+    def read(first: int, end: int) -> None:
+        nonlocal acc, row_max, row_sum
+        scores = rows.scores(first, end)
+        new_max = np.maximum(row_max, scores.max(1, initial=-np.inf))
+        pivot = np.where(np.isneginf(new_max), 0.0, new_max)  # nothing seen yet: any finite number
+        weights, shrink = np.exp(scores - pivot[:, None]), np.exp(row_max - pivot)
+        acc = acc * shrink[:, None] + weights @ rows.v[first:end]
+        row_max, row_sum = new_max, row_sum * shrink + weights.sum(1)
+
+    read(low, high)
+    tile = Tile(rows.first_row, low, high)
+    open_sides = [not math.isinf(slope) for slope in rows.slopes]
+    share = tolerance / 2 if all(open_sides) else tolerance
+    largest = rows.largest_scores()
+    for side, first, end in outwards:
+        if not open_sides[side]:
+            continue
+        nearest = end - 1 if side == LEFT else first
+        num_left = nearest + 1 if side == LEFT else len(rows.k) - nearest
+        slope, distance = rows.slopes[side], np.abs(rows.positions - nearest)
+        tail = largest[side][:, nearest] - slope * distance + log_geometric(slope, num_left)
+        with np.errstate(
+            divide="ignore", invalid="ignore"
+        ):  # a row without keys yet: inf or nan, never a reason to stop
+            bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
+        stop = slope > 0 and share > 0 and bound <= math.log(share)
+        open_sides[side] = not stop
+        tile.steps.append(
+            Step(side, first + rows.first_key, end + rows.first_key, float(bound), not stop)
+        )
+        if not stop:
+            read(first, end)
+            tile.first, tile.end = min(tile.first, first), max(tile.end, end)
+    tile.first, tile.end = tile.first + rows.first_key, tile.end + rows.first_key
+    seen = np.where(row_sum == 0, 1.0, row_sum)
+    lse = np.where(row_sum == 0, -np.inf, row_max + np.log(seen))
+    return acc / seen[:, None], lse, tile
+
+
+def share_outside(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    first: npt.ArrayLike,
+    end: npt.ArrayLike,
+    left: npt.ArrayLike | None = None,
+    **options: Unpack[Options],
+) -> Float64:
+    """Compute the probability that keys outside an interval hold, for every row: what leaving them unread costs.
+
+    Args:
+        q, k, left, options: As for `linbias.attention`.
+        first, end: Integers that broadcast with [..., H, T]: the first key, and one past the last, that a row reads.
+
+    Returns:
+        [..., H, T], float64.
+
+    Example:
+        >>> share_outside(np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), 1, 4, [0.0]).tolist()
+        [[0.25]]
+    """
+    weight = attention_weights(q, k, left, **options)
+    keys = np.arange(weight.shape[-1])
+    first, end = (np.asarray(x)[..., None] for x in (first, end))
+    return np.where((keys < first) | (keys >= end), weight, 0.0).sum(-1)
