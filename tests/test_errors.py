@@ -87,6 +87,11 @@ VARLEN_MESSAGES = [
     (dict(offsets_k=(0, 8, 7)), "cu_seqlens_k must start at 0, never fall and end at 7"),
     (dict(offsets_k=(1, 3, 7)), "cu_seqlens_k must start at 0"),
     (dict(offsets_k=(0, 7)), "cu_seqlens_q counts 2 sequences but cu_seqlens_k 1"),
+    (dict(key_range=torch.ones(2, 2)), "attention_varlen: key_range must hold integers, got float32"),
+    (dict(key_range=torch.ones(3, 2, dtype=INT)), r"key_range must have shape \[B, 2\] = \[2, 2\] or \[B, G, 2\] = \[2, 2, 2\], got \[3, 2\]"),
+    (dict(key_range=torch.tensor([[0, 3], [0, 5]])), r"0 <= first <= end <= 4, the keys of sequence 1, got \[0, 5\]"),
+    (dict(query_start=torch.ones(2)), "attention_varlen: query_start must hold integers, got float32"),
+    (dict(query_start=torch.ones(1, dtype=INT)), r"attention_varlen: query_start must have shape \[B\] = \[2\], got \[1\]"),
     (dict(left=np.ones((1, 4))), "attention_varlen: left has 1 rows for 2 sequences"),
     (dict(causal=False, right=np.ones((3, 4))), "attention_varlen: right has 3 rows for 2 sequences"),
 ]  # fmt: skip
@@ -94,7 +99,7 @@ VARLEN_MESSAGES = [
 
 @pytest.mark.parametrize(("arguments", "words"), VARLEN_MESSAGES)
 def test_attention_varlen_says_what_is_wrong(arguments, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         varlen(**arguments)
 
 

@@ -137,7 +137,10 @@ def test_public_names():
 
     assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
     assert set(linbias.torch.__all__) == {
+        "Visited",
         "attention",
+        "merge",
+        "visited",
         "attention_varlen",
         "attention_weights",
         "MultiheadAttention",

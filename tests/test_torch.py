@@ -15,7 +15,6 @@ from cases import CASES, Case, by_name, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
-from linbias.torch.operator import Inputs as OperatorInputs
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -191,25 +190,6 @@ def test_dropped_mass_is_at_most_the_tolerance(implementation, case, tolerance):
     check_certificate_holds(TorchSubject(implementation), case, tolerance)
 
 
-def test_certificate_leaves_most_of_a_long_sequence():
-    """The point of it all: a steep head visits few blocks, and a head without slope all of them."""
-    q, k, v = torch.randn(3, 1, 2, 4096, 16, generator=torch.Generator().manual_seed(0))
-    q, k, v = (x[:, :, :].contiguous() for x in (q, k, v))
-    left = torch.tensor([0.5, 0.0])
-    inputs = OperatorInputs(q, k, v, left, *[None] * 5, 0.25, 0.0, 2.0**-24)
-    visited = linbias.torch.blocked.operators.forward(*inputs)[3]
-    steep, flat = visited[0, :, :-1, 0]
-    assert steep.max() <= 1
-    assert flat.tolist() == list(range(16))
-
-
-def test_tolerance_zero_visits_every_key():
-    q, k, v = torch.randn(3, 1, 1, 700, 8)
-    inputs = OperatorInputs(q, k, v, torch.tensor([9.0]), *[None] * 5, 0.3, 0.0, 0.0)
-    visited = linbias.torch.blocked.operators.forward(*inputs)[3]
-    assert visited[0, 0, :3, 0].tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize("where", ("q", "k", "v"))
 @pytest.mark.parametrize("value", (torch.nan, torch.inf))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -258,25 +238,6 @@ def test_gradients_equal_finite_differences(implementation, causal):
         assert torch.autograd.gradcheck(run, (q, k, v, left))
     else:
         assert torch.autograd.gradcheck(lambda *a: run(*a[:4], right=a[4]), (q, k, v, left, right))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_parts_over_key_ranges_merge_by_lse_to_the_whole(implementation):
-    """Decode one token from three parts of the cache, as parallel machines would."""
-    q, k, v = (torch.randn(1, 4, n, 8, dtype=torch.float64) for n in (1, 50, 50))
-    run = functools.partial(
-        linbias.torch.attention, implementation=implementation, return_lse=True
-    )
-    whole, lse = run(q, k, v)
-    ranges = torch.tensor([[0, 20], [20, 35], [35, 50]])
-    parts, part_lse = run(*(x.expand(3, -1, -1, -1) for x in (q, k, v)), key_range=ranges)
-    # A part takes its last key for the query's position; the way from there costs slope * distance.
-    way = 50 - ranges[:, 1:]
-    part_lse = part_lse - (torch.from_numpy(linbias.slopes(4)) * way)[..., None]
-    merged_lse = torch.logsumexp(part_lse, 0, keepdim=True)
-    torch.testing.assert_close(merged_lse, lse)
-    merged = (parts * torch.exp(part_lse - merged_lse)[..., None]).sum(0, keepdim=True)
-    torch.testing.assert_close(merged, whole)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -332,45 +293,6 @@ def test_slopes_of_any_kind_are_taken():
         torch.tensor([0.5, 0.25]).double(),
     ):
         assert torch.equal(linbias.torch.attention(q, k, v, left), expected)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_sequences_equal_each_alone(causal):
-    lengths_q, lengths_k = (3, 0, 5, 2, 90, 70, 66, 1), (3, 4, 7, 0, 90, 101, 40, 1)
-    q, k, v = (
-        torch.randn(sum(lengths), heads, 8, dtype=torch.float64, requires_grad=True)
-        for lengths, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
-    )
-    offsets = [torch.tensor([0, *np.cumsum(lengths)]) for lengths in (lengths_q, lengths_k)]
-    left = torch.rand(8, 4)
-    options = {"causal": causal, "return_lse": True}
-    out, lse = linbias.torch.attention_varlen(q, k, v, *offsets, left, **options)
-    weights = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, (q, k, v), weights)
-    for b in range(8):
-        mine, keys = (slice(o[b], o[b + 1]) for o in offsets)
-        alone, alone_lse = linbias.torch.attention(
-            *(x.transpose(0, 1)[None] for x in (q[mine], k[keys], v[keys])), left[b], **options
-        )
-        one = alone[0].transpose(0, 1)
-        torch.testing.assert_close(out[mine], one, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(lse[mine], alone_lse[0].T, rtol=1e-13, atol=1e-13)
-        for g, x in zip(
-            gradients, torch.autograd.grad(one, (q, k, v), weights[mine]), strict=True
-        ):
-            own = mine if g is gradients[0] else keys
-            torch.testing.assert_close(g[own], x[own], rtol=1e-12, atol=1e-12)
-
-
-def test_packed_sequences_do_not_see_a_neighbours_nan():
-    q, k, v = torch.randn(3, 30, 2, 8)
-    q[:10], k[:10], v[:10] = torch.nan, torch.inf, torch.nan
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    offsets = torch.tensor([0, 10, 13, 30])
-    out = linbias.torch.attention_varlen(q, k, v, offsets, offsets)
-    assert out[10:].isfinite().all()
-    for gradient in torch.autograd.grad(out[10:].sum(), (q, k, v)):
-        assert gradient[10:].isfinite().all()
 
 
 @pytest.mark.gpu

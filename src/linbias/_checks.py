@@ -121,16 +121,7 @@ def check(
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
             )
-    for name, integers in (("key_range", key_range), ("query_start", query_start)):
-        if integers is not None and not integers.dtype.startswith(("int", "uint")):
-            raise TypeError(f"{function}: {name} must hold integers, got {integers.dtype}")
-    if key_range is not None and key_range.shape not in ((B, 2), (B, G, 2)):
-        raise ValueError(
-            f"{function}: key_range must have shape [B, 2] = {[B, 2]} or [B, G, 2] = {[B, G, 2]},"
-            f" got {key_range}"
-        )
-    if query_start is not None and query_start.shape != (B,):
-        raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
+    check_placement(function, B, G, key_range, query_start)
     if key_bound is not None and (key_bound.shape != (B, G) or key_bound.dtype not in FLOATS):
         raise ValueError(
             f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
@@ -153,6 +144,22 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
     )
+
+
+def check_placement(
+    function: str, B: int, G: int, key_range: Described | None, query_start: Described | None
+) -> None:
+    """key_range is [B, 2] or [B, G, 2] and query_start [B], integers."""
+    for name, integers in (("key_range", key_range), ("query_start", query_start)):
+        if integers is not None and not integers.dtype.startswith(("int", "uint")):
+            raise TypeError(f"{function}: {name} must hold integers, got {integers.dtype}")
+    if key_range is not None and key_range.shape not in ((B, 2), (B, G, 2)):
+        raise ValueError(
+            f"{function}: key_range must have shape [B, 2] = {[B, 2]} or [B, G, 2] = {[B, G, 2]},"
+            f" got {key_range}"
+        )
+    if query_start is not None and query_start.shape != (B,):
+        raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
 
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:

@@ -1,7 +1,17 @@
-"""PyTorch front end: `attention`, packed sequences, and a layer named like PyTorch's own."""
+"""PyTorch front end: attention, packed sequences, a layer named like PyTorch's own, and what is read and weighed."""
 
 from linbias.torch.functional import attention, attention_weights
+from linbias.torch.merge import merge
 from linbias.torch.nn import MultiheadAttention
 from linbias.torch.varlen import attention_varlen
+from linbias.torch.visited import Visited, visited
 
-__all__ = ["MultiheadAttention", "attention", "attention_varlen", "attention_weights"]
+__all__ = [
+    "MultiheadAttention",
+    "Visited",
+    "attention",
+    "attention_varlen",
+    "attention_weights",
+    "merge",
+    "visited",
+]

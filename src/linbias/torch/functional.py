@@ -141,7 +141,7 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
-    inputs, problem = _prepare(
+    inputs, problem = prepare(
         "attention",
         q,
         k,
@@ -194,7 +194,7 @@ def attention_weights(
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
     """
-    inputs, _ = _prepare(
+    inputs, _ = prepare(
         "attention_weights",
         q,
         k,
@@ -210,15 +210,15 @@ def attention_weights(
         return dense.attention_weights(inputs)[0]
 
 
-def _prepare(
+def prepare(
     function: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     left: Slopes | None,
     *,
-    causal: bool,
-    right: Slopes | None,
+    causal: bool = True,
+    right: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,

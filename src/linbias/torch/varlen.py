@@ -5,7 +5,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from linbias.torch.functional import Slopes, as_slopes, attention, describe
+from linbias import _checks
+from linbias.torch.functional import Slopes, as_slopes, attention, describe, last_end
 
 # Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
 # of its own costs a call, as much as a sequence of about 100 tokens.
@@ -23,6 +24,8 @@ def attention_varlen(
     causal: bool = True,
     right: Slopes | None = None,
     scale: float | None = None,
+    key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
     implementation: str = "auto",
@@ -41,6 +44,8 @@ def attention_varlen(
         cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
         cu_seqlens_k: [B + 1], likewise for k and v.
         left: [H] or [B, H], as for `attention`.
+        key_range: [B, 2] or [B, G, 2], integers: as for `attention`, counted from the first key of each sequence.
+        query_start: [B], integers: the position of each sequence's first query, counted likewise.
         causal, right, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
 
     Returns:
@@ -75,12 +80,17 @@ def attention_varlen(
             raise ValueError(
                 f"attention_varlen: {name} has {len(slope)} rows for {len(starts_q) - 1} sequences"
             )
+    lengths_q, lengths_k = (torch.tensor(s).diff() for s in (starts_q, starts_k))
+    placement = _placement(key_range, query_start, lengths_q, lengths_k, k.shape[1])
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
-    for batch in _batches(starts_q, starts_k):
-        rows, real, _ = _padded(starts_q, batch)
-        keys, held, key_range = _padded(starts_k, batch)
+    for batch in _batches(lengths_q.tolist(), lengths_k.tolist()):
+        rows, real = _padded(starts_q, batch)
+        keys, held = _padded(starts_k, batch)
         own = [s if s is None or s.dim() < 2 else s[batch] for s in (left, right)]
+        # Sequences without padding and placement of their own need neither argument.
+        plain = held.all() and real.all() and key_range is None and query_start is None
+        ranges, starts = (None if plain else x[batch].to(q.device) for x in placement)
         out, lse = attention(
             _take(q, rows, real),
             _take(k, keys, held),
@@ -89,7 +99,8 @@ def attention_varlen(
             causal=causal,
             right=own[1],
             scale=scale,
-            key_range=None if held.all() else key_range.to(q.device),
+            key_range=ranges,
+            query_start=starts,
             dropout=dropout,
             tolerance=tolerance,
             implementation=implementation,
@@ -104,28 +115,55 @@ def attention_varlen(
     return (out, torch.cat(lses)[back]) if return_lse else out
 
 
-def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
+def _placement(
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+    lengths_q: Tensor,
+    lengths_k: Tensor,
+    num_key_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """key_range [B, G, 2] and query_start [B] of all sequences, the given ones or their defaults."""
+    B = len(lengths_k)
+    described = (
+        None if x is None else describe(name, x, "attention_varlen")
+        for name, x in (("key_range", key_range), ("query_start", query_start))
+    )
+    _checks.check_placement("attention_varlen", B, num_key_heads, *described)
+    ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
+    if key_range is not None:
+        ranges = key_range.cpu().long()
+        ranges = ranges[:, None] if ranges.dim() == 2 else ranges
+        for b, length in enumerate(lengths_k.tolist()):
+            for first, end in ranges[b].tolist():
+                if not 0 <= first <= end <= length:
+                    raise ValueError(
+                        f"attention_varlen: key_range must be 0 <= first <= end <= {length}, the keys of"
+                        f" sequence {b}, got [{first}, {end}]"
+                    )
+    ranges = ranges.expand(B, num_key_heads, 2)
+    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu().long()
+    return ranges, starts
+
+
+def _batches(lengths_q: list[int], lengths_k: list[int]) -> list[list[int]]:
     """Group the sequences that have queries by their lengths, rounded up to the grain."""
     groups = defaultdict(list)
-    for b in range(len(starts_q) - 1):
-        lengths = [starts[b + 1] - starts[b] for starts in (starts_q, starts_k)]
+    for b, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
         if lengths[0]:
             groups[tuple(-(-n // _GRAIN) for n in lengths)].append(b)
     return list(groups.values())
 
 
-def _padded(starts: list[int], batch: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Row numbers [B, longest], ends aligned; which of them are real; and [B, 2], where those begin and end."""
+def _padded(starts: list[int], batch: list[int]) -> tuple[Tensor, Tensor]:
+    """Row numbers [B, longest], padded at the end, and which of them are real."""
     first, stop = (torch.tensor([starts[b + i] for b in batch])[:, None] for i in (0, 1))
-    longest = int((stop - first).max())
-    rows = stop - longest + torch.arange(longest)
-    begin = longest - (stop - first)
-    return rows, rows >= first, torch.cat([begin, torch.full_like(begin, longest)], dim=1)
+    rows = first + torch.arange(int((stop - first).max()))
+    return rows, rows < stop
 
 
 def _take(x: Tensor, rows: Tensor, real: Tensor) -> Tensor:
     """Rows of x as [B, heads, longest, size], zeros where they are not real."""
-    taken = x[rows.clamp(min=0).to(x.device)]
+    taken = x[rows.clamp(max=max(0, len(x) - 1)).to(x.device)]
     if not real.all():  # not by a product: a neighbour's NaN must not come through
         taken = torch.where(real.to(x.device)[..., None, None], taken, 0)
     return taken.transpose(1, 2)

@@ -1,0 +1,88 @@
+"""`visited`: which keys a near-to-far implementation reads, and how much work that leaves."""
+
+from types import ModuleType
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from linbias import _dispatch
+from linbias.torch import blocked, cpu, triton
+from linbias.torch.functional import Placement, Slopes, prepare
+from linbias.torch.operator import Inputs
+
+IMPLEMENTATIONS: tuple[ModuleType, ...] = (triton, cpu, blocked)
+
+
+class Visited(NamedTuple):
+    """What `visited` gives. Tile i holds query rows i * tile_rows and on, and reads keys first .. end - 1.
+
+    Attributes:
+        first: [B, H, tiles], int64, on the CPU.
+        end: Likewise; equal to first where a tile reads nothing.
+        tile_rows: Query rows of a tile.
+        work_kept: [B, H], float64: of the pairs of a query and a key that it may see, the share that is read.
+    """
+
+    first: Tensor
+    end: Tensor
+    tile_rows: int
+    work_kept: Tensor
+
+
+def visited(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None = None,
+    *,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    **placement: Unpack[Placement],
+) -> Visited:
+    """Find out which keys `attention` reads for these inputs, by running it.
+
+    Args:
+        q, k, v, left, placement: As for `attention`.
+        tolerance: As for `attention`.
+        implementation: One that leaves keys out, `triton`, `cpu` or `blocked`; "auto" is the first that can run the
+            call.
+
+    Returns:
+        The keys that each tile reads, and the share of the work that remains.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `attention`.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 1024, 16)
+        >>> visited(q, k, v, [0.5, 0.0], implementation="blocked").work_kept[0, 1].item()
+        1.0
+    """
+    inputs, problem = prepare("visited", q, k, v, left, tolerance=tolerance, **placement)
+    chosen = _dispatch.choose("visited", implementation, problem, IMPLEMENTATIONS)
+    # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
+    counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
+    first, end, tile_rows = chosen.visited_keys(inputs, counts)
+    return Visited(first, end, tile_rows, _work_kept(inputs, first, end, tile_rows))
+
+
+def _work_kept(inputs: Inputs, first: Tensor, end: Tensor, tile_rows: int) -> Tensor:
+    """The share of the visible pairs that lie within the tiles' keys; 1 where there are none."""
+    (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
+    ranges = torch.tensor([0, S]) if inputs.key_range is None else inputs.key_range.cpu()
+    ranges = ranges.expand(B, G, 2).repeat_interleave(H // max(1, G), dim=1)
+    start = torch.tensor(S - T) if inputs.query_start is None else inputs.query_start.cpu()
+    position = start.expand(B)[:, None, None] + torch.arange(T)
+    low, high = ranges[..., :1].expand(B, H, T), ranges[..., 1:].expand(B, H, T)
+    for slope, is_left in ((inputs.left, True), (inputs.right, False)):
+        hidden = torch.tensor(True) if slope is None else slope.detach().isinf().cpu()[..., None]
+        if is_left:
+            low = torch.where(hidden, torch.maximum(low, position), low)
+        else:
+            high = torch.where(hidden, torch.minimum(high, position + 1), high)
+    tile = torch.arange(T) // tile_rows
+    first, end = first[..., tile], end[..., tile]
+    read = torch.minimum(high, end) - torch.maximum(low, first)
+    visible, kept = ((x.clamp(min=0)).sum(-1).double() for x in (high - low, read))
+    return torch.where(visible > 0, kept / visible, 1.0)
