@@ -25,7 +25,7 @@ fix: $(VENV)/.dev  ## format and mend what lint can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to benchmarks/results
+bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to records
 	$(BIN)/python benchmarks/bench_attention.py
 	$(BIN)/python benchmarks/bench_decode.py
 	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked

@@ -1,6 +1,6 @@
 """Time linear-bias attention and the peers that a user can write today, interleaved in one run.
 
-    python benchmarks/bench_attention.py                       # every case below, records to benchmarks/results
+    python benchmarks/bench_attention.py                       # every case below, records to records
     python benchmarks/bench_attention.py --cases causal-8192 zero-slopes-4096 --repeats 9
     python benchmarks/bench_attention.py --model output/extrapolate/models/alibi-L128-s0   # its q, k and v
 
@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ import linbias
 import linbias.torch
 import record
 from linbias._checks import TOLERANCE
-from linbias.torch import blocked, cpu
+from linbias.torch import cpu
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
 ALLOWED_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -107,11 +106,17 @@ def functions(
 
 
 def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    """The window that a bound from the largest norms allows: 2 |q| |k| scale + ln(S / tolerance) nats."""
-    largest = (torch.linalg.vector_norm(x.float(), dim=-1).amax() for x in (q, k))
-    score = math.prod(float(x) for x in largest) * q.shape[-1] ** -0.5
-    nats = 2 * score + math.log(k.shape[2] / TOLERANCE[_dtype(q)])
-    return (nats / slopes).ceil().clamp(max=k.shape[2]).long()
+    """The window that the largest norms allow, in whole keys: [H]."""
+    q_norm, k_norm = (float(torch.linalg.vector_norm(x.float(), dim=-1).max()) for x in (q, k))
+    window = linbias.near_to_far.window(
+        slopes.tolist(),
+        q_norm,
+        k_norm,
+        scale=q.shape[-1] ** -0.5,
+        tolerance=TOLERANCE[_dtype(q)],
+        num_keys=k.shape[2],
+    )
+    return torch.from_numpy(window).ceil().clamp(max=k.shape[2]).long()
 
 
 def check(
@@ -182,19 +187,11 @@ def bench(
 def work_kept(
     case: BenchCase, name: str, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
 ) -> float | None:
-    """The share of visible query-key pairs in the blocks that our causal implementations visit."""
-    modules = {"blocked": blocked, "cpu": cpu}
-    if name not in modules or not case.causal:
+    """The share of visible query-key pairs that our implementations read."""
+    if name not in ("blocked", "cpu"):
         return None
-    return round(visited_share(modules[name], q, k, v, slopes).mean().item(), 4)
-
-
-def visited_share(module: ModuleType, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    """The same for one near-to-far implementation, causal: [B, H]."""
-    arrays = (x.detach() for x in (q, k, v))
-    numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[_dtype(q)], True
-    visited = module.forward(*arrays, slopes, None, None, None, None, *numbers)[3]
-    return module.work_kept(visited, q.shape[2], k.shape[2], q.shape[1] // k.shape[1])
+    found = linbias.torch.visited(q, k, v, slopes, causal=case.causal, implementation=name)
+    return round(found.work_kept.mean().item(), 4)
 
 
 def trained_inputs(
@@ -238,9 +235,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="take q, k, v from this trained ALiBi model instead of noise"
     )
-    parser.add_argument(
-        "--records", type=Path, help="file to append to (default: benchmarks/results/...)"
-    )
+    parser.add_argument("--records", type=Path, help="file to append to (default: records/...)")
     options = parser.parse_args()
     options.records = options.records or record.default_path(options.device)
     options.inputs = "trained model" if options.model else "random normal"

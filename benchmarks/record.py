@@ -23,7 +23,7 @@ import torch
 
 from linbias._machine import num_cores, processor
 
-RESULTS = Path(__file__).parent / "results"
+RECORDS = Path(__file__).parents[1] / "records"
 
 
 def flop(B: int, H: int, T: int, S: int, D: int, causal: bool = True) -> int:
@@ -117,7 +117,7 @@ def here(device: str = "cpu") -> dict[str, Any]:
 
 def default_path(device: str = "cpu") -> Path:
     name = "-".join(_machine(device).lower().split())
-    return RESULTS / f"{name}-{datetime.now(UTC):%Y-%m-%d}.jsonl"
+    return RECORDS / f"{name}-{datetime.now(UTC):%Y-%m-%d}.jsonl"
 
 
 def _machine(device: str) -> str:

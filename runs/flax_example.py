@@ -15,6 +15,7 @@ from linbias import _machine
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "jax.md"
+RECORDS = ROOT / "records"
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
         **{"printed": done.stdout, "machine": _machine.processor(), "date": _machine.now()},
         "cores": _machine.num_cores(),
     }
-    DOCUMENT.with_name("flax_example.json").write_text(json.dumps(record, indent=1) + "\n")
+    RECORDS.joinpath("flax_example.json").write_text(json.dumps(record, indent=1) + "\n")
     lines = "\n".join(f"    {line}".rstrip() for line in done.stdout.strip().splitlines())
     text = (
         f"{lines}\n\n{record['machine']}, {record['cores']} cores, {record['seconds'] / 60:.1f} minutes, "

@@ -17,8 +17,6 @@ from update_readme import fill  # noqa: E402
 
 import linbias  # noqa: E402
 import record  # noqa: E402
-from bench_attention import visited_share  # noqa: E402
-from linbias.torch import cpu  # noqa: E402
 
 HEADS, SIZE = 8, 64
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -30,7 +28,8 @@ def inputs(length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 
 
 def work_kept(arrays: tuple[torch.Tensor, ...], slopes: torch.Tensor) -> float:
-    return visited_share(cpu, *arrays, slopes).mean().item()
+    found = linbias.torch.visited(*arrays, slopes, implementation="cpu")
+    return found.work_kept.mean().item()
 
 
 def visited_flop(length: int, kept: float) -> float:

@@ -333,11 +333,11 @@ def _finish(axes: Axes, ticks: Sequence[int], title: str, x_label: str) -> None:
 
 
 def write(results: Path, document: Path) -> None:
-    """Fills the document, draws its plots, and keeps the records beside it as paper_small.jsonl.
+    """Fills the document, draws its plots, and keeps the records in records/paper_small.jsonl.
 
     Without new results, the kept records serve.
     """
-    kept = document.with_name("paper_small.jsonl")
+    kept = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
     if results.exists():
         shutil.copyfile(results, kept)
     found = Found([json.loads(line) for line in kept.read_text().splitlines()])

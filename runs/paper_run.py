@@ -15,7 +15,9 @@ from update_readme import fill
 
 from linbias import _machine
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "paper.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "paper.md"
+RECORDS = ROOT / "records"
 COLUMNS = ("subset", "length", "context_window", "num_tokens", "loss_base2", "perplexity")
 FORMATS = ("", ",", ",", ",", ".4f", ".2f")
 
@@ -37,7 +39,7 @@ def main() -> None:
         **{"versions": _machine.versions(), "date": _machine.now()},
         **json.loads(done.stdout),
     }
-    DOCUMENT.with_name("paper_run.json").write_text(json.dumps(record, indent=1) + "\n")
+    RECORDS.joinpath("paper_run.json").write_text(json.dumps(record, indent=1) + "\n")
     DOCUMENT.write_text(fill(DOCUMENT.read_text(), "run", told(record)))
 
 

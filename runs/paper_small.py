@@ -3,7 +3,7 @@
     python runs/paper_small.py --wikitext-2 FOLDER      # train.txt, valid.txt and test.txt; may be left out
     python runs/paper_small.py --only train --only test # some stages; all of them go on where they were
     python runs/paper_small.py --only speed             # on a quiet machine
-    python runs/paper_small.py --only write             # docs/paper.md from the records of docs/paper_small.jsonl
+    python runs/paper_small.py --only write             # docs/paper.md from the records of records/paper_small.jsonl
 
     tune     a learning rate for all positions alike: the least mean validation loss, on the first corpus
     train    a model per corpus, seed, training length and position, each in a process of its own

@@ -26,7 +26,9 @@ from linbias.models.paper import PaperForCausalLM
 from linbias.paper.checkpoint import load
 from linbias.paper.evaluate import score
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "paper.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "paper.md"
+RECORDS = ROOT / "records"
 LENGTH, ROUNDS = 128, 4
 NUM_WINDOWS = {"whole": 300, "one": 400, "batched": 2400}  # about two seconds each
 
@@ -67,7 +69,7 @@ def main() -> None:
         **{"threads": torch.get_num_threads(), "machine": _machine.processor()},
         **{"versions": _machine.versions(), "date": _machine.now()},
     }
-    DOCUMENT.with_name("paper_windows.json").write_text(json.dumps(record, indent=1) + "\n")
+    RECORDS.joinpath("paper_windows.json").write_text(json.dumps(record, indent=1) + "\n")
     text = fill(DOCUMENT.read_text(encoding="utf-8"), "windows", told(speeds))
     DOCUMENT.write_text(text, encoding="utf-8")
 

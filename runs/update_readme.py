@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
+RECORDS = ROOT / "records"
 ORDER = ("cpu", "blocked", "sdpa mask", "flex", "flex, window mask", "sdpa, no bias")
 SHOWN = (
     "short-256",
@@ -29,7 +29,7 @@ SHOWN = (
 
 def benchmark_table() -> str:
     """Median milliseconds and the spread of `blocked` and its peers, from the newest record file."""
-    newest = max(RESULTS.glob("*.jsonl"), key=lambda path: (path.stem[-10:], path.name))
+    newest = max(RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name))
     records = [json.loads(line) for line in newest.read_text().splitlines()]
     timed = [r for r in records if r["case"] in SHOWN and r["inputs"] == "random normal"]
     columns = [case for case in SHOWN if any(r["case"] == case for r in timed)]
@@ -68,7 +68,7 @@ def benchmark_table() -> str:
 
 def jax_table() -> str:
     """Median milliseconds of linbias.jax beside what a JAX user can write, and memory, from the newest record file."""
-    newest = max(RESULTS.glob("*.jsonl"), key=lambda path: (path.stem[-10:], path.name))
+    newest = max(RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name))
     records = [json.loads(line) for line in newest.read_text().splitlines()]
     found = [r for r in records if r["case"].startswith("jax-")]
     cases = list(dict.fromkeys(r["case"] for r in found))

@@ -21,30 +21,31 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from update_readme import fill  # noqa: E402
 
 import linbias  # noqa: E402
-from bench_attention import trained_inputs, visited_share  # noqa: E402
+from bench_attention import trained_inputs  # noqa: E402
 from linbias._checks import TOLERANCE  # noqa: E402
-from linbias.torch import cpu  # noqa: E402
+from linbias.kernels import core  # noqa: E402
+from linbias.torch import visited  # noqa: E402
 
-ROWS, KEYS = cpu.core.TILE_ROWS, cpu.core.BLOCK_KEYS
+ROWS, KEYS = core.TILE_ROWS, core.BLOCK_KEYS
 
 
 def perfect(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
     """The share that the weights themselves ask for, [H]."""
     _, H, T, D = q.shape
-    group = H // k.shape[1]
-    visited = torch.zeros(1, H, cpu.core.num_tiles(T), 2, dtype=torch.int32)
-    keys = torch.arange(T)
+    read, keys = torch.zeros(H), torch.arange(T)
     for h in range(H):
-        for index in range(visited.shape[2]):
-            rows = keys[index * ROWS : (index + 1) * ROWS]
+        for rows in keys.split(ROWS):
             stop, far = int(rows[-1]) + 1, int(rows[0]) // KEYS
-            scores = q[0, h, rows].double() @ k[0, h // group, :stop].double().T * D**-0.5
+            scores = (
+                q[0, h, rows].double() @ k[0, h // (H // k.shape[1]), :stop].double().T * D**-0.5
+            )
             distance = rows[:, None] - keys[:stop]
             scores = (scores - float(slopes[h]) * distance).masked_fill(distance < 0, -torch.inf)
             blocks = scores.softmax(-1)[:, : far * KEYS].unflatten(-1, (far, KEYS)).sum(-1)
             tails = blocks.cumsum(-1).amax(0)  # of the worst row, from the farthest block on
-            visited[0, h, index, 0] = far - int((tails <= TOLERANCE["float32"]).sum())
-    return cpu.work_kept(visited, T, T, group)[0]
+            first = KEYS * int((tails <= TOLERANCE["float32"]).sum())
+            read[h] += (rows + 1 - first).sum()
+    return read / (T * (T + 1) / 2)
 
 
 def table(layers: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
@@ -54,7 +55,10 @@ def table(layers: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
     names = " | ".join(f"head {h}" for h in range(heads))
     lines = [f"| kept / perfect, % | {names} | mean |", "|---" * (heads + 2) + "|"]
     for name, (q, k, v) in layers.items():
-        kept, best = visited_share(cpu, q, k, v, slopes)[0] * 100, perfect(q, k, slopes) * 100
+        kept, best = (
+            visited(q, k, v, slopes, implementation="cpu").work_kept[0] * 100,
+            perfect(q, k, slopes) * 100,
+        )
         cells = [f"{a:.1f} / {b:.1f}" for a, b in zip(kept, best, strict=True)]
         lines.append(f"| {name} | {' | '.join(cells)} | {kept.mean():.1f} / {best.mean():.1f} |")
         print(lines[-1], flush=True)

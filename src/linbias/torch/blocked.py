@@ -9,7 +9,7 @@ Order: batch rows together (one by one where their key ranges or query starts di
 that read one of them folded into the rows of its matrix products; tiles; blocks near to far (`tiles.py`).
 Memory: a wide copy of one key/value head's keys and values, tiles of [B, heads x rows, BLOCK], `out` in the wide
 dtype, and in backward the gradients of k and v; no term in T x S.
-Measured: docs/LOG.md (tile sizes), benchmarks/results.
+Measured: docs/LOG.md (tile sizes), records.
 """
 
 from collections.abc import Iterator
