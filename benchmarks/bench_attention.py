@@ -23,7 +23,7 @@ import linbias
 import linbias.torch
 import record
 from linbias._checks import TOLERANCE
-from linbias.torch import cpu
+from linbias.kernels import core
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
 ALLOWED_ERROR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -174,7 +174,7 @@ def bench(
             "flop": record.flop(B, H, T, S, D, case.causal) * (7 if case.backward else 2) // 2,
             "bytes": record.moved_bytes(B, H, G, T, S, D, q.element_size()) * (3 if case.backward else 1),
             "work_kept": work_kept(case, name, q, k, v, slopes), "inputs": options.inputs,
-            "target": cpu.core.target() if name == "cpu" else None, **record.here(options.device),
+            "target": core.target() if name == "cpu" else None, **record.here(options.device),
         }  # fmt: skip
         record.write(line, options.records)
         kept = "" if line["work_kept"] is None else f"  work kept {line['work_kept']:.1%}"

@@ -17,7 +17,7 @@ from update_readme import fill  # noqa: E402
 
 import linbias.torch  # noqa: E402
 import record  # noqa: E402
-from linbias.torch import cpu  # noqa: E402
+from linbias.kernels import core  # noqa: E402
 
 LENGTH = 4096
 
@@ -30,12 +30,12 @@ def steps(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
 
         def call():
             torch.set_num_threads(threads)
-            cpu.core.force_target(target)
+            core.force_target(target)
             linbias.torch.attention(*arrays, implementation=name, **options)
 
         return call
 
-    have = cpu.core.targets()
+    have = core.targets()
     yield "dense", "the definition: the score matrix in memory", run("dense")
     yield (
         "blocked, every key",
@@ -74,7 +74,7 @@ def main() -> None:
     rows = list(steps(q, k, v))
     with torch.no_grad():
         times = record.interleave({name: call for name, _, call in rows}, repeats=5)
-    cpu.core.force_target(None)
+    core.force_target(None)
     torch.set_num_threads(2)
     lines = ["| step | why it is faster | ms | against the first |", "|---|---|---|---|"]
     first = record.spread(times[rows[0][0]])["p50_ms"]

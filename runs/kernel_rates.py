@@ -17,6 +17,7 @@ from update_readme import fill  # noqa: E402
 
 import linbias  # noqa: E402
 import record  # noqa: E402
+from linbias.kernels import core  # noqa: E402
 
 HEADS, SIZE = 8, 64
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -90,7 +91,7 @@ def note(case: str, length: int, dtype: str, spread: dict[str, float], kept: flo
         "S": length, "D": SIZE, "dtype": dtype, **spread, "peak_memory_bytes": None,
         "flop": record.flop(1, HEADS, length, length, SIZE), "work_kept": round(kept, 4),
         "bytes": record.moved_bytes(1, HEADS, HEADS, length, length, SIZE, 4 if dtype == "float32" else 2),
-        "inputs": "random normal", "target": cpu.core.target(), **record.here(),
+        "inputs": "random normal", "target": core.target(), **record.here(),
     }  # fmt: skip
     record.write(line, record.default_path())
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_MOST = 256
+_MAX_ENTRIES = 256
 _kept: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
 
 
@@ -31,7 +31,7 @@ def constant(
             tensor = torch.tensor(key[0], dtype=dtype).to(device)
         if type(tensor) is not Tensor:
             return tensor  # of someone who traces
-        if len(_kept) == _MOST:
+        if len(_kept) == _MAX_ENTRIES:
             _kept.clear()
         _kept[key] = tensor
     return _kept[key]

@@ -13,7 +13,7 @@ from linbias.schedules import slopes
 from linbias.torch import blocked, cpu, dense, triton
 from linbias.torch.constant import constant
 from linbias.torch.dropout import draw_seed
-from linbias.torch.operator import Inputs
+from linbias.torch.operator import Inputs, without_autocast
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, dense)
@@ -158,8 +158,7 @@ def attention(
     )
     implementations = _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
     chosen = _dispatch.choose("attention", implementation, problem, implementations)
-    # Inside, autocast would take the wide products back to 16 bits.
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device):
         out, lse = chosen.attention(inputs)
     return (out, lse) if return_lse else out
 
@@ -206,7 +205,7 @@ def attention_weights(
         key_range=key_range,
         query_start=query_start,
     )
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device):
         return dense.attention_weights(inputs)[0]
 
 

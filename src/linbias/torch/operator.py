@@ -5,6 +5,7 @@ operator, fake kernels and a derivative. `torch.compile` and `torch.export` then
 The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
@@ -136,15 +137,14 @@ def define(
     def run_forward(*arguments: Any) -> Results:
         inputs = Inputs(*arguments)
         results = empty_results(inputs)
-        # Inside an operator, autocast would take the wide products back to 16 bits.
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device):
             fill(inputs, results)
         return results
 
     def run_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
         gradients = empty_gradients(inputs)
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with without_autocast(inputs.q.device):
             fill_gradients(inputs, dout, dlse, saved, gradients)
         return gradients
 
@@ -201,6 +201,13 @@ def define(
         return out.to(inputs.q.dtype), lse if unit == 1 else lse * unit
 
     return Operators(attention, forward)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where autocast is on, it would take the wide products back to 16 bits."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
