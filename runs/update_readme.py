@@ -1,9 +1,9 @@
-"""Rewrite the README's tables and figures, and the table of docs/jax.md, from records: nothing measured is typed by hand.
+"""Rewrite the tables of README.md, docs/kernels.md and docs/jax.md from records: nothing measured is typed by hand.
 
     python runs/update_readme.py                                # the benchmark table
     python runs/update_readme.py --experiment output/extrapolate  # also the extrapolation table and plot
 
-Each part stands between <!-- name --> and <!-- /name --> in README.md.
+Each part stands between <!-- name --> and <!-- /name --> in its document.
 """
 
 import argparse
@@ -11,10 +11,23 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RECORDS = ROOT / "records"
+# What the README shows of it: implementations, and cases with their headings.
+FEW = {
+    "cpu": "linbias",
+    "sdpa mask": "PyTorch's SDPA, bias as mask",
+    "flex, window mask": "FlexAttention, window per head",
+}
+FEW_CASES = {
+    "causal-2048": "2,048",
+    "causal-8192": "8,192",
+    "causal-32768": "32,768",
+    "bfloat16-8192": "8,192, bfloat16",
+    "training-4096": "4,096, with gradients",
+}
 ORDER = ("cpu", "blocked", "sdpa mask", "flex", "flex, window mask", "sdpa, no bias")
 SHOWN = (
     "short-256",
@@ -27,10 +40,41 @@ SHOWN = (
 )
 
 
+def newest_records(prefix: str) -> list[dict[str, Any]]:
+    """The records of the newest machine file that has cases of this name."""
+    files = sorted(
+        RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name)
+    )
+    for path in reversed(files):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        if any(r["case"].startswith(prefix) for r in records):
+            return records
+    raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
+
+
+def speed_table() -> str:
+    """The medians that the README shows."""
+    records = newest_records("causal-8192")
+    lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
+    lines.append("|---" * (len(FEW_CASES) + 1) + "|")
+    last = {
+        (r["implementation"], r["case"]): r for r in records if r.get("inputs") == "random normal"
+    }
+    for name, words in FEW.items():
+        found = [last.get((name, case)) for case in FEW_CASES]
+        cells = [f"{r['p50_ms']:,.0f}" if r else "-" for r in found]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    r = last["cpu", "causal-8192"]
+    text = (
+        f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
+        " `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
+    )
+    return "\n".join([*lines, "", text])
+
+
 def benchmark_table() -> str:
-    """Median milliseconds and the spread of `blocked` and its peers, from the newest record file."""
-    newest = max(RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name))
-    records = [json.loads(line) for line in newest.read_text().splitlines()]
+    """Median milliseconds and the spread of `blocked` and its peers."""
+    records = newest_records("causal-8192")
     timed = [r for r in records if r["case"] in SHOWN and r["inputs"] == "random normal"]
     columns = [case for case in SHOWN if any(r["case"] == case for r in timed)]
     names = [name for name in ORDER if any(r["implementation"] == name for r in timed)]
@@ -67,9 +111,8 @@ def benchmark_table() -> str:
 
 
 def jax_table() -> str:
-    """Median milliseconds of linbias.jax beside what a JAX user can write, and memory, from the newest record file."""
-    newest = max(RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name))
-    records = [json.loads(line) for line in newest.read_text().splitlines()]
+    """Median milliseconds of linbias.jax beside what a JAX user can write, and memory."""
+    records = newest_records("jax-")
     found = [r for r in records if r["case"].startswith("jax-")]
     cases = list(dict.fromkeys(r["case"] for r in found))
     lines = ["| | " + " | ".join(case.removeprefix("jax-") for case in cases) + " |"]
@@ -116,7 +159,7 @@ def experiment(folder: Path) -> str:
         f"Trained on {results['evaluations'][0]['train_length']} tokens; {made['model']}, {made['training']}."
         f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `make run`."
     )
-    return "\n".join(["![Loss by test length](docs/extrapolation.png)", "", *lines, "", text])
+    return "\n".join([*lines, "", text])
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -125,19 +168,22 @@ def fill(text: str, name: str, content: str) -> str:
     return re.sub(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
 
 
+def fill_document(name: str, part: str, content: str) -> None:
+    path = ROOT / name
+    path.write_text(fill(path.read_text(encoding="utf-8"), part, content), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experiment", type=Path, help="folder of `linbias extrapolate`")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    text = fill(text, "benchmark", benchmark_table())
-    page = ROOT / "docs" / "jax.md"
-    page.write_text(fill(page.read_text(), "benchmark", jax_table()))
+    fill_document("README.md", "speed", speed_table())
+    fill_document("docs/kernels.md", "benchmark", benchmark_table())
+    fill_document("docs/jax.md", "benchmark", jax_table())
     if options.experiment:
-        text = fill(text, "extrapolation", experiment(options.experiment))
-    README.write_text(text, encoding="utf-8")
+        fill_document("README.md", "extrapolation", experiment(options.experiment))
 
 
 if __name__ == "__main__":
