@@ -38,13 +38,13 @@ struct BackwardTask {
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
     const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
     // From either end inwards, as the outer blocks may turn out to be negligible.
-    bool fades = true;
+    bool negligible = true;
     for (int64_t block = tile.near_first - visited[kLeft]; block <= tile.near_last; ++block) {
-      fades = visit(tile, block, fades, scratch, dq, dk, dv);
+      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
-    fades = true;
+    negligible = true;
     for (int64_t block = tile.near_last + visited[kRight]; block > tile.near_last; --block) {
-      fades = visit(tile, block, fades, scratch, dq, dk, dv);
+      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
     add_slope_gradients(tile, scratch, dslopes);
     const W scale = static_cast<W>(call.scale);
@@ -82,7 +82,8 @@ struct BackwardTask {
   }
 
   // Add what a block gives, unless those beyond were negligible and it is, too. Returns whether it was.
-  bool visit(const Tile<W>& tile, int64_t block, bool fades, Scratch<W>& scratch, W* dq, W* dk, W* dv) const {
+  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch, W* dq, W* dk,
+             W* dv) const {
     const Head<W>& head = *tile.head;
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
     multiply<W>(rows, kKeys, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys,
@@ -91,7 +92,7 @@ struct BackwardTask {
     const Biased<W> biased(tile, block, W{1});
     const bool finite = head.radius[block] == head.radius[block];
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
-    if (fades && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
+    if (previous_negligible && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
     multiply<W>(rows, kKeys, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
                 scratch.dweight, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {

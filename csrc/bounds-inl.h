@@ -1,6 +1,6 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// What the certificate knows of keys that no one looks at (docs/math.md). For each block of a key/value head, their
+// What the certificate knows of keys that are not read (docs/math.md). For each block of a key/value head, their
 // distances from a center: the largest, and a bound on how much they spread in any one direction. For each query head
 // and side, from these and the slope, a table of bounds on everything from a block outwards, at some lengths of q.
 
@@ -11,10 +11,11 @@ constexpr W slack_of(int64_t D) {
 
 // Fill in the radius and the spread of a block. `room` holds [D + kKeys, kKeys].
 // With g_st = (k_s - c).(k_t - c), the sum of (u.(k_s - c))^4 over a block is u x u against the k x k, whose Gram matrix has
-// entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost (`roughly`), the
-// spread is the radius, as if all keys lay along one line.
+// entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost (measure_spread is
+// false), the spread is the radius, as if all keys lay along one line.
 template <typename W, typename In>
-void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool roughly, W slack, W* room) {
+void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool measure_spread, W slack,
+                   W* room) {
   const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
   W squares[kKeys] = {}, entry_room[kKeys];
   for (int64_t d = 0; d < call.D; ++d) {
@@ -30,7 +31,7 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
   found += values_zero_or_nan<W, In>(head, block, padded_E);
   head.radius[block] = square_root(found);
   head.spread[block] = head.radius[block];
-  if (roughly) return;
+  if (!measure_spread) return;
   W* gram = room + call.D * kKeys;
   multiply<W>(kKeys, kKeys, call.D, room, 1, kKeys, room, kKeys, gram, kKeys, false);
   W largest_row = 0;

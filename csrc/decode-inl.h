@@ -4,7 +4,7 @@
 // visits its nearest blocks, one by one. What the certificate then still asks for is cut into parts of fixed length, which
 // threads share out (few heads may have long windows) and whose sums are merged in order.
 // The certificate needs a bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys
-// and values are looked at once, which costs what it takes to read them.
+// and values are read once to find one, which costs what it takes to read them.
 constexpr int64_t kFewQueries = 4, kLargestSize = 256;
 constexpr int64_t kNearBlocks = 16, kPartBlocks = 32;
 
@@ -83,7 +83,7 @@ struct DecodeTask {
 
   int64_t num_rows() const { return call.B * call.H * call.T; }
 
-  void place(int64_t b, int64_t g, Row& row) const {
+  void find_keys(int64_t b, int64_t g, Row& row) const {
     row.first = call.key_range ? call.key_range[2 * b] : 0;
     row.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - row.first;
     row.head = b * call.G + g;
@@ -96,7 +96,7 @@ struct DecodeTask {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     const int64_t tasks = round_up(self.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     Row row;
-    self.place(task / tasks / self.call.G, task / tasks % self.call.G, row);
+    self.find_keys(task / tasks / self.call.G, task / tasks % self.call.G, row);
     const int64_t from = task % tasks * kBlocksAtOnce;
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, self.num_blocks); ++block) {
       self.reach[kLeft][row.head * self.num_blocks + block] = self.largest_norm(row, block * kKeys);
@@ -138,12 +138,12 @@ struct DecodeTask {
     for (int64_t j = 1; j < num_blocks; ++j) left[j] = further(left[j - 1], left[j]);
   }
 
-  // Place query row `index` of [B, H, T], with nothing visited yet.
+  // Begin with query row `index` of [B, H, T], with nothing visited yet.
   void begin_row(int64_t index, Row& row) const {
     const int64_t t = index % call.T;
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
-    place(row.b, row.h / (call.H / call.G), row);
+    find_keys(row.b, row.h / (call.H / call.G), row);
     row.position = t + row.num_keys - call.T;
     load_query(t, row);
   }

@@ -48,7 +48,7 @@ struct PackTask {
   using Packing = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
   // Where one key/value head lies.
-  void place(int64_t index) {
+  void set_up_head(int64_t index) {
     const int64_t b = index / call.G;
     Head<W>& head = packed.heads.data[index];
     const int64_t rows = packed.num_blocks * kKeys;
@@ -105,7 +105,7 @@ struct PackTask {
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
     const Head<W>& head = packed.heads.data[index];
-    const bool roughly = !self.has_a_long_window(index);
+    const bool measure_spread = self.has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
       if constexpr (kInPairs) {
         pack_block_pairs<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_E);
@@ -114,7 +114,7 @@ struct PackTask {
                           packed.padded_E);
       }
       if (self.certify) {
-        measure_block<W, Packing>(call, head, block, packed.padded_E, roughly, slack_of<W>(call.D),
+        measure_block<W, Packing>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
                                   packed.room.data + worker * (call.D + kKeys) * kKeys);
       } else if constexpr (!kInPairs) {
         head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
@@ -160,7 +160,7 @@ struct PackTask {
   void run() {
     const int64_t num_heads = call.B * call.G;
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    for (int64_t index = 0; index < num_heads; ++index) place(index);
+    for (int64_t index = 0; index < num_heads; ++index) set_up_head(index);
     if (certify) parallel(num_heads, call.num_threads, find_center, this);
     parallel(num_heads * parts, call.num_threads, pack, this);
     if (!certify) return;

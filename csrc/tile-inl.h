@@ -10,8 +10,8 @@ struct Scratch {
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
   W left_out[kRows];    // at most this much is missing from row_sum, from blocks whose scores were seen
-  W place[kRows];       // where the row's norm stands between two entries of a tail table
-  int16_t entry[kRows];  // the lower of the two
+  int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
+  W fraction[kRows];     // so far from this one to the next
   int64_t open_row;     // the row that last kept the tile from stopping
 };
 
