@@ -36,14 +36,17 @@ struct BackwardTask {
     load_output_gradient(tile, scratch);
     W* dq = scratch.acc;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
-    const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    const int32_t* counts = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    const int64_t outermost_left = tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - counts[kLeft], 0, tile.near_first);
+    const int64_t outermost_right =
+        tile.hidden[kRight] ? tile.near_last : clamp(tile.near_last + counts[kRight], tile.near_last, tile.head->num_blocks - 1);
     // From either end inwards, as the outer blocks may turn out to be negligible.
     bool negligible = true;
-    for (int64_t block = tile.near_first - visited[kLeft]; block <= tile.near_last; ++block) {
+    for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
       negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
     negligible = true;
-    for (int64_t block = tile.near_last + visited[kRight]; block > tile.near_last; --block) {
+    for (int64_t block = outermost_right; block > tile.near_last; --block) {
       negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
     add_slope_gradients(tile, scratch, dslopes);

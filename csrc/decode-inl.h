@@ -72,7 +72,7 @@ struct DecodeTask {
   static constexpr int64_t kBlocksAtOnce = 16;
 
   struct Row {
-    int64_t b, h, first, num_keys, position, head;  // head: of the keys, b * G + g
+    int64_t b, h, first, num_keys, position, head;  // position: from key `first`; head: of the keys, b * G + g
     const In *keys, *values;                        // of key `first`
     alignas(64) W q[kLargestSize];
     alignas(64) W acc[kLargestSize];
@@ -84,8 +84,9 @@ struct DecodeTask {
   int64_t num_rows() const { return call.B * call.H * call.T; }
 
   void find_keys(int64_t b, int64_t g, Row& row) const {
-    row.first = call.key_range ? call.key_range[2 * b] : 0;
-    row.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - row.first;
+    const KeyRange range(call, b, g);
+    row.first = range.first;
+    row.num_keys = range.count;
     row.head = b * call.G + g;
     row.keys = static_cast<const In*>(call.k.data) + b * call.k.batch + g * call.k.head + row.first * call.k.row;
     row.values = static_cast<const In*>(call.v.data) + b * call.v.batch + g * call.v.head + row.first * call.v.row;
@@ -144,7 +145,7 @@ struct DecodeTask {
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
     find_keys(row.b, row.h / (call.H / call.G), row);
-    row.position = t + row.num_keys - call.T;
+    row.position = position_of(call, row.b, t) - row.first;
     load_query(t, row);
   }
 
@@ -154,7 +155,7 @@ struct DecodeTask {
     Row row;
     self.begin_row(index, row);
     const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
-    int64_t next[2] = {row.position >= 0 ? row.position / kKeys : -1, 0};
+    int64_t next[2] = {row.position >= 0 ? smaller_of(row.position / kKeys, blocks - 1) : -1, 0};
     next[kRight] = next[kLeft] + 1;
     if (next[kLeft] >= 0) self.visit(next[kLeft]--, row);
     bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= 0, !row.hidden[kRight] && next[kRight] < blocks};

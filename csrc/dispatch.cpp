@@ -69,10 +69,15 @@ const Target& current() {
   return chosen ? *chosen : best();
 }
 
+Call with_possible_threads(Call call) {
+  call.num_threads = std::clamp(call.num_threads, 1, kLargestNumThreads);
+  return call;
+}
+
 }  // namespace
 
-Status forward(const Call& call, const Forward& results) { return current().forward(call, results); }
-Status backward(const Call& call, const Backward& results) { return current().backward(call, results); }
+Status forward(const Call& call, const Forward& results) { return current().forward(with_possible_threads(call), results); }
+Status backward(const Call& call, const Backward& results) { return current().backward(with_possible_threads(call), results); }
 
 const char* target() { return current().name; }
 

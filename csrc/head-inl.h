@@ -1,11 +1,28 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// One key/value head: its keys and values packed in blocks.
+// One key/value head: which keys it shows, and its keys and values packed in blocks.
+
+// The keys of one key/value head that queries may see, whatever the caller asks for: first >= 0, first + count <= S.
+struct KeyRange {
+  int64_t first, count;
+
+  KeyRange(const Call& call, int64_t b, int64_t g) : first(0), count(call.S) {
+    if (!call.key_range) return;
+    const int64_t* given = call.key_range + (b * call.G + g) * 2;
+    first = clamp(given[0], 0, call.S);
+    count = clamp(given[1], first, call.S) - first;
+  }
+};
+
+// The position of query t of batch row b.
+inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
+  return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
+}
 
 // The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors.
 template <typename W>
 struct Head {
-  int64_t first, num_keys, num_blocks;
+  int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
   W* keys_across;    // [blocks, D, kKeys]
   W* values;         // [blocks * kKeys, E padded]
   W* keys;           // [blocks * kKeys, D padded], backward only

@@ -47,13 +47,13 @@ struct PackTask {
   static constexpr int64_t kBlocksAtOnce = 16;
   using Packing = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
-  // Where one key/value head lies.
+  // Say which keys one key/value head has, and where its packed arrays lie.
   void set_up_head(int64_t index) {
-    const int64_t b = index / call.G;
+    const KeyRange range(call, index / call.G, index % call.G);
     Head<W>& head = packed.heads.data[index];
     const int64_t rows = packed.num_blocks * kKeys;
-    head.first = call.key_range ? call.key_range[2 * b] : 0;
-    head.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - head.first;
+    head.first = range.first;
+    head.num_keys = range.count;
     head.num_blocks = round_up(head.num_keys, kKeys) / kKeys;
     if constexpr (kInPairs) {
       head.key_pairs = packed.key_pairs.data + index * rows * (round_up(call.D, 2) / 2);
@@ -105,7 +105,7 @@ struct PackTask {
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
     const Head<W>& head = packed.heads.data[index];
-    const bool measure_spread = self.has_a_long_window(index);
+    const bool measure_spread = self.certify && self.has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
       if constexpr (kInPairs) {
         pack_block_pairs<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_E);

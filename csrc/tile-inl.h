@@ -15,7 +15,7 @@ struct Scratch {
   int64_t open_row;     // the row that last kept the tile from stopping
 };
 
-// One tile of one query head: its rows, the head it reads, and its slopes.
+// One tile of one query head: its rows, the head it reads, and its slopes. Positions count from the head's first key.
 template <typename W>
 struct Tile {
   const Call* call;
@@ -23,24 +23,22 @@ struct Tile {
   int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
   W slope[2];
   bool hidden[2];  // whether a side shows nothing
-  int64_t near_first, near_last;  // blocks; none if near_last < near_first
+  int64_t near_first, near_last;  // the blocks among which the tile stands; none, near_last < near_first, if beside them all
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {
     head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
     rows = smaller_of(kRows, c.T - start);
     padded_rows = round_up(rows, kBlockRows);
-    position = start + head->num_keys - c.T;
+    position = position_of(c, b, start) - head->first;
     const W left = static_cast<const W*>(c.left)[b * c.H + h];
     const W right = c.right ? static_cast<const W*>(c.right)[b * c.H + h] : kInfinity<W>;
     hidden[kLeft] = is_infinite(left);
     hidden[kRight] = is_infinite(right);
     slope[kLeft] = hidden[kLeft] ? W{0} : left;
     slope[kRight] = hidden[kRight] ? W{0} : right;
-    const int64_t stop = larger_of(position + rows, 0);
-    near_first = larger_of(position, 0) / kKeys;
-    near_last = stop ? (stop - 1) / kKeys : -1;
-    if (stop == 0) near_first = 0;
+    near_first = smaller_of(larger_of(position, 0) / kKeys, head->num_blocks);
+    near_last = smaller_of(round_up(larger_of(position + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
   }
 
   // Whether a block lies wholly to one side of every row, with no padding in it.

@@ -1,4 +1,4 @@
-"""The compiled core: every target, the NumPy door, threads, strides, and what happens without it."""
+"""The compiled core: every target, the NumPy front end, threads, strides, and what happens without it."""
 
 import os
 import threading
@@ -11,15 +11,16 @@ import linbias
 from cases import by_name, make_inputs
 from contract import check_case
 from linbias import cpu
+from linbias.kernels import core
 from test_torch import TorchSubject
 
-pytestmark = pytest.mark.skipif(cpu.target() is None, reason="the core is not compiled here")
+pytestmark = pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
 
 
 @pytest.fixture
 def forced_target():
-    yield cpu.force_target
-    cpu.force_target(None)
+    yield core.force_target
+    core.force_target(None)
 
 
 @pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16", "float16"))
@@ -34,17 +35,17 @@ def forced_target():
         "dropout",
     ),
 )
-@pytest.mark.parametrize("target", cpu.targets())
+@pytest.mark.parametrize("target", core.targets())
 def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
     forced_target(target)
-    assert cpu.target() == target
+    assert core.target() == target
     check_case(TorchSubject("cpu"), by_name(name), dtype)
 
 
 @pytest.mark.parametrize(
     "sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (128, 129), (129, 127), (256, 255))
 )
-@pytest.mark.parametrize("target", cpu.targets())
+@pytest.mark.parametrize("target", core.targets())
 def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
     forced_target(target)
     check_case(TorchSubject("cpu"), by_name("T-below-S", D=sizes[0], E=sizes[1]), "float32")
@@ -52,7 +53,7 @@ def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
 
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match=r"force_target: name must be one of \[.*\], got 'sse9'"):
-        cpu.force_target("sse9")
+        core.force_target("sse9")
 
 
 def arrays(case=None, dtype=np.float32):
@@ -158,10 +159,9 @@ def test_what_it_cannot_run_is_said_and_passed_over():
 
 
 def test_without_the_compiled_core_the_reason_is_stated(monkeypatch):
-    monkeypatch.setattr(cpu, "_cpu", None)
-    monkeypatch.setattr(cpu, "_REASON", "the compiled core cannot be imported", raising=False)
+    monkeypatch.setattr(core, "WHY_MISSING", "the compiled core cannot be imported")
     q = torch.ones(1, 1, 3, 4)
     with pytest.raises(NotImplementedError, match="the compiled core cannot be imported"):
         linbias.torch.attention(q, q, q, implementation="cpu")
     assert linbias.torch.attention(q, q, q).shape == q.shape
-    assert cpu.target() is None
+    assert core.target() is None
