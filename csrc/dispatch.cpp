@@ -85,7 +85,7 @@ const char* targets() {
   static const std::string names = [] {
     std::string joined;
     for (const Target& t : kTargets) {
-      if (t.runs_here()) joined += (joined.empty() ? "" : ",") + std::string(t.name);
+      if (t.runs_here()) joined.append(joined.empty() ? "" : ",").append(t.name);
     }
     return joined;
   }();
