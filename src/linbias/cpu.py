@@ -111,9 +111,7 @@ def attention(
     ]
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     sides = [None if side is None else np.asarray(side, dtype=wide) for side in (left, right)]
-    ranges, starts = (
-        None if x is None else _of_rows(x, batch) for x in (key_range, query_start)
-    )
+    ranges, starts = (None if x is None else _of_rows(x, batch) for x in (key_range, query_start))
     problem = _checks.check(
         "attention",
         *(_describe(array) for array in arrays),
@@ -238,7 +236,9 @@ def _describe(array: Array) -> _checks.Described:
 
 
 def _operand(array: Array) -> "core.Array":
-    return core.Array(array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3]))
+    return core.Array(
+        array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3])
+    )
 
 
 def _address(array: Array | None) -> int:

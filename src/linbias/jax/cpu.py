@@ -21,9 +21,7 @@ WHY_MISSING: str | None = None
 try:
     from linbias import _xla
 except ImportError as error:  # not compiled here, or for another Python
-    WHY_MISSING = (
-        f"the binding of the core to XLA cannot be imported ({error}); reinstall with a C++20 compiler"
-    )
+    WHY_MISSING = f"the binding of the core to XLA cannot be imported ({error}); reinstall with a C++20 compiler"
 
 
 def why_not(problem: Problem) -> str | None:

@@ -24,7 +24,9 @@ try:
     DTYPES = {dtype.name: dtype for dtype in _cpu.DType}
     TILE_ROWS, BLOCK_KEYS = _cpu.TILE_ROWS, _cpu.BLOCK_KEYS
 except ImportError as error:  # not compiled here, or for another Python
-    WHY_MISSING = f"the compiled core cannot be imported ({error}); reinstall with a C++20 compiler"
+    WHY_MISSING = (
+        f"the compiled core cannot be imported ({error}); reinstall with a C++20 compiler"
+    )
     TILE_ROWS, BLOCK_KEYS = 48, 64
 
 NAME = "cpu"
