@@ -90,6 +90,7 @@ NB_MODULE(_cpu, m) {
              new (self) Array{reinterpret_cast<void*>(data), batch, head, row};
            },
            nb::arg("data"), nb::arg("batch"), nb::arg("head"), nb::arg("row"));
+  // clang-format off
   bind_record<Call>(m, "Call",
       required("dtype", &Call::dtype),
       required("B", &Call::B), required("H", &Call::H), required("G", &Call::G), required("T", &Call::T),
@@ -118,6 +119,7 @@ NB_MODULE(_cpu, m) {
       required("saved", &Backward::saved),
       required("dq", &Backward::dq), required("dk", &Backward::dk), required("dv", &Backward::dv),
       required("dleft", &Backward::dleft), required("dright", &Backward::dright));
+  // clang-format on
 
   m.def("forward", [](const Call& call, const Forward& results) { run([&] { return forward(call, results); }); },
         nb::arg("call"), nb::arg("results"));

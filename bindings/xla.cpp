@@ -193,11 +193,19 @@ ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results
 
 }  // namespace
 
+// clang-format off
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    Numbers, ffi::StructMember<bool>("causal"), ffi::StructMember<bool>("ranged"),
-    ffi::StructMember<bool>("started"), ffi::StructMember<bool>("bounded"), ffi::StructMember<bool>("precise"),
-    ffi::StructMember<double>("scale"), ffi::StructMember<double>("dropout"), ffi::StructMember<double>("tolerance"),
+    Numbers,
+    ffi::StructMember<bool>("causal"),
+    ffi::StructMember<bool>("ranged"),
+    ffi::StructMember<bool>("started"),
+    ffi::StructMember<bool>("bounded"),
+    ffi::StructMember<bool>("precise"),
+    ffi::StructMember<double>("scale"),
+    ffi::StructMember<double>("dropout"),
+    ffi::StructMember<double>("tolerance"),
     ffi::StructMember<std::int32_t>("num_threads"));
+// clang-format on
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(linbias_forward, run_forward,
                               ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<Numbers>());

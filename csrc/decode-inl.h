@@ -66,7 +66,7 @@ struct DecodeTask {
   W slack;
   W* sums;          // [rows + parts, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each part
   int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
-  int64_t* end;     // [rows, 2]: where the certificate lets go, exclusive, outwards
+  int64_t* end;     // [rows, 2]: the first block outwards that the certificate leaves out
   int64_t* parts;   // [rows * 2 + 1]: where the parts of a row and side begin
   static constexpr int kLanes = Simd<W>::kLanes;
   static constexpr int64_t kBlocksAtOnce = 16;

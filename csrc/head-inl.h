@@ -27,8 +27,9 @@ struct Head {
   W* values;         // [blocks * kKeys, E padded]
   W* keys;           // [blocks * kKeys, D padded], backward only
   W* values_across;  // [blocks, E, kKeys], backward only
-  uint32_t* key_pairs;    // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key, instead of
-  uint32_t* value_pairs;  // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1  (keys_across and values)
+  // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
+  uint32_t* key_pairs;    // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
+  uint32_t* value_pairs;  // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
   W* center;         // [D], the mean of some keys
   W* radius;         // [blocks], the largest |k - center|; NaN if anything in the block is not finite
   W* spread;         // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u

@@ -23,7 +23,8 @@ struct Tile {
   int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
   W slope[2];
   bool hidden[2];  // whether a side shows nothing
-  int64_t near_first, near_last;  // the blocks among which the tile stands; none, near_last < near_first, if beside them all
+  // The blocks among which the tile stands; none, that is near_last < near_first, where it stands beside them all.
+  int64_t near_first, near_last;
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {

@@ -43,16 +43,20 @@ inline constexpr std::int64_t kBlockKeys = 64;
 
 // lse = row_max + log_sum.
 //
-// `visited` says which keys a tile read. Of a head with the keys [first, end), block j holds the kBlockKeys keys from
-// first + j * kBlockKeys on, of which the last may be missing; there are n = ceil((end - first) / kBlockKeys) blocks. Tile i
-// has the queries from i * kTileRows to i * kTileRows + rows, the first of them at position p = query_start + i * kTileRows.
-// Its near blocks, which it always reads, are those from
-//     near_first = clamp(floor((p - first) / kBlockKeys), 0, n) up to, but without,
-//     near_end   = clamp(ceil((p + rows - first) / kBlockKeys), 0, n):
-// none where all keys lie to one side of the tile. visited[0] counts the blocks read beyond them to the left, visited[1]
-// those to the right, so that the keys from first + (near_first - visited[0]) * kBlockKeys up to, but without,
-// min(end, first + (near_end + visited[1]) * kBlockKeys) were read. Calls of few queries that will not be differentiated
-// read other keys, row by row, and leave `visited` as it is.
+// `visited` says which keys a tile read. The keys [first, end) of a head lie in n = ceil((end - first) / kBlockKeys)
+// blocks, counted from `first`: block j holds the keys from first + j * kBlockKeys on, kBlockKeys of them but for the last
+// block. A tile has `rows` queries, kTileRows of them but for the last tile, the first at position p. It always reads its
+// near blocks, of which there are none where all keys lie to one side of the tile:
+//
+//     near_first = clamp(floor((p - first) / kBlockKeys), 0, n)
+//     near_end   = clamp(ceil((p + rows - first) / kBlockKeys), 0, n)    one past the last
+//
+// visited[0] counts the blocks read to the left of these, visited[1] those to the right. So the tile read the keys
+//
+//     from            first + (near_first - visited[0]) * kBlockKeys
+//     up to min(end,  first + (near_end   + visited[1]) * kBlockKeys)    one past the last
+//
+// Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it is.
 struct Forward {
   void* out = nullptr;              // [B, H, T, E], wide, contiguous
   void* row_max = nullptr;          // [B, H, T], wide
