@@ -1,6 +1,6 @@
 // Python binding of the CPU core: the structs of attention.h as classes, and its functions. Pointers are addresses, as
-// integers, and 0 is null. The caller (linbias/kernels/core.py) keeps the arrays alive; the interpreter lock is released
-// while the core works.
+// integers, and 0 is null. The caller (linbias/kernels/core.py) keeps the arrays alive; the interpreter lock is
+// released while the core works.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -32,7 +32,7 @@ struct Field {
   using Record = RecordType;
   using Member = MemberType;
   const char* name;
-  Member Record::*member;
+  Member Record::* member;
 
   auto argument() const {
     if constexpr (optional) return nb::arg(name) = (Given<Member>)(Record{}.*member);
@@ -41,11 +41,11 @@ struct Field {
 };
 
 template <class Record, class Member>
-Field<Record, Member, false> required(const char* name, Member Record::*member) {
+Field<Record, Member, false> required(const char* name, Member Record::* member) {
   return {name, member};
 }
 template <class Record, class Member>
-Field<Record, Member, true> optional(const char* name, Member Record::*member) {
+Field<Record, Member, true> optional(const char* name, Member Record::* member) {
   return {name, member};
 }
 
@@ -85,11 +85,12 @@ NB_MODULE(_cpu, m) {
       .value("float16", DType::float16)
       .value("bfloat16", DType::bfloat16);
   nb::class_<Array>(m, "Array")
-      .def("__init__",
-           [](Array* self, std::uintptr_t data, std::int64_t batch, std::int64_t head, std::int64_t row) {
-             new (self) Array{reinterpret_cast<void*>(data), batch, head, row};
-           },
-           nb::arg("data"), nb::arg("batch"), nb::arg("head"), nb::arg("row"));
+      .def(
+          "__init__",
+          [](Array* self, std::uintptr_t data, std::int64_t batch, std::int64_t head, std::int64_t row) {
+            new (self) Array{reinterpret_cast<void*>(data), batch, head, row};
+          },
+          nb::arg("data"), nb::arg("batch"), nb::arg("head"), nb::arg("row"));
   // clang-format off
   bind_record<Call>(m, "Call",
       required("dtype", &Call::dtype),
@@ -121,12 +122,15 @@ NB_MODULE(_cpu, m) {
       required("dleft", &Backward::dleft), required("dright", &Backward::dright));
   // clang-format on
 
-  m.def("forward", [](const Call& call, const Forward& results) { run([&] { return forward(call, results); }); },
-        nb::arg("call"), nb::arg("results"));
-  m.def("backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
-        nb::arg("call"), nb::arg("results"));
+  m.def(
+      "forward", [](const Call& call, const Forward& results) { run([&] { return forward(call, results); }); },
+      nb::arg("call"), nb::arg("results"));
+  m.def(
+      "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
+      nb::arg("call"), nb::arg("results"));
   m.def("target", [] { return std::string(target()); });
   m.def("targets", [] { return std::string(targets()); });
-  m.def("force_target", [](const std::string& name) { return force_target(name.empty() ? nullptr : name.c_str()); },
-        nb::arg("name"));
+  m.def(
+      "force_target", [](const std::string& name) { return force_target(name.empty() ? nullptr : name.c_str()); },
+      nb::arg("name"));
 }

@@ -23,7 +23,8 @@ namespace {
 using Any = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-// The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded) is there but not read.
+// The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded) is
+// there but not read.
 struct Numbers {
   bool causal, ranged, started, bounded, precise;
   double scale, dropout, tolerance;
@@ -94,7 +95,9 @@ void* part(const Any& array, std::int64_t index, std::int64_t num_calls) {
 }
 void* part(Result& array, std::int64_t index, std::int64_t num_calls) { return part(*array, index, num_calls); }
 
-std::int64_t from_end(const Any& array, std::size_t axis) { return array.dimensions()[array.dimensions().size() - axis]; }
+std::int64_t from_end(const Any& array, std::size_t axis) {
+  return array.dimensions()[array.dimensions().size() - axis];
+}
 std::int64_t from_end(Result& array, std::size_t axis) { return from_end(*array, axis); }
 
 // [B, length, heads, size], contiguous.
@@ -163,9 +166,8 @@ Forward forward_results(Arrays& to, std::int64_t i, std::int64_t n) {
 ffi::Error run_forward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {
   const auto operands = Reader(arguments).next<Operands, Any>();
   auto to = Reader(results).next<Outputs, Result>();
-  return run(operands, numbers, [&](const Call& c, std::int64_t i, std::int64_t n) {
-    return forward(c, forward_results(to, i, n));
-  });
+  return run(operands, numbers,
+             [&](const Call& c, std::int64_t i, std::int64_t n) { return forward(c, forward_results(to, i, n)); });
 }
 
 ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {

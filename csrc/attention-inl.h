@@ -84,7 +84,8 @@ Status forward_as(const Call& call, const Forward& results) {
   Packed<W> packed;
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
-  if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
+  if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
+    return Status::out_of_memory;
   PackTask<W, In, kPairs<In>>{call, packed, true}.run();
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, scratches.data, num_tiles, slack_of<W>(call.D)};

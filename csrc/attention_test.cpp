@@ -1,6 +1,6 @@
-// The core against a double loop, without Python: every target that runs here, every type, sizes around the vector width,
-// ranges and starts of every kind, few queries and many, one and many threads. `make core-test` builds and runs it in
-// seconds, `make sanitize` under sanitizers.
+// The core against a double loop, without Python: every target that runs here, every type, sizes around the vector
+// width, ranges and starts of every kind, few queries and many, one and many threads. `make core-test` builds and runs
+// it in seconds, `make sanitize` under sanitizers.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -89,7 +89,7 @@ struct Type<Brain> {
 struct Case {
   std::int64_t B, H, G, T, S, D, E;
   bool causal = true;
-  bool ranges = false;               // each key/value head another
+  bool ranges = false;                    // each key/value head another
   std::vector<std::int64_t> starts = {};  // of each batch row; none: S - T
   double dropout = 0;
   int threads = 2;
@@ -215,9 +215,12 @@ Inputs draw(const Case& c, bool narrow) {
     x.left.push_back(slopes[i % 6]);
     x.right.push_back(slopes[(i + 2) % 6]);
   }
-  const std::int64_t S = c.S, tame[][2] = {{0, S}, {S / 3, S}, {S / 5, S - S / 4}, {0, (S + 1) / 2}, {S / 2, S / 2}, {S - S / 7, S}};
-  constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(), kHigh = std::numeric_limits<std::int64_t>::max();
-  const std::int64_t wild[][2] = {{-5, S + 9}, {kLow, kHigh}, {S - 2, 3}, {kHigh, kLow}, {S + 4, S + 70}, {S / 2, kHigh}};
+  const std::int64_t S = c.S, tame[][2] = {{0, S},           {S / 3, S},     {S / 5, S - S / 4},
+                                           {0, (S + 1) / 2}, {S / 2, S / 2}, {S - S / 7, S}};
+  constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
+                         kHigh = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t wild[][2] = {{-5, S + 9},   {kLow, kHigh},   {S - 2, 3},
+                                  {kHigh, kLow}, {S + 4, S + 70}, {S / 2, kHigh}};
   for (std::int64_t i = 0; i < c.B * c.G; ++i) {
     const std::int64_t* chosen = c.wild ? wild[i % 6] : tame[i % 6];
     x.key_range.insert(x.key_range.end(), chosen, chosen + 2);
@@ -293,7 +296,8 @@ std::string describe(const Case& c, const char* type) {
   char name[300];
   std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s threads %d", target(), type, int(c.B),
                 int(c.H), int(c.G), int(c.T), int(c.S), int(c.D), int(c.E), c.causal ? "causal" : "two sides",
-                c.ranges ? " ranges" : "", c.starts.empty() ? "" : " starts", c.dropout > 0 ? " dropout" : "", c.threads);
+                c.ranges ? " ranges" : "", c.starts.empty() ? "" : " starts", c.dropout > 0 ? " dropout" : "",
+                c.threads);
   return name;
 }
 
@@ -312,7 +316,8 @@ void compare(const char* what, const std::string& name, const std::vector<W>& ac
 }
 
 template <typename In>
-void compare_forward(const std::string& name, const Arrays<In>& a, const Truth& truth, double step, double step_of_out) {
+void compare_forward(const std::string& name, const Arrays<In>& a, const Truth& truth, double step,
+                     double step_of_out) {
   compare("out", name, a.out, truth.out, step_of_out);
   auto lse = a.row_max;
   for (std::size_t i = 0; i < lse.size(); ++i) lse[i] += a.log_sum[i];
@@ -417,9 +422,11 @@ void test_the_definition() {
   }
 }
 
-// Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is right.
+// Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is
+// right.
 void test_what_a_caller_may_not_break() {
-  constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(), kHigh = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
+                         kHigh = std::numeric_limits<std::int64_t>::max();
   Case wild{2, 6, 3, 53, 157, 6, 7, false, true, {}, 0, 2, true};
   run_on_every_target<float>(wild);
   wild.T = 2;
@@ -447,7 +454,8 @@ void test_what_a_caller_may_not_break() {
   const Inputs x = draw(c, false);
   const Truth truth = define(c, x);
   on_every_target([&] {
-    for (const std::int32_t count : {std::numeric_limits<std::int32_t>::min(), -1, 1000, std::numeric_limits<std::int32_t>::max()}) {
+    for (const std::int32_t count :
+         {std::numeric_limits<std::int32_t>::min(), -1, 1000, std::numeric_limits<std::int32_t>::max()}) {
       Arrays<float> a(c, x);
       forward(a.call, a.results);
       std::fill(a.visited.begin(), a.visited.end(), count);
@@ -470,9 +478,11 @@ void test_what_a_caller_may_not_break() {
 }
 
 // The keys that `visited` says a tile read, by the words of attention.h.
-Range read_keys(const Case& c, const Inputs& x, const Arrays<float>& a, std::int64_t b, std::int64_t h, std::int64_t tile) {
+Range read_keys(const Case& c, const Inputs& x, const Arrays<float>& a, std::int64_t b, std::int64_t h,
+                std::int64_t tile) {
   const auto [first, end] = range_of(c, x, b, h / (c.H / c.G));
-  const std::int64_t n = (end - first + kBlockKeys - 1) / kBlockKeys, rows = std::min(kTileRows, c.T - tile * kTileRows);
+  const std::int64_t n = (end - first + kBlockKeys - 1) / kBlockKeys,
+                     rows = std::min(kTileRows, c.T - tile * kTileRows);
   const double p = static_cast<double>(start_of(c, x, b) + tile * kTileRows - first);
   const auto near_first = std::clamp<std::int64_t>(std::floor(p / kBlockKeys), 0, n);
   const auto near_end = std::clamp<std::int64_t>(std::ceil((p + static_cast<double>(rows)) / kBlockKeys), 0, n);
@@ -510,7 +520,8 @@ void test_visited_says_which_keys_were_read() {
         forward(other.call, other.results);
         const std::int64_t at = ((b * c.H + h) * c.T + tile * kTileRows) * c.E;
         const std::int64_t count = std::min(kTileRows, c.T - tile * kTileRows) * c.E;
-        check(std::equal(a.out.begin() + at, a.out.begin() + at + count, other.out.begin() + at), name, "no other key is read");
+        check(std::equal(a.out.begin() + at, a.out.begin() + at + count, other.out.begin() + at), name,
+              "no other key is read");
       }
       check(left_out > 0, name, "far keys are left out");
 

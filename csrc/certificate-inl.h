@@ -6,7 +6,8 @@
 // whose scores turn out too low once they are there (the bound of the first has to assume that norms align).
 constexpr double kTailShare = 0.75;
 
-// Would the block whose products are in scratch.score add next to nothing to any row? If so, add it to what is left out.
+// Would the block whose products are in scratch.score add next to nothing to any row? If so, add it to what is left
+// out.
 template <typename W>
 bool is_negligible(const Biased<W>& biased, W allowance, Scratch<W>& scratch) {
   constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;

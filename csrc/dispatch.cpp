@@ -11,10 +11,10 @@
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                        \
-  namespace name {                                   \
-  Status forward(const Call&, const Forward&);       \
-  Status backward(const Call&, const Backward&);     \
+#define LINBIAS_DECLARE(name)                    \
+  namespace name {                               \
+  Status forward(const Call&, const Forward&);   \
+  Status backward(const Call&, const Backward&); \
   }
 LINBIAS_DECLARE(baseline)
 #if defined(LINBIAS_X86)
@@ -76,8 +76,12 @@ Call with_possible_threads(Call call) {
 
 }  // namespace
 
-Status forward(const Call& call, const Forward& results) { return current().forward(with_possible_threads(call), results); }
-Status backward(const Call& call, const Backward& results) { return current().backward(with_possible_threads(call), results); }
+Status forward(const Call& call, const Forward& results) {
+  return current().forward(with_possible_threads(call), results);
+}
+Status backward(const Call& call, const Backward& results) {
+  return current().backward(with_possible_threads(call), results);
+}
 
 const char* target() { return current().name; }
 

@@ -23,16 +23,16 @@ inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
 template <typename W>
 struct Head {
   int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
-  W* keys_across;    // [blocks, D, kKeys]
-  W* values;         // [blocks * kKeys, E padded]
-  W* keys;           // [blocks * kKeys, D padded], backward only
-  W* values_across;  // [blocks, E, kKeys], backward only
+  W* keys_across;                       // [blocks, D, kKeys]
+  W* values;                            // [blocks * kKeys, E padded]
+  W* keys;                              // [blocks * kKeys, D padded], backward only
+  W* values_across;                     // [blocks, E, kKeys], backward only
   // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
-  uint32_t* key_pairs;    // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
-  uint32_t* value_pairs;  // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
-  W* center;         // [D], the mean of some keys
-  W* radius;         // [blocks], the largest |k - center|; NaN if anything in the block is not finite
-  W* spread;         // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u
+  uint32_t* key_pairs;     // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
+  uint32_t* value_pairs;   // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
+  W* center;               // [D], the mean of some keys
+  W* radius;               // [blocks], the largest |k - center|; NaN if anything in the block is not finite
+  W* spread;               // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u
   W center_norm, largest;  // largest: of all radii
 };
 
@@ -111,7 +111,8 @@ inline float zero_or_nan(const uint32_t* pairs, int64_t count) {
   for (int64_t j = 0; j < count; j += 16) {
     for (int lane = 0; lane < 16; ++lane) {
       const uint32_t x = pairs[j + lane];
-      found[lane] |= static_cast<uint32_t>((x & 0x7f80) == 0x7f80) | static_cast<uint32_t>((x & 0x7f800000) == 0x7f800000);
+      found[lane] |=
+          static_cast<uint32_t>((x & 0x7f80) == 0x7f80) | static_cast<uint32_t>((x & 0x7f800000) == 0x7f800000);
     }
   }
   for (const uint32_t one : found) any |= one;

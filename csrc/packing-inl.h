@@ -15,11 +15,10 @@ struct Packed {
     padded_D = round_up(call.D, Simd<W>::kLanes);
     padded_E = round_up(call.E, Simd<W>::kLanes);
     const int64_t rows = num_blocks * kKeys;
-    return heads.allocate(num_heads) && center.allocate(num_heads, call.D) &&
-           radius.allocate(num_heads, num_blocks) &&
-           (backward || (spread.allocate(num_heads, num_blocks) &&
-                         tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
-                         room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
+    return heads.allocate(num_heads) && center.allocate(num_heads, call.D) && radius.allocate(num_heads, num_blocks) &&
+           (backward ||
+            (spread.allocate(num_heads, num_blocks) && tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
+             room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
            (pairs ? key_pairs.allocate(num_heads, rows, round_up(call.D, 2) / 2) &&
                         value_pairs.allocate(num_heads, rows / 2, padded_E)
                   : keys_across.allocate(num_heads, rows, call.D) && values.allocate(num_heads, rows, padded_E)) &&
@@ -154,7 +153,8 @@ struct PackTask {
     const W m = slopes ? static_cast<const W*>(slopes)[row] : kInfinity<W>;
     if (!(m > 0) || is_infinite(m)) return;
     const Head<W>& head = self.packed.heads.data[row / call.H * call.G + row % call.H / group];
-    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D), self.packed.tails_of(row, task % 2));
+    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D),
+               self.packed.tails_of(row, task % 2));
   }
 
   void run() {

@@ -9,10 +9,10 @@ struct Scratch {
   uint32_t *q_pairs, *weight_pairs;
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
-  W left_out[kRows];    // at most this much is missing from row_sum, from blocks whose scores were seen
+  W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
   int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
   W fraction[kRows];     // so far from this one to the next
-  int64_t open_row;     // the row that last kept the tile from stopping
+  int64_t open_row;      // the row that last kept the tile from stopping
 };
 
 // One tile of one query head: its rows, the head it reads, and its slopes. Positions count from the head's first key.
@@ -145,9 +145,9 @@ void load_query_pairs(const Tile<W>& tile, uint32_t* q) {
   const Call& call = *tile.call;
   const int64_t pairs = round_up(call.D, 2) / 2;
   for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) +
-                                                             tile.b * call.q.batch + tile.h * call.q.head +
-                                                             (tile.start + i) * call.q.row);
+    const uint16_t* from =
+        reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) + tile.b * call.q.batch +
+                                          tile.h * call.q.head + (tile.start + i) * call.q.row);
     for (int64_t d = 0; d < call.D; d += 2) {
       const uint32_t low = i < tile.rows ? from[d] : 0, high = i < tile.rows && d + 1 < call.D ? from[d + 1] : 0;
       q[i * pairs + d / 2] = low | high << 16;

@@ -1,9 +1,9 @@
 // Linear-bias attention on the CPU, near to far: the whole interface of the core.
 //
 // Computes DESIGN section 1 for arrays [B, heads, length, size] with any strides but a unit last one. Knows no
-// Python and no framework. Sizes, strides and addresses are the caller's promise; whatever else a caller passes (ranges,
-// starts, counts, numbers), nothing outside the arrays is read or written. "Wide" is double for float64 inputs and float
-// otherwise: the type of scores, sums, slopes, `out` and the gradients of slopes.
+// Python and no framework. Sizes, strides and addresses are the caller's promise; whatever else a caller passes
+// (ranges, starts, counts, numbers), nothing outside the arrays is read or written. "Wide" is double for float64 inputs
+// and float otherwise: the type of scores, sums, slopes, `out` and the gradients of slopes.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,10 @@ struct Array {
 struct Call {
   DType dtype = DType::float32;
   std::int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0;
-  Array q, k, v;                              // [B, H, T, D], [B, G, S, D], [B, G, S, E]
-  const void* left = nullptr;                 // [B, H], wide; infinite hides the side
-  const void* right = nullptr;                // likewise, or null: causal
-  const std::int64_t* key_range = nullptr;    // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
+  Array q, k, v;                            // [B, H, T, D], [B, G, S, D], [B, G, S, E]
+  const void* left = nullptr;               // [B, H], wide; infinite hides the side
+  const void* right = nullptr;              // likewise, or null: causal
+  const std::int64_t* key_range = nullptr;  // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
   const std::int64_t* query_start = nullptr;  // [B], clamped to +-kLargestStart; or null: S - T
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
   double scale = 1, dropout = 0, tolerance = 0;
@@ -44,9 +44,9 @@ inline constexpr std::int64_t kBlockKeys = 64;
 // lse = row_max + log_sum.
 //
 // `visited` says which keys a tile read. The keys [first, end) of a head lie in n = ceil((end - first) / kBlockKeys)
-// blocks, counted from `first`: block j holds the keys from first + j * kBlockKeys on, kBlockKeys of them but for the last
-// block. A tile has `rows` queries, kTileRows of them but for the last tile, the first at position p. It always reads its
-// near blocks, of which there are none where all keys lie to one side of the tile:
+// blocks, counted from `first`: block j holds the keys from first + j * kBlockKeys on, kBlockKeys of them but for the
+// last block. A tile has `rows` queries, kTileRows of them but for the last tile, the first at position p. It always
+// reads its near blocks, of which there are none where all keys lie to one side of the tile:
 //
 //     near_first = clamp(floor((p - first) / kBlockKeys), 0, n)
 //     near_end   = clamp(ceil((p + rows - first) / kBlockKeys), 0, n)    one past the last
@@ -56,7 +56,8 @@ inline constexpr std::int64_t kBlockKeys = 64;
 //     from            first + (near_first - visited[0]) * kBlockKeys
 //     up to min(end,  first + (near_end   + visited[1]) * kBlockKeys)    one past the last
 //
-// Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it is.
+// Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it
+// is.
 struct Forward {
   void* out = nullptr;              // [B, H, T, E], wide, contiguous
   void* row_max = nullptr;          // [B, H, T], wide
