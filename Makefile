@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test check fix bench gpu sanitize neon clean
+.PHONY: run test check core-test fix bench gpu sanitize neon clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -18,12 +18,20 @@ test: $(VENV)/.dev  ## all tests (two at a time)
 check: $(VENV)/.dev  ## what CI runs: format, lint, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
+	$(MAKE) core-test
 	$(MAKE) test
+
+core-test: $(VENV)/.dev  ## the C++ core's own test, without Python, and no warnings
+	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON
+	$(BIN)/cmake --build build/test --parallel 2
+	build/test/attention_test
 
 fix: $(VENV)/.dev  ## format and mend what lint can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to records
 	$(BIN)/python benchmarks/bench_attention.py
@@ -33,10 +41,10 @@ bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go 
 gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benchmark of the Triton kernels, in 10 minutes
 	$(BIN)/python benchmarks/bench_gpu.py
 
-sanitize:  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
+sanitize: $(VENV)/.dev  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
 	for kind in address,undefined thread; do \
-	  cmake -S . -B build/$$kind -DLINBIAS_TEST=ON -DLINBIAS_SANITIZE=$$kind -DCMAKE_CXX_FLAGS_RELEASE=-O1 && \
-	  cmake --build build/$$kind && build/$$kind/attention_test || exit 1; \
+	  $(BIN)/cmake -S . -B build/$$kind -DLINBIAS_TEST=ON -DLINBIAS_SANITIZE=$$kind -DCMAKE_CXX_FLAGS_RELEASE=-O1 && \
+	  $(BIN)/cmake --build build/$$kind --parallel 2 && build/$$kind/attention_test || exit 1; \
 	done
 
 neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)
@@ -52,7 +60,8 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-SOURCES := CMakeLists.txt $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
+CXX_SOURCES := $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
+SOURCES := CMakeLists.txt $(CXX_SOURCES)
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[lm]'

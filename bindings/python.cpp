@@ -1,11 +1,13 @@
-// Python binding of the CPU core: numbers and addresses in, nothing else. The caller (linbias/cpu.py) has
-// checked everything and keeps the arrays alive; the interpreter lock is released while the core works.
+// Python binding of the CPU core: the structs of attention.h as classes, and its functions. Pointers are addresses, as
+// integers, and 0 is null. The caller (linbias/kernels/core.py) keeps the arrays alive; the interpreter lock is
+// released while the core works.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
-#include <array>
 #include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 #include "linbias/attention.h"
 
@@ -14,29 +16,58 @@ using namespace linbias;
 
 namespace {
 
-using Address = std::uintptr_t;
-using Sizes = std::array<std::int64_t, 7>;    // B H G T S D E
-using Strided = std::array<std::int64_t, 4>;  // address and strides of batch, head, row
+// What Python gives for a member: an address for a pointer, and else the member itself.
+template <class Member>
+using Given = std::conditional_t<std::is_pointer_v<Member>, std::uintptr_t, Member>;
 
-void* pointer(Address address) { return reinterpret_cast<void*>(address); }
-
-Array array(const Strided& from) {
-  return {pointer(static_cast<Address>(from[0])), from[1], from[2], from[3]};
+template <class Member>
+Member member_from(Given<Member> given) {
+  if constexpr (std::is_pointer_v<Member>) return reinterpret_cast<Member>(given);
+  else return given;
 }
 
-Call call(int dtype, const Sizes& n, const Strided& q, const Strided& k, const Strided& v, Address left, Address right,
-          Address key_range, Address key_bound, double scale, double dropout, double tolerance, std::uint32_t seed,
-          int num_threads, bool precise) {
-  return {static_cast<DType>(dtype), n[0], n[1], n[2], n[3], n[4], n[5], n[6], array(q), array(k), array(v),
-          pointer(left), pointer(right), static_cast<const std::int64_t*>(pointer(key_range)), pointer(key_bound),
-          scale, dropout, tolerance, seed, num_threads < 1 ? 1 : num_threads, precise};
+// A field of a struct: its name in Python, and whether it may be left out.
+template <class RecordType, class MemberType, bool optional>
+struct Field {
+  using Record = RecordType;
+  using Member = MemberType;
+  const char* name;
+  Member Record::* member;
+
+  auto argument() const {
+    if constexpr (optional) return nb::arg(name) = (Given<Member>)(Record{}.*member);
+    else return nb::arg(name);
+  }
+};
+
+template <class Record, class Member>
+Field<Record, Member, false> required(const char* name, Member Record::* member) {
+  return {name, member};
+}
+template <class Record, class Member>
+Field<Record, Member, true> optional(const char* name, Member Record::* member) {
+  return {name, member};
 }
 
-Forward forward_results(const std::array<Address, 4>& to, std::int64_t visited_tiles) {
-  return {pointer(to[0]), pointer(to[1]), pointer(to[2]), static_cast<std::int32_t*>(pointer(to[3])), visited_tiles};
+// Bind a struct as a class whose constructor takes the fields by name.
+template <class Record, class... Fields>
+void bind_record(nb::module_& m, const char* name, Fields... fields) {
+  nb::class_<Record>(m, name).def(
+      "__init__",
+      [fields...](Record* self, Given<typename Fields::Member>... given) {
+        new (self) Record{};
+        ((self->*fields.member = member_from<typename Fields::Member>(given)), ...);
+      },
+      nb::kw_only(), fields.argument()...);
 }
 
-void raise_if_bad(Status status) {
+template <class Compute>
+void run(Compute compute) {
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = compute();
+  }
   if (status != Status::out_of_memory) return;
   PyErr_SetString(PyExc_MemoryError, "attention: no memory for the packed keys and values of this call");
   throw nb::python_error();
@@ -47,35 +78,59 @@ void raise_if_bad(Status status) {
 NB_MODULE(_cpu, m) {
   m.attr("TILE_ROWS") = kTileRows;
   m.attr("BLOCK_KEYS") = kBlockKeys;
+
+  nb::enum_<DType>(m, "DType")
+      .value("float32", DType::float32)
+      .value("float64", DType::float64)
+      .value("float16", DType::float16)
+      .value("bfloat16", DType::bfloat16);
+  nb::class_<Array>(m, "Array")
+      .def(
+          "__init__",
+          [](Array* self, std::uintptr_t data, std::int64_t batch, std::int64_t head, std::int64_t row) {
+            new (self) Array{reinterpret_cast<void*>(data), batch, head, row};
+          },
+          nb::arg("data"), nb::arg("batch"), nb::arg("head"), nb::arg("row"));
+  // clang-format off
+  bind_record<Call>(m, "Call",
+      required("dtype", &Call::dtype),
+      required("B", &Call::B), required("H", &Call::H), required("G", &Call::G), required("T", &Call::T),
+      required("S", &Call::S), required("D", &Call::D), required("E", &Call::E),
+      required("q", &Call::q), required("k", &Call::k), required("v", &Call::v),
+      required("left", &Call::left),
+      optional("right", &Call::right),
+      optional("key_range", &Call::key_range),
+      optional("query_start", &Call::query_start),
+      optional("key_bound", &Call::key_bound),
+      required("scale", &Call::scale),
+      optional("dropout", &Call::dropout),
+      required("tolerance", &Call::tolerance),
+      optional("seed", &Call::seed),
+      optional("num_threads", &Call::num_threads),
+      optional("precise", &Call::precise));
+  bind_record<Forward>(m, "Forward",
+      required("out", &Forward::out),
+      required("row_max", &Forward::row_max),
+      required("log_sum", &Forward::log_sum),
+      required("visited", &Forward::visited),
+      required("visited_tiles", &Forward::visited_tiles));
+  bind_record<Backward>(m, "Backward",
+      required("dout", &Backward::dout),
+      required("dlse", &Backward::dlse),
+      required("saved", &Backward::saved),
+      required("dq", &Backward::dq), required("dk", &Backward::dk), required("dv", &Backward::dv),
+      required("dleft", &Backward::dleft), required("dright", &Backward::dright));
+  // clang-format on
+
+  m.def(
+      "forward", [](const Call& call, const Forward& results) { run([&] { return forward(call, results); }); },
+      nb::arg("call"), nb::arg("results"));
+  m.def(
+      "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
+      nb::arg("call"), nb::arg("results"));
   m.def("target", [] { return std::string(target()); });
   m.def("targets", [] { return std::string(targets()); });
-  m.def("force_target", [](const std::string& name) { return force_target(name.empty() ? nullptr : name.c_str()); });
-  m.def("forward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v, Address left,
-                      Address right, Address key_range, Address key_bound, double scale, double dropout,
-                      double tolerance, std::uint32_t seed, int num_threads, bool precise, std::int64_t visited_tiles,
-                      const std::array<Address, 4>& results) {
-    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, tolerance, seed, num_threads, precise);
-    Status status;
-    {
-      nb::gil_scoped_release release;
-      status = forward(c, forward_results(results, visited_tiles));
-    }
-    raise_if_bad(status);
-  });
-  m.def("backward", [](int dtype, const Sizes& sizes, const Strided& q, const Strided& k, const Strided& v,
-                       Address left, Address right, Address key_range, Address key_bound, double scale,
-                       double dropout, double tolerance, std::uint32_t seed, int num_threads, Address dout, Address dlse,
-                       std::int64_t visited_tiles,
-                       const std::array<Address, 4>& saved, const std::array<Address, 5>& gradients) {
-    const Call c = call(dtype, sizes, q, k, v, left, right, key_range, key_bound, scale, dropout, tolerance, seed, num_threads, true);
-    const Backward results = {pointer(dout), pointer(dlse), forward_results(saved, visited_tiles), pointer(gradients[0]),
-                              pointer(gradients[1]), pointer(gradients[2]), pointer(gradients[3]),
-                              pointer(gradients[4])};
-    Status status;
-    {
-      nb::gil_scoped_release release;
-      status = backward(c, results);
-    }
-    raise_if_bad(status);
-  });
+  m.def(
+      "force_target", [](const std::string& name) { return force_target(name.empty() ? nullptr : name.c_str()); },
+      nb::arg("name"));
 }

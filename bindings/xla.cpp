@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "linbias/attention.h"
@@ -22,15 +23,51 @@ namespace {
 using Any = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-// The numbers of a call, decoded from the attributes of the custom call.
+// The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded) is
+// there but not read.
 struct Numbers {
-  bool causal, ranged, bounded, precise;
+  bool causal, ranged, started, bounded, precise;
   double scale, dropout, tolerance;
   std::int32_t num_threads;
 };
 
+// The arrays of a call, in the order in which they come.
 struct Operands {
-  Any q, k, v, left, right, key_range, key_bound, seed;
+  Any q, k, v, left, right, key_range, query_start, key_bound, seed;
+};
+struct Kept {  // by forward, for backward
+  Any out, row_max, log_sum, visited;
+};
+struct Cotangents {
+  Any dout, dlse;
+};
+struct Outputs {
+  Result out, row_max, log_sum, visited;
+};
+struct Gradients {
+  Result dq, dk, dv, dleft, dright;
+};
+
+// Take the next arrays of a list for the fields of a struct of arrays.
+template <class List>
+class Reader {
+ public:
+  explicit Reader(const List& from) : list(from) {}
+
+  template <class Record, class Item>
+  Record next() {
+    return next<Record>(std::make_index_sequence<sizeof(Record) / sizeof(Item)>());
+  }
+
+ private:
+  const List& list;
+  std::size_t at = 0;
+
+  template <class Record, std::size_t... index>
+  Record next(std::index_sequence<index...>) {
+    const std::size_t from = std::exchange(at, at + sizeof...(index));
+    return {list.template get<Any>(from + index).value()...};
+  }
 };
 
 DType dtype_of(const Any& array) {
@@ -58,27 +95,48 @@ void* part(const Any& array, std::int64_t index, std::int64_t num_calls) {
 }
 void* part(Result& array, std::int64_t index, std::int64_t num_calls) { return part(*array, index, num_calls); }
 
-std::int64_t from_end(const Any& array, std::size_t axis) { return array.dimensions()[array.dimensions().size() - axis]; }
+std::int64_t from_end(const Any& array, std::size_t axis) {
+  return array.dimensions()[array.dimensions().size() - axis];
+}
+std::int64_t from_end(Result& array, std::size_t axis) { return from_end(*array, axis); }
 
 // [B, length, heads, size], contiguous.
 Array array(void* data, std::int64_t length, std::int64_t heads, std::int64_t size) {
   return {data, length * heads * size, size, heads * size};
 }
 
-Call call(const Operands& from, const Numbers& n, const std::vector<std::int64_t>& key_range, const Fold& fold,
-          std::int64_t index) {
-  const std::int64_t T = from_end(from.q, 3), H = from_end(from.q, 2), D = from_end(from.q, 1);
-  const std::int64_t S = from_end(from.v, 3), G = from_end(from.v, 2), E = from_end(from.v, 1);
+// The integers of a batch row, as the core wants them.
+std::vector<std::int64_t> widened(const Any& array) {
+  const auto* values = static_cast<const std::int32_t*>(array.untyped_data());
+  return {values, values + array.element_count()};
+}
+
+struct Integers {
+  std::vector<std::int64_t> key_range, query_start;
+};
+
+Call call(const Operands& from, const Integers& integers, const Numbers& n, const Fold& fold, std::int64_t index) {
   const auto of = [&](const Any& x) { return part(x, index, fold.num_calls); };
-  return {dtype_of(from.q),
-          fold.B, H, G, T, S, D, E,
-          array(of(from.q), T, H, D), array(of(from.k), S, G, D), array(of(from.v), S, G, E),
-          of(from.left), n.causal ? nullptr : of(from.right),
-          n.ranged ? key_range.data() + index * fold.B * 2 : nullptr,
-          n.bounded ? of(from.key_bound) : nullptr,
-          n.scale, n.dropout, n.tolerance,
-          n.dropout > 0 ? *static_cast<std::uint32_t*>(of(from.seed)) : 0,
-          std::max(1, n.num_threads), n.precise};
+  Call c;
+  c.dtype = dtype_of(from.q);
+  c.B = fold.B;
+  c.T = from_end(from.q, 3), c.H = from_end(from.q, 2), c.D = from_end(from.q, 1);
+  c.S = from_end(from.v, 3), c.G = from_end(from.v, 2), c.E = from_end(from.v, 1);
+  c.q = array(of(from.q), c.T, c.H, c.D);
+  c.k = array(of(from.k), c.S, c.G, c.D);
+  c.v = array(of(from.v), c.S, c.G, c.E);
+  c.left = of(from.left);
+  if (!n.causal) c.right = of(from.right);
+  if (n.ranged) c.key_range = integers.key_range.data() + index * c.B * c.G * 2;
+  if (n.started) c.query_start = integers.query_start.data() + index * c.B;
+  if (n.bounded) c.key_bound = of(from.key_bound);
+  if (n.dropout > 0) c.seed = *static_cast<std::uint32_t*>(of(from.seed));
+  c.scale = n.scale;
+  c.dropout = n.dropout;
+  c.tolerance = n.tolerance;
+  c.num_threads = n.num_threads;
+  c.precise = n.precise;
+  return c;
 }
 
 // Run `compute` (call, index, num_calls) for each call of the core; what fails becomes an error of XLA.
@@ -86,13 +144,11 @@ template <class Compute>
 ffi::Error run(const Operands& from, const Numbers& n, Compute compute) {
   try {
     const Fold fold(from.q, n.dropout > 0);
-    std::vector<std::int64_t> key_range;
-    if (n.ranged) {
-      const auto* values = static_cast<const std::int32_t*>(from.key_range.untyped_data());
-      key_range.assign(values, values + from.key_range.element_count());
-    }
+    Integers integers;
+    if (n.ranged) integers.key_range = widened(from.key_range);
+    if (n.started) integers.query_start = widened(from.query_start);
     for (std::int64_t i = 0; i < fold.num_calls; ++i) {
-      if (compute(call(from, n, key_range, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
+      if (compute(call(from, integers, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
     }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
@@ -101,55 +157,62 @@ ffi::Error run(const Operands& from, const Numbers& n, Compute compute) {
   return ffi::Error::Success();
 }
 
-ffi::Error run_forward(Any q, Any k, Any v, Any left, Any right, Any key_range, Any key_bound, Any seed, Result out,
-                       Result row_max, Result log_sum, Result visited, bool causal, bool ranged, bool bounded,
-                       bool precise, double scale, double dropout, double tolerance, std::int32_t num_threads) {
-  const Numbers numbers = {causal, ranged, bounded, precise, scale, dropout, tolerance, num_threads};
-  return run({q, k, v, left, right, key_range, key_bound, seed}, numbers,
-             [&](const Call& c, std::int64_t i, std::int64_t n) {
-               return forward(c, {part(out, i, n), part(row_max, i, n), part(log_sum, i, n),
-                                  static_cast<std::int32_t*>(part(visited, i, n)), from_end(*visited, 2)});
-             });
+template <class Arrays>
+Forward forward_results(Arrays& to, std::int64_t i, std::int64_t n) {
+  return {part(to.out, i, n), part(to.row_max, i, n), part(to.log_sum, i, n),
+          static_cast<std::int32_t*>(part(to.visited, i, n)), from_end(to.visited, 2)};
 }
 
-ffi::Error run_backward(Any q, Any k, Any v, Any left, Any right, Any key_range, Any key_bound, Any seed, Any out,
-                        Any row_max, Any log_sum, Any visited, Any dout, Any dlse, Result dq, Result dk, Result dv,
-                        Result dleft, Result dright, bool causal, bool ranged, bool bounded, bool precise,
-                        double scale, double dropout, double tolerance, std::int32_t num_threads) {
-  for (Result* sum : {&dk, &dv, &dleft, &dright}) {
+ffi::Error run_forward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {
+  const auto operands = Reader(arguments).next<Operands, Any>();
+  auto to = Reader(results).next<Outputs, Result>();
+  return run(operands, numbers,
+             [&](const Call& c, std::int64_t i, std::int64_t n) { return forward(c, forward_results(to, i, n)); });
+}
+
+ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {
+  Reader reader(arguments);
+  const auto operands = reader.next<Operands, Any>();
+  const auto kept = reader.next<Kept, Any>();
+  const auto given = reader.next<Cotangents, Any>();
+  auto to = Reader(results).next<Gradients, Result>();
+  for (Result* sum : {&to.dk, &to.dv, &to.dleft, &to.dright}) {
     std::fill_n(static_cast<char*>((*sum)->untyped_data()), (*sum)->size_bytes(), 0);
   }
-  const Numbers numbers = {causal, ranged, bounded, precise, scale, dropout, tolerance, num_threads};
-  return run({q, k, v, left, right, key_range, key_bound, seed}, numbers,
-             [&](const Call& c, std::int64_t i, std::int64_t n) {
-               const Forward saved = {part(out, i, n), part(row_max, i, n), part(log_sum, i, n),
-                                      static_cast<std::int32_t*>(part(visited, i, n)), from_end(visited, 2)};
-               return backward(c, {part(dout, i, n), part(dlse, i, n), saved, part(dq, i, n), part(dk, i, n),
-                                   part(dv, i, n), part(dleft, i, n), part(dright, i, n)});
-             });
-}
-
-template <class Binding>
-auto with_numbers(Binding binding) {
-  return std::move(binding)
-      .template Attr<bool>("causal").template Attr<bool>("ranged").template Attr<bool>("bounded")
-      .template Attr<bool>("precise").template Attr<double>("scale").template Attr<double>("dropout")
-      .template Attr<double>("tolerance").template Attr<std::int32_t>("num_threads");
-}
-
-auto with_operands() {
-  return ffi::Ffi::Bind().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>();
+  return run(operands, numbers, [&](const Call& c, std::int64_t i, std::int64_t n) {
+    Backward b;
+    b.dout = part(given.dout, i, n);
+    b.dlse = part(given.dlse, i, n);
+    b.saved = forward_results(kept, i, n);
+    b.dq = part(to.dq, i, n);
+    b.dk = part(to.dk, i, n);
+    b.dv = part(to.dv, i, n);
+    b.dleft = part(to.dleft, i, n);
+    b.dright = part(to.dright, i, n);
+    return backward(c, b);
+  });
 }
 
 }  // namespace
 
+// clang-format off
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    Numbers,
+    ffi::StructMember<bool>("causal"),
+    ffi::StructMember<bool>("ranged"),
+    ffi::StructMember<bool>("started"),
+    ffi::StructMember<bool>("bounded"),
+    ffi::StructMember<bool>("precise"),
+    ffi::StructMember<double>("scale"),
+    ffi::StructMember<double>("dropout"),
+    ffi::StructMember<double>("tolerance"),
+    ffi::StructMember<std::int32_t>("num_threads"));
+// clang-format on
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(linbias_forward, run_forward,
-                              with_numbers(with_operands().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    linbias_backward, run_backward,
-    with_numbers(with_operands()
-                     .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()
-                     .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()));
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<Numbers>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(linbias_backward, run_backward,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<Numbers>());
 
 NB_MODULE(_xla, m) {
   m.attr("forward") = nb::capsule(reinterpret_cast<void*>(linbias_forward));

@@ -45,6 +45,7 @@ LINBIAS_INLINE bool is_infinite(double x) { return x == __builtin_inf(); }
 LINBIAS_INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 LINBIAS_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 LINBIAS_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+LINBIAS_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return larger_of(low, smaller_of(x, high)); }
 
 // Memory that is freed at the end of its block, 64-byte aligned.
 template <typename X>
@@ -83,7 +84,8 @@ Status forward_as(const Call& call, const Forward& results) {
   Packed<W> packed;
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
-  if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
+  if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
+    return Status::out_of_memory;
   PackTask<W, In, kPairs<In>>{call, packed, true}.run();
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, scratches.data, num_tiles, slack_of<W>(call.D)};

@@ -9,8 +9,8 @@ struct BackwardTask {
   const Packed<W>& packed;
   Scratch<W>* scratches;
   int64_t num_tiles, num_parts, tiles_per_part;
-  W *dk, *dv;        // [B, H, parts, S padded, D or E padded]
-  double* dslopes;   // [B, H, parts, 2]
+  W *dk, *dv;       // [B, H, parts, S padded, D or E padded]
+  double* dslopes;  // [B, H, parts, 2]
 
   static void run(void* context, int64_t task, int worker) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
@@ -36,15 +36,20 @@ struct BackwardTask {
     load_output_gradient(tile, scratch);
     W* dq = scratch.acc;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
-    const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    const int32_t* counts = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    const int64_t outermost_left =
+        tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - counts[kLeft], 0, tile.near_first);
+    const int64_t outermost_right =
+        tile.hidden[kRight] ? tile.near_last
+                            : clamp(tile.near_last + counts[kRight], tile.near_last, tile.head->num_blocks - 1);
     // From either end inwards, as the outer blocks may turn out to be negligible.
-    bool fades = true;
-    for (int64_t block = tile.near_first - visited[kLeft]; block <= tile.near_last; ++block) {
-      fades = visit(tile, block, fades, scratch, dq, dk, dv);
+    bool negligible = true;
+    for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
+      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
-    fades = true;
-    for (int64_t block = tile.near_last + visited[kRight]; block > tile.near_last; --block) {
-      fades = visit(tile, block, fades, scratch, dq, dk, dv);
+    negligible = true;
+    for (int64_t block = outermost_right; block > tile.near_last; --block) {
+      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
     }
     add_slope_gradients(tile, scratch, dslopes);
     const W scale = static_cast<W>(call.scale);
@@ -82,16 +87,17 @@ struct BackwardTask {
   }
 
   // Add what a block gives, unless those beyond were negligible and it is, too. Returns whether it was.
-  bool visit(const Tile<W>& tile, int64_t block, bool fades, Scratch<W>& scratch, W* dq, W* dk, W* dv) const {
+  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch, W* dq, W* dk,
+             W* dv) const {
     const Head<W>& head = *tile.head;
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
-    multiply<W>(rows, kKeys, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys,
-                scratch.score, kKeys, false);
+    multiply<W>(rows, kKeys, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys, scratch.score,
+                kKeys, false);
     constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
     const Biased<W> biased(tile, block, W{1});
     const bool finite = head.radius[block] == head.radius[block];
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
-    if (fades && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
+    if (previous_negligible && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
     multiply<W>(rows, kKeys, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
                 scratch.dweight, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {
@@ -140,8 +146,8 @@ struct BackwardTask {
     }
   }
 
-  // dslope = -sum dscore |distance|, a sum of large terms that cancel: what makes sum dscore differ from dlse is rounding
-  // error, mostly that of delta, and every dscore carries its weight's share of it.
+  // dslope = -sum dscore |distance|, a sum of large terms that cancel: what makes sum dscore differ from dlse is
+  // rounding error, mostly that of delta, and every dscore carries its weight's share of it.
   void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
       if (!(scratch.row_sum[i] > 0)) continue;
@@ -204,7 +210,7 @@ Status backward_as(const Call& call, const Backward& results) {
     return Status::out_of_memory;
   }
   PackTask<W, In, false>{call, packed, false}.run();
-  BackwardTask<W, In> task{call,      results,   packed,         scratches.data, num_tiles,
+  BackwardTask<W, In> task{call,      results,        packed,  scratches.data, num_tiles,
                            num_parts, tiles_per_part, dk.data, dv.data,        dslopes.data};
   parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);
   parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardTask<W, In>::collect, &task);

@@ -1,6 +1,6 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// What the certificate knows of keys that no one looks at (docs/math.md). For each block of a key/value head, their
+// What the certificate knows of keys that are not read (docs/math.md). For each block of a key/value head, their
 // distances from a center: the largest, and a bound on how much they spread in any one direction. For each query head
 // and side, from these and the slope, a table of bounds on everything from a block outwards, at some lengths of q.
 
@@ -10,11 +10,12 @@ constexpr W slack_of(int64_t D) {
 }
 
 // Fill in the radius and the spread of a block. `room` holds [D + kKeys, kKeys].
-// With g_st = (k_s - c).(k_t - c), the sum of (u.(k_s - c))^4 over a block is u x u against the k x k, whose Gram matrix has
-// entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost (`roughly`), the
-// spread is the radius, as if all keys lay along one line.
+// With g_st = (k_s - c).(k_t - c), the sum of (u.(k_s - c))^4 over a block is u x u against the k x k, whose Gram
+// matrix has entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost
+// (measure_spread is false), the spread is the radius, as if all keys lay along one line.
 template <typename W, typename In>
-void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool roughly, W slack, W* room) {
+void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool measure_spread, W slack,
+                   W* room) {
   const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
   W squares[kKeys] = {}, entry_room[kKeys];
   for (int64_t d = 0; d < call.D; ++d) {
@@ -30,13 +31,14 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
   found += values_zero_or_nan<W, In>(head, block, padded_E);
   head.radius[block] = square_root(found);
   head.spread[block] = head.radius[block];
-  if (roughly) return;
+  if (!measure_spread) return;
   W* gram = room + call.D * kKeys;
   multiply<W>(kKeys, kKeys, call.D, room, 1, kKeys, room, kKeys, gram, kKeys, false);
   W largest_row = 0;
   for (int64_t s = 0; s < kKeys; ++s) {
     Vector<W> total{};
-    for (int64_t t = 0; t < kKeys; t += Simd<W>::kLanes) total += load(gram + s * kKeys + t) * load(gram + s * kKeys + t);
+    for (int64_t t = 0; t < kKeys; t += Simd<W>::kLanes)
+      total += load(gram + s * kKeys + t) * load(gram + s * kKeys + t);
     const W row = sum<W>(total);
     largest_row = row <= largest_row ? largest_row : row;
   }
@@ -45,8 +47,8 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
 }
 
 // log sum exp(q.(k - c) - m distance) over the keys of a block and all beyond it, distances counted from the block's
-// nearest key, at most; for |q| = kShortest * 2^(entry / 2) / (the head's largest |k - c|). The bound grows with |q| and
-// is convex in log |q|, so that between two entries their chord serves.
+// nearest key, at most; for |q| = kShortest * 2^(entry / 2) / (the head's largest |k - c|). The bound grows with |q|
+// and is convex in log |q|, so that between two entries their chord serves.
 constexpr int kEntries = 15;
 constexpr double kShortest = 4;
 
@@ -54,8 +56,8 @@ constexpr double kShortest = 4;
 inline double first_terms(double x) { return 1 + x * (1 + x / 2 * (1 + x / 3)); }
 
 // The bound for one block. With x = q.(k - c) <= a = |q| radius, and since (e^x - first_terms(x)) / x^4 grows with x,
-// sum e^x <= n (first_terms(y) + (y / a)^4 (e^a - first_terms(a))) with y = |q| spread, of which y^4 is at least the mean
-// of x^4, and its powers those of x, x^2, x^3.
+// sum e^x <= n (first_terms(y) + (y / a)^4 (e^a - first_terms(a))) with y = |q| spread, of which y^4 is at least the
+// mean of x^4, and its powers those of x, x^2, x^3.
 struct BlockBound {
   double radius, spread, share, log_count;
   bool by_spread;

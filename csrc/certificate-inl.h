@@ -2,11 +2,12 @@
 //
 // When a tile may leave out a block, or all that lies beyond.
 
-// A row may lose `tolerance` of its probability: this share of it to keys that no one looks at, and the rest to blocks
+// A row may lose `tolerance` of its probability: this share of it to keys that are not read, and the rest to blocks
 // whose scores turn out too low once they are there (the bound of the first has to assume that norms align).
 constexpr double kTailShare = 0.75;
 
-// Would the block whose products are in scratch.score add next to nothing to any row? If so, book it.
+// Would the block whose products are in scratch.score add next to nothing to any row? If so, add it to what is left
+// out.
 template <typename W>
 bool is_negligible(const Biased<W>& biased, W allowance, Scratch<W>& scratch) {
   constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
@@ -33,14 +34,14 @@ bool is_negligible(const Biased<W>& biased, W allowance, Scratch<W>& scratch) {
   return true;
 }
 
-// Where a row's norm stands in the tables of its head; nowhere, NaN, beyond the last entry.
+// Find the entry of a row's norm in the tables of its head; a norm beyond the last one is not known: NaN.
 template <typename W>
-void place_row(const Head<W>& head, Scratch<W>& scratch, int64_t i) {
+void find_entry(const Head<W>& head, Scratch<W>& scratch, int64_t i) {
   const double a = static_cast<double>(scratch.norm[i]) * (head.largest > 0 ? static_cast<double>(head.largest) : 1);
   const double entry = a > kShortest ? 2 * __builtin_log2(a / kShortest) : 0;
   const bool known = entry < kEntries - 1;
   scratch.entry[i] = static_cast<int16_t>(known ? entry : 0);
-  scratch.place[i] = known ? static_cast<W>(entry - scratch.entry[i]) : static_cast<W>(__builtin_nan(""));
+  scratch.fraction[i] = known ? static_cast<W>(entry - scratch.entry[i]) : static_cast<W>(__builtin_nan(""));
 }
 
 // May this tile leave out every key from block `nearest` outwards? Comparisons with NaN say no.
@@ -56,7 +57,7 @@ bool is_covered(const Tile<W>& tile, Scratch<W>& scratch, Side side, int64_t nea
   const W* tails = table + nearest * kEntries;
   for (int64_t n = 0, i = scratch.open_row; n < tile.rows; ++n, i = i + 1 < tile.rows ? i + 1 : 0) {
     const W* lower = tails + scratch.entry[i];
-    const W far = lower[0] + scratch.place[i] * (lower[1] - lower[0]);
+    const W far = lower[0] + scratch.fraction[i] * (lower[1] - lower[0]);
     const W tail = scratch.base[i] + far - step * (distance + away * static_cast<W>(i)) - share;
     if (!(tail <= scratch.row_max[i] + log_from_below(scratch.row_sum[i]))) {
       scratch.open_row = i;

@@ -1,10 +1,10 @@
 // Part of attention-inl.h, included within its namespace.
 //
 // Few queries against a long cache: nothing is packed, keys and values are read where they lie. Each query row first
-// visits its nearest blocks, one by one. What the certificate then still asks for is cut into parts of fixed length, which
-// threads share out (few heads may have long windows) and whose sums are merged in order.
-// The certificate needs a bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys
-// and values are looked at once, which costs what it takes to read them.
+// visits its nearest blocks, one by one. What the certificate then still asks for is cut into parts of fixed length,
+// which threads share out (few heads may have long windows) and whose sums are merged in order. The certificate needs a
+// bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys and values are read
+// once to find one, which costs what it takes to read them.
 constexpr int64_t kFewQueries = 4, kLargestSize = 256;
 constexpr int64_t kNearBlocks = 16, kPartBlocks = 32;
 
@@ -18,10 +18,14 @@ struct FormatOf {
   static constexpr Bits kInfinity = infinity, kSize = static_cast<B>(~B{0}) >> 1;
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / sizeof(B);
 };
-template <> struct Format<float> : FormatOf<uint32_t, 0x7f800000> {};
-template <> struct Format<double> : FormatOf<uint64_t, 0x7ff0000000000000> {};
-template <> struct Format<Float16> : FormatOf<uint16_t, 0x7c00> {};
-template <> struct Format<Bfloat16> : FormatOf<uint16_t, 0x7f80> {};
+template <>
+struct Format<float> : FormatOf<uint32_t, 0x7f800000> {};
+template <>
+struct Format<double> : FormatOf<uint64_t, 0x7ff0000000000000> {};
+template <>
+struct Format<Float16> : FormatOf<uint16_t, 0x7c00> {};
+template <>
+struct Format<Bfloat16> : FormatOf<uint16_t, 0x7f80> {};
 
 template <typename In>
 LINBIAS_INLINE typename Format<In>::Bits size_bits(In x) {
@@ -64,15 +68,15 @@ struct DecodeTask {
   W* reach[2];  // [B * G, blocks] each, without key_bound: the largest |k| of a block and all beyond it
   int64_t num_blocks;
   W slack;
-  W* sums;          // [rows + parts, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each part
-  int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
-  int64_t* end;     // [rows, 2]: where the certificate lets go, exclusive, outwards
-  int64_t* parts;   // [rows * 2 + 1]: where the parts of a row and side begin
+  W* sums;         // [rows + parts, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each part
+  int64_t* begin;  // [rows, 2]: the first block beyond the near ones on each side
+  int64_t* end;    // [rows, 2]: the first block outwards that the certificate leaves out
+  int64_t* parts;  // [rows * 2 + 1]: where the parts of a row and side begin
   static constexpr int kLanes = Simd<W>::kLanes;
   static constexpr int64_t kBlocksAtOnce = 16;
 
   struct Row {
-    int64_t b, h, first, num_keys, position, head;  // head: of the keys, b * G + g
+    int64_t b, h, first, num_keys, position, head;  // position: from key `first`; head: of the keys, b * G + g
     const In *keys, *values;                        // of key `first`
     alignas(64) W q[kLargestSize];
     alignas(64) W acc[kLargestSize];
@@ -83,9 +87,10 @@ struct DecodeTask {
 
   int64_t num_rows() const { return call.B * call.H * call.T; }
 
-  void place(int64_t b, int64_t g, Row& row) const {
-    row.first = call.key_range ? call.key_range[2 * b] : 0;
-    row.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - row.first;
+  void find_keys(int64_t b, int64_t g, Row& row) const {
+    const KeyRange range(call, b, g);
+    row.first = range.first;
+    row.num_keys = range.count;
     row.head = b * call.G + g;
     row.keys = static_cast<const In*>(call.k.data) + b * call.k.batch + g * call.k.head + row.first * call.k.row;
     row.values = static_cast<const In*>(call.v.data) + b * call.v.batch + g * call.v.head + row.first * call.v.row;
@@ -96,7 +101,7 @@ struct DecodeTask {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     const int64_t tasks = round_up(self.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     Row row;
-    self.place(task / tasks / self.call.G, task / tasks % self.call.G, row);
+    self.find_keys(task / tasks / self.call.G, task / tasks % self.call.G, row);
     const int64_t from = task % tasks * kBlocksAtOnce;
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, self.num_blocks); ++block) {
       self.reach[kLeft][row.head * self.num_blocks + block] = self.largest_norm(row, block * kKeys);
@@ -138,13 +143,13 @@ struct DecodeTask {
     for (int64_t j = 1; j < num_blocks; ++j) left[j] = further(left[j - 1], left[j]);
   }
 
-  // Place query row `index` of [B, H, T], with nothing visited yet.
+  // Begin with query row `index` of [B, H, T], with nothing visited yet.
   void begin_row(int64_t index, Row& row) const {
     const int64_t t = index % call.T;
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
-    place(row.b, row.h / (call.H / call.G), row);
-    row.position = t + row.num_keys - call.T;
+    find_keys(row.b, row.h / (call.H / call.G), row);
+    row.position = position_of(call, row.b, t) - row.first;
     load_query(t, row);
   }
 
@@ -154,7 +159,7 @@ struct DecodeTask {
     Row row;
     self.begin_row(index, row);
     const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
-    int64_t next[2] = {row.position >= 0 ? row.position / kKeys : -1, 0};
+    int64_t next[2] = {row.position >= 0 ? smaller_of(row.position / kKeys, blocks - 1) : -1, 0};
     next[kRight] = next[kLeft] + 1;
     if (next[kLeft] >= 0) self.visit(next[kLeft]--, row);
     bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= 0, !row.hidden[kRight] && next[kRight] < blocks};
@@ -197,7 +202,8 @@ struct DecodeTask {
     self.begin_row(at / 2, row);
     const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
     const int64_t from = (part - self.parts[at]) * kPartBlocks;
-    for (int64_t i = from; i < smaller_of(from + kPartBlocks, count); ++i) self.visit(self.begin[at] + outwards * i, row);
+    for (int64_t i = from; i < smaller_of(from + kPartBlocks, count); ++i)
+      self.visit(self.begin[at] + outwards * i, row);
     self.store_sums(row, self.num_rows() + part);
   }
 
@@ -323,7 +329,8 @@ struct DecodeTask {
     if (!(m > 0)) return false;
     const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
     const double num_unvisited = static_cast<double>(side == kLeft ? key + 1 : row.num_keys - key);
-    const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m))), count = __builtin_log(num_unvisited);
+    const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m))),
+                 count = __builtin_log(num_unvisited);
     const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance);
     const W bound = call.key_bound ? static_cast<const W*>(call.key_bound)[row.head] * (1 + slack)
                                    : reach[side][row.head * num_blocks + nearest];
@@ -342,9 +349,17 @@ Status decode_as(const Call& call, const Forward& results) {
   Buffer<int64_t> ends;
   if (!call.key_bound && !reach.allocate(2, num_heads, num_blocks)) return Status::out_of_memory;
   const int64_t most_parts = 2 * (num_blocks / kPartBlocks + 1);  // of a row
-  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_parts, 2 + call.E)) return Status::out_of_memory;
-  DecodeTask<W, In> task{call, results, {reach.data, reach.data + num_heads * num_blocks}, num_blocks, slack_of<W>(call.D),
-                         sums.data, ends.data, ends.data + num_rows * 2, ends.data + num_rows * 4};
+  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_parts, 2 + call.E))
+    return Status::out_of_memory;
+  DecodeTask<W, In> task{call,
+                         results,
+                         {reach.data, reach.data + num_heads * num_blocks},
+                         num_blocks,
+                         slack_of<W>(call.D),
+                         sums.data,
+                         ends.data,
+                         ends.data + num_rows * 2,
+                         ends.data + num_rows * 4};
   if (!call.key_bound) {
     const int64_t tasks = round_up(num_blocks, task.kBlocksAtOnce) / task.kBlocksAtOnce;
     parallel(num_heads * tasks, call.num_threads, DecodeTask<W, In>::measure, &task);

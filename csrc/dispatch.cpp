@@ -11,10 +11,10 @@
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                        \
-  namespace name {                                   \
-  Status forward(const Call&, const Forward&);       \
-  Status backward(const Call&, const Backward&);     \
+#define LINBIAS_DECLARE(name)                    \
+  namespace name {                               \
+  Status forward(const Call&, const Forward&);   \
+  Status backward(const Call&, const Backward&); \
   }
 LINBIAS_DECLARE(baseline)
 #if defined(LINBIAS_X86)
@@ -69,10 +69,19 @@ const Target& current() {
   return chosen ? *chosen : best();
 }
 
+Call with_possible_threads(Call call) {
+  call.num_threads = std::clamp(call.num_threads, 1, kLargestNumThreads);
+  return call;
+}
+
 }  // namespace
 
-Status forward(const Call& call, const Forward& results) { return current().forward(call, results); }
-Status backward(const Call& call, const Backward& results) { return current().backward(call, results); }
+Status forward(const Call& call, const Forward& results) {
+  return current().forward(with_possible_threads(call), results);
+}
+Status backward(const Call& call, const Backward& results) {
+  return current().backward(with_possible_threads(call), results);
+}
 
 const char* target() { return current().name; }
 
@@ -80,7 +89,7 @@ const char* targets() {
   static const std::string names = [] {
     std::string joined;
     for (const Target& t : kTargets) {
-      if (t.runs_here()) joined += (joined.empty() ? "" : ",") + std::string(t.name);
+      if (t.runs_here()) joined.append(joined.empty() ? "" : ",").append(t.name);
     }
     return joined;
   }();

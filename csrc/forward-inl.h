@@ -36,7 +36,7 @@ struct ForwardTask {
       scratch.base[i] = aligned + slack * scratch.norm[i] * (head.center_norm + head.largest);
       scratch.row_max[i] = -kInfinity<W>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
-      place_row(head, scratch, i);
+      find_entry(head, scratch, i);
     }
     scratch.open_row = 0;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_E; ++i) scratch.acc[i] = 0;
@@ -46,7 +46,7 @@ struct ForwardTask {
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
     bool open[2] = {!tile.hidden[kLeft] && next[kLeft] >= 0, !tile.hidden[kRight] && next[kRight] < head.num_blocks};
-    bool fades[2] = {false, false};
+    bool negligible[2] = {false, false};  // whether the block visited last on a side was
     while (open[kLeft] || open[kRight]) {
       for (int turn = kLeft; turn <= kRight; ++turn) {
         const Side side = static_cast<Side>(turn);
@@ -56,7 +56,7 @@ struct ForwardTask {
           continue;
         }
         const bool finite = head.radius[next[side]] == head.radius[next[side]];
-        fades[side] = visit(tile, next[side], fades[side] && finite, scratch);
+        negligible[side] = visit(tile, next[side], negligible[side] && finite, scratch);
         ++visited[side];
         next[side] += side == kLeft ? -1 : 1;
         open[side] = next[side] >= 0 && next[side] < head.num_blocks;
@@ -65,9 +65,9 @@ struct ForwardTask {
     finish(tile, scratch);
   }
 
-  // Add a block to the sums of all rows, unless its neighbour has faded and its own scores are negligible too. Returns
-  // whether it has faded: little is left to add beyond it.
-  bool visit(const Tile<W>& tile, int64_t block, bool fades, Scratch<W>& scratch) const {
+  // Add a block to the sums of all rows, unless the block before it was negligible and its own scores are, too. Returns
+  // whether it was: little is left to add beyond it.
+  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch) const {
     const Head<W>& head = *tile.head;
     const int64_t pairs = round_up(call.D, 2) / 2;
     if constexpr (kPairs<In>) {
@@ -79,7 +79,7 @@ struct ForwardTask {
     }
     const Biased<W> biased(tile, block, kPairs<In> ? static_cast<W>(call.scale) : W{1});
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
-    if (fades && is_negligible(biased, allowance, scratch)) return true;
+    if (previous_negligible && is_negligible(biased, allowance, scratch)) return true;
     int matters = 0;
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       const W added = online_softmax(biased, scratch, i);

@@ -1,20 +1,38 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// One key/value head: its keys and values packed in blocks.
+// One key/value head: which keys it shows, and its keys and values packed in blocks.
+
+// The keys of one key/value head that queries may see, whatever the caller asks for: first >= 0, first + count <= S.
+struct KeyRange {
+  int64_t first, count;
+
+  KeyRange(const Call& call, int64_t b, int64_t g) : first(0), count(call.S) {
+    if (!call.key_range) return;
+    const int64_t* given = call.key_range + (b * call.G + g) * 2;
+    first = clamp(given[0], 0, call.S);
+    count = clamp(given[1], first, call.S) - first;
+  }
+};
+
+// The position of query t of batch row b.
+inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
+  return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
+}
 
 // The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors.
 template <typename W>
 struct Head {
-  int64_t first, num_keys, num_blocks;
-  W* keys_across;    // [blocks, D, kKeys]
-  W* values;         // [blocks * kKeys, E padded]
-  W* keys;           // [blocks * kKeys, D padded], backward only
-  W* values_across;  // [blocks, E, kKeys], backward only
-  uint32_t* key_pairs;    // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key, instead of
-  uint32_t* value_pairs;  // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1  (keys_across and values)
-  W* center;         // [D], the mean of some keys
-  W* radius;         // [blocks], the largest |k - center|; NaN if anything in the block is not finite
-  W* spread;         // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u
+  int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
+  W* keys_across;                       // [blocks, D, kKeys]
+  W* values;                            // [blocks * kKeys, E padded]
+  W* keys;                              // [blocks * kKeys, D padded], backward only
+  W* values_across;                     // [blocks, E, kKeys], backward only
+  // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
+  uint32_t* key_pairs;     // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
+  uint32_t* value_pairs;   // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
+  W* center;               // [D], the mean of some keys
+  W* radius;               // [blocks], the largest |k - center|; NaN if anything in the block is not finite
+  W* spread;               // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u
   W center_norm, largest;  // largest: of all radii
 };
 
@@ -93,7 +111,8 @@ inline float zero_or_nan(const uint32_t* pairs, int64_t count) {
   for (int64_t j = 0; j < count; j += 16) {
     for (int lane = 0; lane < 16; ++lane) {
       const uint32_t x = pairs[j + lane];
-      found[lane] |= static_cast<uint32_t>((x & 0x7f80) == 0x7f80) | static_cast<uint32_t>((x & 0x7f800000) == 0x7f800000);
+      found[lane] |=
+          static_cast<uint32_t>((x & 0x7f80) == 0x7f80) | static_cast<uint32_t>((x & 0x7f800000) == 0x7f800000);
     }
   }
   for (const uint32_t one : found) any |= one;

@@ -15,11 +15,10 @@ struct Packed {
     padded_D = round_up(call.D, Simd<W>::kLanes);
     padded_E = round_up(call.E, Simd<W>::kLanes);
     const int64_t rows = num_blocks * kKeys;
-    return heads.allocate(num_heads) && center.allocate(num_heads, call.D) &&
-           radius.allocate(num_heads, num_blocks) &&
-           (backward || (spread.allocate(num_heads, num_blocks) &&
-                         tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
-                         room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
+    return heads.allocate(num_heads) && center.allocate(num_heads, call.D) && radius.allocate(num_heads, num_blocks) &&
+           (backward ||
+            (spread.allocate(num_heads, num_blocks) && tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
+             room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
            (pairs ? key_pairs.allocate(num_heads, rows, round_up(call.D, 2) / 2) &&
                         value_pairs.allocate(num_heads, rows / 2, padded_E)
                   : keys_across.allocate(num_heads, rows, call.D) && values.allocate(num_heads, rows, padded_E)) &&
@@ -47,13 +46,13 @@ struct PackTask {
   static constexpr int64_t kBlocksAtOnce = 16;
   using Packing = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
-  // Where one key/value head lies.
-  void place(int64_t index) {
-    const int64_t b = index / call.G;
+  // Say which keys one key/value head has, and where its packed arrays lie.
+  void set_up_head(int64_t index) {
+    const KeyRange range(call, index / call.G, index % call.G);
     Head<W>& head = packed.heads.data[index];
     const int64_t rows = packed.num_blocks * kKeys;
-    head.first = call.key_range ? call.key_range[2 * b] : 0;
-    head.num_keys = (call.key_range ? call.key_range[2 * b + 1] : call.S) - head.first;
+    head.first = range.first;
+    head.num_keys = range.count;
     head.num_blocks = round_up(head.num_keys, kKeys) / kKeys;
     if constexpr (kInPairs) {
       head.key_pairs = packed.key_pairs.data + index * rows * (round_up(call.D, 2) / 2);
@@ -105,7 +104,7 @@ struct PackTask {
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
     const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
     const Head<W>& head = packed.heads.data[index];
-    const bool roughly = !self.has_a_long_window(index);
+    const bool measure_spread = self.certify && self.has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
       if constexpr (kInPairs) {
         pack_block_pairs<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_E);
@@ -114,7 +113,7 @@ struct PackTask {
                           packed.padded_E);
       }
       if (self.certify) {
-        measure_block<W, Packing>(call, head, block, packed.padded_E, roughly, slack_of<W>(call.D),
+        measure_block<W, Packing>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
                                   packed.room.data + worker * (call.D + kKeys) * kKeys);
       } else if constexpr (!kInPairs) {
         head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
@@ -154,13 +153,14 @@ struct PackTask {
     const W m = slopes ? static_cast<const W*>(slopes)[row] : kInfinity<W>;
     if (!(m > 0) || is_infinite(m)) return;
     const Head<W>& head = self.packed.heads.data[row / call.H * call.G + row % call.H / group];
-    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D), self.packed.tails_of(row, task % 2));
+    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D),
+               self.packed.tails_of(row, task % 2));
   }
 
   void run() {
     const int64_t num_heads = call.B * call.G;
     const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    for (int64_t index = 0; index < num_heads; ++index) place(index);
+    for (int64_t index = 0; index < num_heads; ++index) set_up_head(index);
     if (certify) parallel(num_heads, call.num_threads, find_center, this);
     parallel(num_heads * parts, call.num_threads, pack, this);
     if (!certify) return;

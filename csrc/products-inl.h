@@ -36,8 +36,8 @@ LINBIAS_INLINE void register_block(int64_t depth, const W* a, int64_t a_row, int
 }
 
 template <typename W, int NV>
-void column_strip(int64_t rows, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b,
-                  int64_t b_row, W* c, int64_t c_row, bool add) {
+void column_strip(int64_t rows, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b, int64_t b_row,
+                  W* c, int64_t c_row, bool add) {
   int64_t i = 0;
   for (; i + kBlockRows <= rows; i += kBlockRows) {
     register_block<W, kBlockRows, NV>(depth, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row, add);
@@ -48,8 +48,8 @@ void column_strip(int64_t rows, int64_t depth, const W* a, int64_t a_row, int64_
 }
 
 template <typename W>
-void multiply_short(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t a_row, int64_t a_column, const W* b,
-              int64_t b_row, W* c, int64_t c_row, bool add) {
+void multiply_short(int64_t rows, int64_t columns, int64_t depth, const W* a, int64_t a_row, int64_t a_column,
+                    const W* b, int64_t b_row, W* c, int64_t c_row, bool add) {
   constexpr int kLanes = Simd<W>::kLanes;
   for (int64_t j = 0; j < columns; j += kBlockVectors * kLanes) {
     const int64_t vectors = (columns - j) / kLanes;
@@ -149,7 +149,7 @@ void split_weights(int64_t count, float* from, uint32_t* high) {
   }
 }
 #else  // named in branches that are never taken
-[[maybe_unused]] void multiply_pairs(int64_t, int64_t, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, float*,
-                                     int64_t, bool) {}
+[[maybe_unused]] void multiply_pairs(int64_t, int64_t, int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t,
+                                     float*, int64_t, bool) {}
 [[maybe_unused]] void split_weights(int64_t, float*, uint32_t*) {}
 #endif

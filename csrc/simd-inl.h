@@ -13,12 +13,17 @@ struct Simd<float> {
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 4;
   typedef float Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   typedef std::int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
-  static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f,
-                         kLn2Low = -2.12194440e-4f, kRound = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f,
+                         kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr int kMantissaBits = 23, kExponentBias = 127, kTerms = 8;
-  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                                                4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f,
-                                                1.0f,             1.0f};
+  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f,
+                                                1.3981999507e-3f,
+                                                8.3334519073e-3f,
+                                                4.1665795894e-2f,
+                                                1.6666665459e-1f,
+                                                5.0000001201e-1f,
+                                                1.0f,
+                                                1.0f};
 };
 
 template <>

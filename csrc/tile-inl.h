@@ -9,13 +9,13 @@ struct Scratch {
   uint32_t *q_pairs, *weight_pairs;
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
-  W left_out[kRows];    // at most this much is missing from row_sum, from blocks whose scores were seen
-  W place[kRows];       // where the row's norm stands between two entries of a tail table
-  int16_t entry[kRows];  // the lower of the two
-  int64_t open_row;     // the row that last kept the tile from stopping
+  W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
+  int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
+  W fraction[kRows];     // so far from this one to the next
+  int64_t open_row;      // the row that last kept the tile from stopping
 };
 
-// One tile of one query head: its rows, the head it reads, and its slopes.
+// One tile of one query head: its rows, the head it reads, and its slopes. Positions count from the head's first key.
 template <typename W>
 struct Tile {
   const Call* call;
@@ -23,24 +23,23 @@ struct Tile {
   int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
   W slope[2];
   bool hidden[2];  // whether a side shows nothing
-  int64_t near_first, near_last;  // blocks; none if near_last < near_first
+  // The blocks among which the tile stands; none, that is near_last < near_first, where it stands beside them all.
+  int64_t near_first, near_last;
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {
     head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
     rows = smaller_of(kRows, c.T - start);
     padded_rows = round_up(rows, kBlockRows);
-    position = start + head->num_keys - c.T;
+    position = position_of(c, b, start) - head->first;
     const W left = static_cast<const W*>(c.left)[b * c.H + h];
     const W right = c.right ? static_cast<const W*>(c.right)[b * c.H + h] : kInfinity<W>;
     hidden[kLeft] = is_infinite(left);
     hidden[kRight] = is_infinite(right);
     slope[kLeft] = hidden[kLeft] ? W{0} : left;
     slope[kRight] = hidden[kRight] ? W{0} : right;
-    const int64_t stop = larger_of(position + rows, 0);
-    near_first = larger_of(position, 0) / kKeys;
-    near_last = stop ? (stop - 1) / kKeys : -1;
-    if (stop == 0) near_first = 0;
+    near_first = smaller_of(larger_of(position, 0) / kKeys, head->num_blocks);
+    near_last = smaller_of(round_up(larger_of(position + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
   }
 
   // Whether a block lies wholly to one side of every row, with no padding in it.
@@ -146,9 +145,9 @@ void load_query_pairs(const Tile<W>& tile, uint32_t* q) {
   const Call& call = *tile.call;
   const int64_t pairs = round_up(call.D, 2) / 2;
   for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) +
-                                                             tile.b * call.q.batch + tile.h * call.q.head +
-                                                             (tile.start + i) * call.q.row);
+    const uint16_t* from =
+        reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) + tile.b * call.q.batch +
+                                          tile.h * call.q.head + (tile.start + i) * call.q.row);
     for (int64_t d = 0; d < call.D; d += 2) {
       const uint32_t low = i < tile.rows ? from[d] : 0, high = i < tile.rows && d + 1 < call.D ? from[d + 1] : 0;
       q[i * pairs + d / 2] = low | high << 16;

@@ -1,7 +1,11 @@
-"""The compiled core: every target, the NumPy door, threads, strides, and what happens without it."""
+"""The compiled core: every target, the NumPy front end, threads, strides, and what happens without it."""
 
+import ast
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +15,17 @@ import linbias
 from cases import by_name, make_inputs
 from contract import check_case
 from linbias import cpu
+from linbias.kernels import core
 from test_torch import TorchSubject
+from truth import true_attention
 
-pytestmark = pytest.mark.skipif(cpu.target() is None, reason="the core is not compiled here")
+pytestmark = pytest.mark.skipif(core.target() is None, reason="the core is not compiled here")
 
 
 @pytest.fixture
 def forced_target():
-    yield cpu.force_target
-    cpu.force_target(None)
+    yield core.force_target
+    core.force_target(None)
 
 
 @pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16", "float16"))
@@ -31,20 +37,22 @@ def forced_target():
         "long-range",
         "long-symmetric",
         "long-directional",
+        "long-past-the-keys",
+        "range-per-head-symmetric",
         "dropout",
     ),
 )
-@pytest.mark.parametrize("target", cpu.targets())
+@pytest.mark.parametrize("target", core.targets())
 def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
     forced_target(target)
-    assert cpu.target() == target
+    assert core.target() == target
     check_case(TorchSubject("cpu"), by_name(name), dtype)
 
 
 @pytest.mark.parametrize(
     "sizes", ((1, 1), (15, 16), (17, 31), (64, 65), (128, 129), (129, 127), (256, 255))
 )
-@pytest.mark.parametrize("target", cpu.targets())
+@pytest.mark.parametrize("target", core.targets())
 def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
     forced_target(target)
     check_case(TorchSubject("cpu"), by_name("T-below-S", D=sizes[0], E=sizes[1]), "float32")
@@ -52,7 +60,7 @@ def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
 
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match=r"force_target: name must be one of \[.*\], got 'sse9'"):
-        cpu.force_target("sse9")
+        core.force_target("sse9")
 
 
 def arrays(case=None, dtype=np.float32):
@@ -70,6 +78,109 @@ def test_numpy_arrays_come_through(dtype):
     tolerance = {np.float16: 2e-3, np.float32: 2e-6, np.float64: 1e-14}[dtype]
     np.testing.assert_allclose(out, expected, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, atol=max(tolerance / 100, 1e-13), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "filled-cache",
+        "right-padding",
+        "gaps-asymmetric",
+        "range-per-head",
+        "range-per-head-symmetric",
+        "start-symmetric",
+        "hidden-left-past-the-keys",
+        "slopes-per-batch",
+        "long-range-per-head",
+        "long-cache-per-head",
+        "no-queries",
+        "no-keys",
+        "no-batch",
+    ),
+)
+def test_numpy_arrays_stand_where_they_are_placed(name):
+    case = by_name(name)
+    inputs = make_inputs(case)
+    out, lse = cpu.attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.left,
+        right=inputs.right,
+        causal=case.causal,
+        **case.placement,
+        return_lse=True,
+    )
+    truth, _ = true_attention(inputs, case)
+    np.testing.assert_allclose(out, truth["out"], atol=1e-12)
+    np.testing.assert_allclose(lse, truth["lse"], rtol=1e-13, atol=1e-12)
+
+
+def test_batch_axes_may_be_none_or_several():
+    case = by_name("range-per-head", B=6, key_range=None)
+    q, k, v = arrays(case)
+    left = np.linspace(0.1, 1, 36, dtype=np.float32).reshape(6, 6)
+    starts = np.arange(6) * 3 - 5
+    ranges = np.array([[[i, 6 + i], [0, 11], [2, 3]] for i in range(6)], np.int32)
+    placed = {"key_range": ranges, "query_start": starts}
+    expected, lse = cpu.attention(q, k, v, left, **placed, return_lse=True)
+    several = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v, ranges, starts)]
+    out, several_lse = cpu.attention(
+        *several[:3], left, key_range=several[3], query_start=several[4], return_lse=True
+    )
+    np.testing.assert_array_equal(out, expected.reshape(2, 3, *expected.shape[1:]))
+    np.testing.assert_array_equal(several_lse, lse.reshape(2, 3, *lse.shape[1:]))
+    for b in range(6):
+        alone = cpu.attention(
+            q[b], k[b], v[b], left[b], key_range=ranges[b], query_start=int(starts[b])
+        )
+        np.testing.assert_array_equal(alone, expected[b])
+    one_for_all = cpu.attention(q[0], k[0], v[0], left[0], key_range=[2, 9])
+    in_a_batch = cpu.attention(q[:1], k[:1], v[:1], left[0], key_range=[[2, 9]])
+    np.testing.assert_array_equal(one_for_all, in_a_batch[0])
+
+
+def test_integers_and_mixed_dtypes_are_taken_as_the_definition_takes_them():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.integers(-2, 3, size=(2, 4, n, 3)) for n in (5, 7, 7))
+    out, lse = cpu.attention(q, k, v, return_lse=True)
+    expected = linbias.attention(q, k, v)
+    assert out.dtype == expected.dtype == lse.dtype == np.float64
+    np.testing.assert_allclose(out, expected, atol=1e-14)
+    mixed = cpu.attention(q.astype(np.float32), k, v.astype(np.float16))
+    assert mixed.dtype == np.float32
+    np.testing.assert_allclose(mixed, expected, atol=1e-6)
+    narrow = cpu.attention(q.astype(np.float16), k.astype(np.float32), v.astype(np.float16))
+    assert narrow.dtype == np.float16
+    np.testing.assert_allclose(narrow, expected, atol=1e-3)
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    out = cpu.attention(*(x.astype(bfloat16) for x in (q, k, v)))
+    assert out.dtype == bfloat16
+    np.testing.assert_allclose(out.astype(float), expected, atol=2e-2)
+
+
+ONES = {"q": np.ones((2, 4, 5, 3)), "k": np.ones((2, 2, 7, 3)), "v": np.ones((2, 2, 7, 3))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        (dict(q=np.ones((2, 4, 5, 3), complex)), TypeError, "attention: q must hold real numbers, got complex128"),
+        (dict(k=np.ones((7, 3))), ValueError, r"k must have at least 3 axes, heads, length, size, got \[7, 3\]"),
+        (dict(v=np.ones((2, 7, 3))), ValueError, r"v has batch axes \[\] but q has \[2\]"),
+        (dict(num_threads=0), ValueError, "num_threads must be at least 1, got 0"),
+        (dict(left=[1.0, -1.0, 1.0, 1.0]), ValueError, r"left must be at least 0 \(or inf\), got -1"),
+        (dict(right=[1.0] * 4), ValueError, "right contradicts causal=True"),
+        (dict(key_range=[[0.0, 1.0]] * 2), TypeError, "key_range must hold integers, got float64"),
+        (dict(key_range=[[0, 7]] * 3), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or .*, got \[3, 2\]"),
+        (dict(key_range=[[0, 7], [3, 8]]), ValueError, r"0 <= first <= end <= S = 7, got \[3, 8\] in batch row 1"),
+        (dict(query_start=[0]), ValueError, r"query_start must have shape \[B\] = \[2\], got \[1\]"),
+        (dict(query_start=[0, 2**31]), ValueError, "query_start must be within 2\\^30 of key 0, got 2147483648 in batch row 1"),
+    ],
+)  # fmt: skip
+def test_the_numpy_front_end_says_what_is_wrong(arguments, kind, words):
+    with pytest.raises(kind, match=words):
+        cpu.attention(**(ONES | arguments))
 
 
 def test_any_strides_are_read_rightly():
@@ -158,10 +269,22 @@ def test_what_it_cannot_run_is_said_and_passed_over():
 
 
 def test_without_the_compiled_core_the_reason_is_stated(monkeypatch):
-    monkeypatch.setattr(cpu, "_cpu", None)
-    monkeypatch.setattr(cpu, "_REASON", "the compiled core cannot be imported", raising=False)
+    monkeypatch.setattr(core, "WHY_MISSING", "the compiled core cannot be imported")
     q = torch.ones(1, 1, 3, 4)
     with pytest.raises(NotImplementedError, match="the compiled core cannot be imported"):
         linbias.torch.attention(q, q, q, implementation="cpu")
     assert linbias.torch.attention(q, q, q).shape == q.shape
-    assert cpu.target() is None
+    assert core.target() is None
+
+
+def test_the_stub_says_what_the_compiled_module_has(tmp_path):
+    """`src/linbias/_cpu.pyi` is `python -m nanobind.stubgen -m linbias._cpu`, formatted."""
+    pytest.importorskip("nanobind")
+    written = tmp_path / "_cpu.pyi"
+    subprocess.run(
+        [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "linbias._cpu", "-o", written],
+        check=True,
+    )
+    stub = Path(cpu.__file__).with_name("_cpu.pyi")
+    found, expected = (ast.dump(ast.parse(path.read_text()), indent=1) for path in (stub, written))
+    assert found == expected, "write it anew, and ruff format"

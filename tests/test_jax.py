@@ -296,12 +296,11 @@ def test_auto_takes_the_core_on_a_cpu_and_passes_it_over_where_it_cannot():
     np.testing.assert_allclose(attention(q, q, q), numpy_attention(q, q, q), atol=1e-5)
 
 
-def test_without_the_door_to_the_core_the_reason_is_stated(monkeypatch):
-    monkeypatch.setattr(cpu, "_xla", None)
-    monkeypatch.setattr(cpu, "_REASON", "the core's door to JAX cannot be imported", raising=False)
+def test_without_the_binding_of_the_core_the_reason_is_stated(monkeypatch):
+    monkeypatch.setattr(cpu, "WHY_MISSING", "the binding of the core to XLA cannot be imported")
     q = random(*SIZES)[0]
     with pytest.raises(
-        NotImplementedError, match="cpu cannot run this call: the core's door to JAX"
+        NotImplementedError, match="cpu cannot run this call: the binding of the core to XLA"
     ):
         attention(q, q, q, implementation="cpu")
     assert attention(q, q, q).shape == q.shape

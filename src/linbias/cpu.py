@@ -1,132 +1,46 @@
-"""The compiled CPU core, called with addresses: the one place in Python that knows its calling convention.
+"""The compiled CPU core for NumPy arrays: `linbias.attention` at full speed."""
 
-`forward` and `backward` take anything with `.shape`, strides in elements and an address, described as `Operand`, so that
-NumPy arrays and tensors of any framework come through alike. `attention` is the core for NumPy.
-"""
-
-from importlib import import_module
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
+from linbias.definition import Array, Options, flatten_batch, real_arrays
+from linbias.kernels import core
 from linbias.schedules import slopes
 
-try:
-    _cpu: Any = import_module("linbias._cpu")
-except ImportError as error:  # not compiled here, or for another Python
-    _cpu = None
-    _REASON = f"the compiled core cannot be imported ({error}); reinstall with a C++20 compiler"
-
-NAME = "cpu"
-LARGEST_HEAD = 256
-# Below so many multiply-adds per thread, a second one gains less than it disturbs PyTorch's own threads, which spin
-# for a while after each operation: training on 128 tokens ran 7.7k tokens/s with one, 6.8k with two (2 cores).
-_WORK_PER_THREAD = 1 << 26
-_DTYPES = ("float32", "float64", "float16", "bfloat16")  # in the order of the core's enum
+Floats = npt.NDArray[np.floating[Any]]
 
 
-class Operand(NamedTuple):
-    """An array [B, heads, length, size]: its address and its strides of batch, head and row, in elements."""
+class CoreOptions(Options, total=False):
+    """The keywords of `attention` but for return_lse."""
 
-    address: int
-    batch: int
-    head: int
-    row: int
-
-
-class Arguments(NamedTuple):
-    """What forward and backward are both told. Addresses of 0 stand for None."""
-
-    dtype: str
-    sizes: tuple[int, int, int, int, int, int, int]  # B H G T S D E
-    q: Operand
-    k: Operand
-    v: Operand
-    left: int  # [B, H], wide, contiguous, like all below
-    right: int  # [B, H]
-    key_range: int  # [B, 2], int64
-    key_bound: int  # [B, G], wide
-    scale: float
-    dropout: float
-    tolerance: float
-    seed: int
+    tolerance: float | None
     num_threads: int
-    precise: bool  # the result will be differentiated
 
 
-def why_not(call: _checks.Problem) -> str | None:
-    """Say why the core cannot run a call, or None if it can."""
-    if _cpu is None:
-        return _REASON
-    if call.device != "cpu":
-        return f"it runs on the CPU, and the arrays are on {call.device}"
-    if max(call.D, call.E) > LARGEST_HEAD:
-        return f"head sizes go up to {LARGEST_HEAD}, got {max(call.D, call.E)}"
-    return None
-
-
-def num_threads(sizes: tuple[int, int, int, int, int, int, int], available: int) -> int:
-    """Threads that a call of these sizes (B H G T S D E) is worth, of those available."""
-    B, H, _, T, S, D, E = sizes
-    return max(1, min(available, 1 + B * H * T * min(T, S) * (D + E) // _WORK_PER_THREAD))
-
-
-def num_tiles(T: int) -> int:
-    """Tiles that T queries are cut into: the third axis of `visited`."""
-    return -(-T // TILE_ROWS)
-
-
-TILE_ROWS: int = 48 if _cpu is None else _cpu.TILE_ROWS
-BLOCK_KEYS: int = 64 if _cpu is None else _cpu.BLOCK_KEYS
-
-
-def target() -> str | None:
-    """The CPU target that the core runs on here, such as "avx2"; None where it is not compiled."""
-    return None if _cpu is None else str(_cpu.target())
-
-
-def targets() -> list[str]:
-    """The CPU targets that were compiled and run on this machine, best first."""
-    return [] if _cpu is None else str(_cpu.targets()).split(",")
-
-
-def force_target(name: str | None) -> None:
-    """Run on this target instead of the best one (for tests and measurements); None goes back.
-
-    Raises:
-        ValueError: It is not one of `targets()`.
-    """
-    if _cpu is None or not _cpu.force_target(name or ""):
-        raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")
-
-
-def forward(call: Arguments, visited_tiles: int, results: tuple[int, ...]) -> None:
-    """Write out, row_max, log_sum (wide) and visited (int32) to the four addresses given.
-
-    visited is [B, H, visited_tiles, 2], of which the first `num_tiles(T)` tiles are written.
-    """
-    _cpu.forward(*_numbers(call), call.precise, visited_tiles, results)
-
-
-def backward(
-    call: Arguments,
-    dout: int,
-    dlse: int,
-    visited_tiles: int,
-    saved: tuple[int, ...],
-    gradients: tuple[int, ...],
-) -> None:
-    """Write dq, dk, dv, dleft, dright (wide; dk and dv come zeroed) to the five addresses given."""
-    numbers = _numbers(call._replace(key_bound=0))
-    _cpu.backward(*numbers, dout, dlse, visited_tiles, saved, gradients)
-
-
-def _numbers(call: Arguments) -> tuple[Any, ...]:
-    return (_DTYPES.index(call.dtype), *call[1:14])
-
-
+@overload
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CoreOptions],
+) -> tuple[Floats, Floats]: ...
+@overload
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    left: npt.ArrayLike | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[CoreOptions],
+) -> Floats: ...
 def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
@@ -136,26 +50,35 @@ def attention(
     causal: bool = True,
     right: npt.ArrayLike | None = None,
     scale: float | None = None,
+    key_range: npt.ArrayLike | None = None,
+    query_start: npt.ArrayLike | None = None,
     tolerance: float | None = None,
     num_threads: int = 1,
     return_lse: bool = False,
-) -> Any:
+) -> Floats | tuple[Floats, Floats]:
     """Run the compiled core on NumPy arrays: `linbias.attention` at full speed.
 
-    The formula, the alignment and the corner cases are those of `linbias.attention`; scores and sums are in the
-    dtype of q, float32 for float16.
+    The formula and the corner cases are those of `linbias.attention`. Key s stands at position s, and query t at
+    query_start + t; by default the last query stands at the last key. Scores and sums are float64 where q, k or v is
+    float64 or integers, and float32 otherwise.
 
     Args:
-        q: [B, H, T, D], float16, float32 or float64, any strides (copied if the last is not 1).
-        k: [B, G, S, D], dtype of q.
-        v: [B, G, S, E], dtype of q.
+        q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any strides; leading axes are
+            batch axes (none, one or more).
+        k: [..., G, S, D]. H must be a multiple of G.
+        v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
         left, causal, right, scale, return_lse: As for `linbias.attention`.
-        tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means
-            that of the dtype, 0 reads every key.
+        key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of its
+            key/value heads; keys outside are never used, whatever they hold.
+        query_start: [...], integers: the position of query 0 of each batch row, from -2^30 to 2^30. None means that the
+            last query stands at the last key of the range (of the range that ends last, where heads have their own).
+        tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means 2^-53,
+            2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, 0 reads every key.
         num_threads: Threads to use, at least 1.
 
     Returns:
-        [B, H, T, E] in the dtype of q; with return_lse also lse [B, H, T], float32 or float64.
+        [..., H, T, E] in the dtype of q (float64 for integers); with return_lse also lse [..., H, T], float32 or
+        float64 like the scores.
 
     Raises:
         TypeError, ValueError: A shape, dtype or value breaks a rule above.
@@ -167,68 +90,129 @@ def attention(
         >>> attention(q, k, v).shape
         (1, 2, 3, 4)
     """
-    q, k, v = (np.asarray(array) for array in (q, k, v))
-    described = [_checks.Described(array.shape, array.dtype.name) for array in (q, k, v)]
-    wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    given_left = None if left is None else np.asarray(left, dtype=wide)
-    given_right = None if right is None else np.asarray(right, dtype=wide)
-    call = _checks.check(
+    given, batch = real_arrays("attention", q, k, v)
+    given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in given]
+    if num_threads < 1:
+        raise ValueError(f"attention: num_threads must be at least 1, got {num_threads}")
+    dtype = _computed_in([array.dtype for array in given])
+    arrays = [
+        _readable(array.astype(dtype, copy=False).reshape(math.prod(batch), *array.shape[-3:]))
+        for array in given
+    ]
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    sides = [None if side is None else np.asarray(side, dtype=wide) for side in (left, right)]
+    ranges, starts = (
+        None if x is None else flatten_batch(np.asarray(x), batch)
+        for x in (key_range, query_start)
+    )
+    problem = _checks.check(
         "attention",
-        described[0],
-        described[1],
-        described[2],
-        None if given_left is None else _checks.Described(given_left.shape, wide.name),
-        None if given_right is None else _checks.Described(given_right.shape, wide.name),
+        *(_describe(array) for array in arrays),
+        *(None if x is None else _describe(x) for x in (*sides, ranges, starts)),
         causal=causal,
         scale=scale,
         tolerance=tolerance,
     )
-    reason = why_not(call)
+    reason = core.why_not(problem)
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
-    for name, slope in (("left", given_left), ("right", given_right)):
-        if slope is not None:
-            _checks.check_slope_values("attention", name, slope)
-    if given_left is None:
-        given_left = slopes(call.H).astype(wide) if call.H else np.zeros(0, wide)
-    if given_right is None and not causal:
-        given_right = given_left
-    sides = [
-        None if s is None else np.ascontiguousarray(np.broadcast_to(s, (call.B, call.H)))
-        for s in (given_left, given_right)
-    ]
-    arrays = [a if _is_plain(a) else np.ascontiguousarray(a) for a in (q, k, v)]
-    out = np.empty((call.B, call.H, call.T, call.E), wide)
-    row_max, log_sum = np.empty(out.shape[:3], wide), np.empty(out.shape[:3], wide)
-    visited = np.empty((call.B, call.H, num_tiles(call.T), 2), np.int32)
-    q_operand, k_operand, v_operand = (
-        Operand(a.ctypes.data, *(stride // a.itemsize for stride in a.strides[:3])) for a in arrays
-    )
-    left_address, right_address = (0 if side is None else side.ctypes.data for side in sides)
-    arguments = Arguments(
-        call.dtype,
-        (call.B, call.H, call.G, call.T, call.S, call.D, call.E),
-        q_operand,
-        k_operand,
-        v_operand,
-        left_address,
-        right_address,
-        key_range=0,
-        key_bound=0,
-        scale=call.scale,
-        dropout=0.0,
-        tolerance=call.tolerance,
-        seed=0,
-        num_threads=max(1, num_threads),
-        precise=False,
-    )
-    results = (out.ctypes.data, row_max.ctypes.data, log_sum.ctypes.data, visited.ctypes.data)
-    forward(arguments, visited.shape[2], results)
-    out = out.astype(q.dtype, copy=False)
-    return (out, row_max + log_sum) if return_lse else out
+    for name, side in zip(("left", "right"), sides, strict=True):
+        if side is not None:
+            _checks.check_slope_values("attention", name, side)
+    if ranges is not None:
+        _checks.check_key_range_values("attention", ranges, problem.S)
+    if starts is not None:
+        _checks.check_query_start_values("attention", starts)
+    out, lse = _run(problem, arrays, sides, ranges, starts, wide, num_threads)
+    out = out.astype(given[0].dtype, copy=False).reshape(*batch, *out.shape[1:])
+    return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
 
 
-def _is_plain(array: npt.NDArray[Any]) -> bool:
-    """Strides are whole elements, the last one 1, and the address is aligned: the core reads it as it is."""
+def _run(
+    problem: _checks.Problem,
+    arrays: list[Array],
+    sides: list[Array | None],
+    ranges: Array | None,
+    starts: Array | None,
+    wide: np.dtype[Any],
+    num_threads: int,
+) -> tuple[Floats, Floats]:
+    """Fill in what a checked call leaves open, and run it: out [B, H, T, E] and lse [B, H, T], wide."""
+    B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
+    q, k, v = arrays
+    left, right = sides
+    if left is None:
+        left = (slopes(H) if H else np.zeros(0)).astype(wide)
+    if right is None and not problem.causal:
+        right = left
+    left, right = (
+        None if side is None else np.ascontiguousarray(np.broadcast_to(side, (B, H)))
+        for side in (left, right)
+    )
+    if ranges is not None:
+        per_head = ranges if ranges.ndim == 3 else ranges[:, None]
+        ranges = np.ascontiguousarray(np.broadcast_to(per_head, (B, G, 2)), dtype=np.int64)
+        if starts is None:
+            starts = ranges[..., 1].max(1, initial=0) - T
+    if starts is not None:
+        starts = np.ascontiguousarray(starts, dtype=np.int64)
+    out = np.empty((B, H, T, problem.E), wide)
+    row_max, log_sum = np.empty((2, B, H, T), wide)
+    visited = np.empty((B, H, core.num_tiles(T), 2), np.int32)
+    call = core.Call(
+        dtype=core.DTYPES[problem.dtype],
+        B=B,
+        H=H,
+        G=G,
+        T=T,
+        S=S,
+        D=problem.D,
+        E=problem.E,
+        q=_operand(q),
+        k=_operand(k),
+        v=_operand(v),
+        left=_address(left),
+        right=_address(right),
+        key_range=_address(ranges),
+        query_start=_address(starts),
+        scale=problem.scale,
+        tolerance=problem.tolerance,
+        num_threads=num_threads,
+    )
+    results = core.Forward(
+        out=_address(out),
+        row_max=_address(row_max),
+        log_sum=_address(log_sum),
+        visited=_address(visited),
+        visited_tiles=visited.shape[2],
+    )
+    core.forward(call, results)
+    return out, row_max + log_sum
+
+
+def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype in which the core is to read q, k and v."""
+    if any(dtype.itemsize > 4 for dtype in dtypes):
+        return np.dtype(np.float64)
+    return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
+
+
+def _readable(array: Array) -> Array:
+    """The array itself where the core can read it: aligned, and with strides of whole elements, the last one 1."""
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
-    return whole and array.strides[-1] == array.itemsize and bool(array.flags.aligned)
+    plain = whole and array.strides[-1] == array.itemsize and array.flags.aligned
+    return array if plain else np.ascontiguousarray(array)
+
+
+def _describe(array: Array) -> _checks.Described:
+    return _checks.Described(array.shape, array.dtype.name)
+
+
+def _operand(array: Array) -> "core.Array":
+    return core.Array(
+        array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3])
+    )
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)

@@ -431,28 +431,13 @@ def prepare(
     query_start: npt.ArrayLike | None = None,
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
-    arrays = []
-    for name, argument in (("q", q), ("k", k), ("v", v)):
-        array = np.asarray(argument)
-        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-            raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
-        if array.ndim < 3:
-            raise ValueError(
-                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}"
-            )
-        arrays.append(array)
+    arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
-    batch = arrays[0].shape[:-3]
-    for name, array in zip("kv", arrays[1:], strict=True):
-        if array.shape[:-3] != batch:
-            raise ValueError(
-                f"{function}: {name} has batch axes {list(array.shape[:-3])} but q has {list(batch)}"
-            )
     B = math.prod(batch)
     q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
     left, right = (None if s is None else np.asarray(s, dtype=np.float64) for s in (left, right))
     ranges, starts = (
-        None if integers is None else _flatten_batch(np.asarray(integers), batch)
+        None if integers is None else flatten_batch(np.asarray(integers), batch)
         for integers in (key_range, query_start)
     )
     problem = _checks.check(
@@ -501,7 +486,30 @@ def prepare(
     )
 
 
-def _flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
+def real_arrays(
+    function: str, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
+) -> tuple[list[Array], tuple[int, ...]]:
+    """q, k and v as arrays of real numbers [..., heads, length, size], and the batch axes that they share."""
+    arrays = []
+    for name, argument in (("q", q), ("k", k), ("v", v)):
+        array = np.asarray(argument)
+        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+            raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+        if array.ndim < 3:
+            raise ValueError(
+                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}"
+            )
+        arrays.append(array)
+    batch = arrays[0].shape[:-3]
+    for name, array in zip("kv", arrays[1:], strict=True):
+        if array.shape[:-3] != batch:
+            raise ValueError(
+                f"{function}: {name} has batch axes {list(array.shape[:-3])} but q has {list(batch)}"
+            )
+    return arrays, batch
+
+
+def flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
     """[..., x] -> [B, x] where the batch axes are there; anything else is left for the checks to refuse."""
     if array.shape[: len(batch)] != batch:
         return array

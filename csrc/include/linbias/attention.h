@@ -1,8 +1,9 @@
 // Linear-bias attention on the CPU, near to far: the whole interface of the core.
 //
 // Computes DESIGN section 1 for arrays [B, heads, length, size] with any strides but a unit last one. Knows no
-// Python and no framework; sizes and slopes come checked. "Wide" is double for float64 inputs and float otherwise:
-// the type of scores, sums, slopes, `out` and the gradients of slopes.
+// Python and no framework. Sizes, strides and addresses are the caller's promise; whatever else a caller passes
+// (ranges, starts, counts, numbers), nothing outside the arrays is read or written. "Wide" is double for float64 inputs
+// and float otherwise: the type of scores, sums, slopes, `out` and the gradients of slopes.
 #pragma once
 
 #include <cstdint>
@@ -17,40 +18,64 @@ struct Array {
   std::int64_t batch = 0, head = 0, row = 0;
 };
 
+// Key s stands at position s, query t of batch row b at query_start[b] + t.
 struct Call {
-  DType dtype;
-  std::int64_t B, H, G, T, S, D, E;
-  Array q, k, v;                   // [B, H, T, D], [B, G, S, D], [B, G, S, E]
-  const void* left;                // [B, H], wide; infinite hides the side
-  const void* right;               // likewise, or null: causal
-  const std::int64_t* key_range;   // [B, 2], or null: all keys
-  const void* key_bound;           // [B, G], wide: at least |k| of every key, all of them finite; or null
-  double scale, dropout, tolerance;
-  std::uint32_t seed;
-  int num_threads;
-  bool precise;  // the result will be differentiated: `out` to float32 even where 16-bit products are faster
+  DType dtype = DType::float32;
+  std::int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0;
+  Array q, k, v;                            // [B, H, T, D], [B, G, S, D], [B, G, S, E]
+  const void* left = nullptr;               // [B, H], wide; infinite hides the side
+  const void* right = nullptr;              // likewise, or null: causal
+  const std::int64_t* key_range = nullptr;  // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
+  const std::int64_t* query_start = nullptr;  // [B], clamped to +-kLargestStart; or null: S - T
+  const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
+  double scale = 1, dropout = 0, tolerance = 0;
+  std::uint32_t seed = 0;
+  int num_threads = 1;   // clamped to [1, kLargestNumThreads]
+  bool precise = false;  // the result will be differentiated: `out` to float32 even where 16-bit products are faster
 };
 
-// Rows of queries per tile and keys per block: the units of `visited`.
+inline constexpr std::int64_t kLargestStart = std::int64_t{1} << 30;
+inline constexpr int kLargestNumThreads = 1024;
+
+// Rows of queries per tile and keys per block.
 inline constexpr std::int64_t kTileRows = 48;
 inline constexpr std::int64_t kBlockKeys = 64;
 
-// lse = row_max + log_sum; visited counts the blocks beyond the near ones, to the left and to the right.
+// lse = row_max + log_sum.
+//
+// `visited` says which keys a tile read. The keys [first, end) of a head lie in n = ceil((end - first) / kBlockKeys)
+// blocks, counted from `first`: block j holds the keys from first + j * kBlockKeys on, kBlockKeys of them but for the
+// last block. A tile has `rows` queries, kTileRows of them but for the last tile, the first at position p. It always
+// reads its near blocks, of which there are none where all keys lie to one side of the tile:
+//
+//     near_first = clamp(floor((p - first) / kBlockKeys), 0, n)
+//     near_end   = clamp(ceil((p + rows - first) / kBlockKeys), 0, n)    one past the last
+//
+// visited[0] counts the blocks read to the left of these, visited[1] those to the right. So the tile read the keys
+//
+//     from            first + (near_first - visited[0]) * kBlockKeys
+//     up to min(end,  first + (near_end   + visited[1]) * kBlockKeys)    one past the last
+//
+// Calls of few queries that will not be differentiated read row by row, each its own keys, and leave `visited` as it
+// is.
 struct Forward {
-  void* out;               // [B, H, T, E], wide, contiguous
-  void* row_max;           // [B, H, T], wide
-  void* log_sum;           // [B, H, T], wide
-  std::int32_t* visited;   // [B, H, visited_tiles, 2], of which the first ceil(T / kTileRows) tiles are used
-  std::int64_t visited_tiles;
+  void* out = nullptr;              // [B, H, T, E], wide, contiguous
+  void* row_max = nullptr;          // [B, H, T], wide
+  void* log_sum = nullptr;          // [B, H, T], wide
+  std::int32_t* visited = nullptr;  // [B, H, visited_tiles, 2], of which the first ceil(T / kTileRows) tiles are used
+  std::int64_t visited_tiles = 0;
 };
 
 // All arrays contiguous; dq, dk, dv are wide, and dk and dv must come zeroed.
 struct Backward {
-  const void* dout;        // [B, H, T, E], wide
-  const void* dlse;        // [B, H, T], wide
-  Forward saved;
-  void *dq, *dk, *dv;      // [B, H, T, D], [B, G, S, D], [B, G, S, E]
-  void *dleft, *dright;    // [B, H]
+  const void* dout = nullptr;  // [B, H, T, E], wide
+  const void* dlse = nullptr;  // [B, H, T], wide
+  Forward saved;               // counts in `visited` are clamped to the blocks that there are
+  void* dq = nullptr;          // [B, H, T, D]
+  void* dk = nullptr;          // [B, G, S, D]
+  void* dv = nullptr;          // [B, G, S, E]
+  void* dleft = nullptr;       // [B, H]
+  void* dright = nullptr;      // [B, H]
 };
 
 enum class Status : std::int32_t { ok = 0, out_of_memory = 1 };

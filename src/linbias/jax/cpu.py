@@ -2,40 +2,37 @@
 
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import linbias.cpu as core
 from linbias import _machine
 from linbias._checks import Problem
 from linbias.jax import operator
 from linbias.jax.operator import Arguments, Gradients, Numbers
+from linbias.kernels import core
 
 NAME = core.NAME
 
+WHY_MISSING: str | None = None
 try:
-    _xla: Any = import_module("linbias._xla")
+    from linbias import _xla
 except ImportError as error:  # not compiled here, or for another Python
-    _xla = None
-    _REASON = (
-        f"the core's door to JAX cannot be imported ({error}); reinstall with a C++20 compiler"
-    )
+    WHY_MISSING = f"the binding of the core to XLA cannot be imported ({error}); reinstall with a C++20 compiler"
 
 
-def why_not(call: Problem) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
-    if _xla is None:
-        return _REASON
-    if call.mask:
+    if WHY_MISSING is not None:
+        return WHY_MISSING
+    if problem.mask:
         return "it takes a key_range but no mask"
-    if call.device.endswith("cpu devices"):
-        return f"the arrays lie in parts on {call.device}; call it inside jax.shard_map over batch and heads"
-    return core.why_not(call)
+    if problem.device.endswith("cpu devices"):
+        return f"the arrays lie in parts on {problem.device}; call it inside jax.shard_map over batch and heads"
+    return core.why_not(problem)
 
 
 class Kept(NamedTuple):
@@ -84,19 +81,30 @@ def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
 
 
 def _operands(call: Arguments) -> tuple[Array, ...]:
-    """The arrays of a call; what it lacks is there but not read."""
-    q, k, v, left, right, key_range, key_bound, _, seed = call
+    """The arrays of a call in the order of the handlers; what it lacks is there but not read."""
+    q, k, v, left, right, _, key_bound, _, seed = call
     B, G = k.shape[0], k.shape[2]
+    key_range, query_start = _placement(call)
     return (
         q,
         k,
         v,
         left,
         left if right is None else right,
-        jnp.zeros((B, 2), jnp.int32) if key_range is None else key_range,
+        jnp.zeros((B, G, 2), jnp.int32) if key_range is None else key_range,
+        jnp.zeros((B,), jnp.int32) if query_start is None else query_start,
         jnp.zeros((B, G), left.dtype) if key_bound is None else key_bound,
         jnp.uint32(0) if seed is None else seed,
     )
+
+
+def _placement(call: Arguments) -> tuple[Array | None, Array | None]:
+    """Ranges [B, G, 2] and starts [B]. For ranges [B, 2], the last query stands at the last key of its range."""
+    if call.key_range is None:
+        return None, None
+    (B, T), G = call.q.shape[:2], call.k.shape[2]
+    key_range = jnp.broadcast_to(call.key_range[:, None], (B, G, 2))
+    return key_range, call.key_range[:, 1] - T
 
 
 def _call_core(
@@ -114,6 +122,7 @@ def _call_core(
         *operands,
         causal=call.right is None,
         ranged=call.key_range is not None,
+        started=call.key_range is not None,
         bounded=call.key_bound is not None and name == "forward",
         precise=precise,
         num_threads=np.int32(core.num_threads((B, H, G, T, S, D, E), _machine.num_cores())),

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-import linbias.cpu as core
-from linbias.cpu import why_not as why_not
+from linbias.kernels import core
+from linbias.kernels.core import why_not as why_not
 from linbias.torch import operator
 from linbias.torch.operator import Gradients, Inputs, Results
 
@@ -12,19 +12,26 @@ NAME = core.NAME
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
-    arguments, alive = _arguments(inputs)
-    core.forward(arguments, results.visited.shape[2], _addresses(results))
+    call, alive = _call(inputs)
+    core.forward(call, _forward(results))
     del alive
 
 
 def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
-    arguments, alive = _arguments(inputs)
+    call, alive = _call(inputs)
     dout, dlse = dout.contiguous(), dlse.contiguous()
-    wide = [x if x.dtype == inputs.left.dtype else x.to(inputs.left.dtype) for x in gradients]
-    given = dout.data_ptr(), dlse.data_ptr()
-    core.backward(arguments, *given, saved.visited.shape[2], _addresses(saved), _addresses(wide))
+    wide = Gradients(*(x.to(inputs.left.dtype) for x in gradients))  # itself, if it is wide
+    core.backward(
+        call,
+        core.Backward(
+            dout=dout.data_ptr(),
+            dlse=dlse.data_ptr(),
+            saved=_forward(saved),
+            **{name: x.data_ptr() for name, x in wide._asdict().items()},
+        ),
+    )
     for gradient, computed in zip(gradients, wide, strict=True):
         if gradient is not computed:
             gradient.copy_(computed)
@@ -35,30 +42,57 @@ operators = operator.define(NAME, _fill, _fill_gradients, lambda _: core.TILE_RO
 attention = operators.attention
 
 
-def _arguments(inputs: Inputs) -> tuple[core.Arguments, list[Tensor]]:
+def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The first and one past the last key that each tile visited, [B, H, tiles] each, and the rows of a tile.
+
+    By the formulas that csrc/include/linbias/attention.h gives for `visited`.
+    """
+    (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
+    rows, keys = core.TILE_ROWS, core.BLOCK_KEYS
+    ranges = torch.tensor([0, S]) if inputs.key_range is None else inputs.key_range
+    ranges = ranges.long().expand(B, G, 2).repeat_interleave(H // max(1, G), dim=1)
+    first, end = ranges[..., :1], ranges[..., 1:]
+    num_blocks = -(-(end - first) // keys)
+    start = torch.tensor(S - T) if inputs.query_start is None else inputs.query_start.long()
+    row = torch.arange(0, T, rows)
+    low = start.expand(B)[:, None, None] + row - first
+    high = low + (T - row).clamp(max=rows)
+    counts = visited[:, :, : len(row)].long()
+    near_first = (low // keys).clamp(min=0).minimum(num_blocks) - counts[..., 0]
+    near_end = (-(-high // keys)).clamp(min=0).minimum(num_blocks) + counts[..., 1]
+    return first + near_first * keys, torch.minimum(first + near_end * keys, end), rows
+
+
+def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
     """The call in addresses, and the tensors that have to live as long."""
-    q, k, v = (x if _is_plain(x) else x.contiguous() for x in (inputs.q, inputs.k, inputs.v))
-    B, H = q.shape[:2]
+    q, k, v = (x if _is_plain(x) else x.contiguous() for x in inputs[:3])
+    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
+    wide = inputs.left.dtype
     left, right = (
         None if s is None else s.expand(B, H).contiguous() for s in (inputs.left, inputs.right)
     )
-    key_range = (
-        None if inputs.key_range is None else inputs.key_range[:, 0].to(torch.int64).contiguous()
+    key_range, query_start = (
+        None if x is None else x.to(torch.int64).contiguous()
+        for x in (inputs.key_range, inputs.query_start)
     )
-    key_bound = (
-        None if inputs.key_bound is None else inputs.key_bound.to(inputs.left.dtype).contiguous()
-    )
-    (G, S, D), E, T = k.shape[1:], v.shape[3], q.shape[2]
-    arguments = core.Arguments(
-        dtype=str(q.dtype).removeprefix("torch."),
-        sizes=(B, H, G, T, S, D, E),
-        q=core.Operand(q.data_ptr(), *q.stride()[:3]),
-        k=core.Operand(k.data_ptr(), *k.stride()[:3]),
-        v=core.Operand(v.data_ptr(), *v.stride()[:3]),
-        left=0 if left is None else left.data_ptr(),
-        right=0 if right is None else right.data_ptr(),
-        key_range=0 if key_range is None else key_range.data_ptr(),
-        key_bound=0 if key_bound is None else key_bound.data_ptr(),
+    key_bound = None if inputs.key_bound is None else inputs.key_bound.to(wide).contiguous()
+    call = core.Call(
+        dtype=core.DTYPES[str(q.dtype).removeprefix("torch.")],
+        B=B,
+        H=H,
+        G=G,
+        T=T,
+        S=S,
+        D=D,
+        E=E,
+        q=core.Array(q.data_ptr(), *q.stride()[:3]),
+        k=core.Array(k.data_ptr(), *k.stride()[:3]),
+        v=core.Array(v.data_ptr(), *v.stride()[:3]),
+        left=_address(left),
+        right=_address(right),
+        key_range=_address(key_range),
+        query_start=_address(query_start),
+        key_bound=_address(key_bound),
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
@@ -66,12 +100,19 @@ def _arguments(inputs: Inputs) -> tuple[core.Arguments, list[Tensor]]:
         num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
         precise=inputs.precise,
     )
-    return arguments, [x for x in (q, k, v, left, right, key_range, key_bound) if x is not None]
+    return call, [q, k, v, left, right, key_range, query_start, key_bound]
+
+
+def _forward(results: Results) -> "core.Forward":
+    return core.Forward(
+        **{name: x.data_ptr() for name, x in results._asdict().items()},
+        visited_tiles=results.visited.shape[2],
+    )
 
 
 def _is_plain(x: Tensor) -> bool:
     return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 
-def _addresses(tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[int, ...]:
-    return tuple(x.data_ptr() for x in tensors)
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

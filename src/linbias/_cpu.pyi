@@ -1,0 +1,70 @@
+import enum
+
+TILE_ROWS: int = 48
+
+BLOCK_KEYS: int = 64
+
+class DType(enum.Enum):
+    float32 = 0
+
+    float64 = 1
+
+    float16 = 2
+
+    bfloat16 = 3
+
+class Array:
+    def __init__(self, data: int, batch: int, head: int, row: int) -> None: ...
+
+class Call:
+    def __init__(
+        self,
+        *,
+        dtype: DType,
+        B: int,
+        H: int,
+        G: int,
+        T: int,
+        S: int,
+        D: int,
+        E: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        left: int,
+        right: int = 0,
+        key_range: int = 0,
+        query_start: int = 0,
+        key_bound: int = 0,
+        scale: float,
+        dropout: float = 0.0,
+        tolerance: float,
+        seed: int = 0,
+        num_threads: int = 1,
+        precise: bool = False,
+    ) -> None: ...
+
+class Forward:
+    def __init__(
+        self, *, out: int, row_max: int, log_sum: int, visited: int, visited_tiles: int
+    ) -> None: ...
+
+class Backward:
+    def __init__(
+        self,
+        *,
+        dout: int,
+        dlse: int,
+        saved: Forward,
+        dq: int,
+        dk: int,
+        dv: int,
+        dleft: int,
+        dright: int,
+    ) -> None: ...
+
+def forward(call: Call, results: Forward) -> None: ...
+def backward(call: Call, results: Backward) -> None: ...
+def target() -> str: ...
+def targets() -> str: ...
+def force_target(name: str) -> bool: ...

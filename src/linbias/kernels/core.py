@@ -1,0 +1,78 @@
+"""The compiled CPU core (csrc, bindings/python.cpp): the one place in Python that knows how it is called.
+
+A front end describes its arrays by address, as a `Call`, and keeps them alive while `forward` or `backward` runs:
+
+    call = Call(dtype=DTYPES["float32"], B=1, H=2, ..., q=Array(address, *strides), ...)
+    forward(call, Forward(out=address, ...))
+
+The fields, their shapes and types stand in csrc/include/linbias/attention.h; an address of 0 stands for None, and strides
+count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
+"""
+
+from linbias._checks import Problem
+
+WHY_MISSING: str | None = None
+try:
+    from linbias import _cpu
+    from linbias._cpu import Array as Array
+    from linbias._cpu import Backward as Backward
+    from linbias._cpu import Call as Call
+    from linbias._cpu import Forward as Forward
+    from linbias._cpu import backward as backward
+    from linbias._cpu import forward as forward
+
+    DTYPES = {dtype.name: dtype for dtype in _cpu.DType}
+    TILE_ROWS, BLOCK_KEYS = _cpu.TILE_ROWS, _cpu.BLOCK_KEYS
+except ImportError as error:  # not compiled here, or for another Python
+    WHY_MISSING = (
+        f"the compiled core cannot be imported ({error}); reinstall with a C++20 compiler"
+    )
+    TILE_ROWS, BLOCK_KEYS = 48, 64
+
+NAME = "cpu"
+LARGEST_HEAD = 256
+# Below so many multiply-adds per thread, a second one gains less than it disturbs PyTorch's own threads, which spin
+# for a while after each operation: training on 128 tokens ran 7.7k tokens/s with one, 6.8k with two (2 cores).
+_WORK_PER_THREAD = 1 << 26
+
+
+def why_not(problem: Problem) -> str | None:
+    """Say why the core cannot run a call, or None if it can."""
+    if WHY_MISSING is not None:
+        return WHY_MISSING
+    if problem.device != "cpu":
+        return f"it runs on the CPU, and the arrays are on {problem.device}"
+    if max(problem.D, problem.E) > LARGEST_HEAD:
+        return f"head sizes go up to {LARGEST_HEAD}, got {max(problem.D, problem.E)}"
+    return None
+
+
+def num_threads(sizes: tuple[int, int, int, int, int, int, int], available: int) -> int:
+    """Threads that a call of these sizes (B H G T S D E) is worth, of those available."""
+    B, H, _, T, S, D, E = sizes
+    return max(1, min(available, 1 + B * H * T * min(T, S) * (D + E) // _WORK_PER_THREAD))
+
+
+def num_tiles(T: int) -> int:
+    """Tiles that T queries are cut into: the third axis of `visited`."""
+    return -(-T // TILE_ROWS)
+
+
+def target() -> str | None:
+    """The CPU target that the core runs on here, such as "avx2"; None where it is not compiled."""
+    return None if WHY_MISSING else _cpu.target()
+
+
+def targets() -> list[str]:
+    """The CPU targets that were compiled and run on this machine, best first."""
+    return [] if WHY_MISSING else _cpu.targets().split(",")
+
+
+def force_target(name: str | None) -> None:
+    """Run on this target instead of the best one (for tests and measurements); None goes back.
+
+    Raises:
+        ValueError: It is not one of `targets()`.
+    """
+    if WHY_MISSING or not _cpu.force_target(name or ""):
+        raise ValueError(f"force_target: name must be one of {targets()}, got {name!r}")
