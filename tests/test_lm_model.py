@@ -26,7 +26,7 @@ import linbias.lm
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.config import BLOCKS, POSITIONS
 from linbias.models.positions import METHODS, T5, Alibi, Rotary, Sinusoidal
-from linbias.transformers.cache import make_roomy
+from linbias.transformers.cache import use_growing_layers as make_roomy
 
 VOCAB = 61
 every_position = pytest.mark.parametrize("position", POSITIONS)
