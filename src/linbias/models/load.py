@@ -132,9 +132,7 @@ def _model_type(path: str | Path) -> str | None:
 def _word_tokenizer(words: Dictionary) -> PreTrainedTokenizerBase:
     """The dictionary as a tokenizer of Transformers, which splits and numbers as `Dictionary.encode_line` does."""
     regex, unknown, end = tokenizers.Regex, words.symbols[words.UNK], words.symbols[words.EOS]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(dict(words.ids), unk_token=unknown)
-    )
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(words.ids), unk_token=unknown))
     backend.normalizer = tokenizers.normalizers.Replace(regex(r"\r\n|\r|\n"), f" {end} ")
     # Python's white space includes four control characters that \s leaves out.
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(regex(r"[\s\x1c-\x1f]+"), "removed")
