@@ -85,6 +85,14 @@ def test_settings_left_open_are_filled_in() -> None:
         ({"adaptive_factor": 40.0}, "a factor that leaves 3 bands of 1024 a width, got 40.0"),
         ({"adaptive_factor": 1e200}, "a factor that leaves 3 bands of 1024 a width, got 1e.200"),
         ({"adaptive_factor": 1e-200}, "a factor that leaves 3 bands of 1024 a width, got 1e-200"),
+        (
+            {"pad_token_id": 20000, "cutoffs": (20000, 60000)},
+            r"pad_token_id must be in \[0, 20000\)",
+        ),
+        (
+            {"pad_token_id": None},
+            r"pad_token_id must be in \[0, 20000\), the smallest band, got None",
+        ),
         ({"use_cache": "no"}, "use_cache must be True or False, got 'no'"),
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ({"softmax_dropout": "0"}, r"softmax_dropout must be a number in \[0, 1\), got '0'"),

@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.models.positions import T5, Alibi, AttendOptions, Rotary, Sinusoidal
+from linbias.models.positions import METHODS, T5, Alibi, AttendOptions, Rotary, Sinusoidal
 from small_models import VOCAB, assert_same, build, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -106,6 +106,39 @@ def test_t5_bias_is_the_embedding_of_each_distance(queries: int) -> None:
             else:
                 score[..., t, s] += method.bias.weight[method.bucket(distance)]
     assert_same(method.attend(q, k, v), score.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("placed", ["range", "start", "both"])
+@pytest.mark.parametrize("num_queries", [1, 4, 9])
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_queries_stand_where_they_are_put_and_see_the_range(
+    name: str, num_queries: int, placed: str
+) -> None:
+    """Rows without a key stand for padding: they only have to be finite."""
+    method = METHODS[name](settings(position=name, attention_implementation="dense")).double()
+    q, k, v = heads(num_queries, 3), heads(9, 3)[:, :2], heads(9, 3)[:, :2]
+    key_range = torch.tensor([[2, 9], [0, 5], [3, 4]])
+    query_start = torch.tensor([0, 4, -2])
+    given = {"range": {"key_range": key_range}, "start": {"query_start": query_start}}
+    given["both"] = given["range"] | given["start"]
+    out = method.attend(q, k, v, AttendOptions(**given[placed]))
+
+    starts = key_range[:, 1] - num_queries if placed == "range" else query_start
+    first, end = (0, 9) if placed == "start" else key_range[..., None, None].unbind(1)
+    keys = torch.arange(9)
+    distance = (starts[:, None] + torch.arange(num_queries))[..., None] - keys
+    visible = (distance >= 0) & (keys >= first) & (keys < end)
+    score = q @ k.repeat_interleave(2, dim=1).mT / 8**0.5
+    if name == "alibi":
+        score -= torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])[:, None, None] * distance[:, None]
+    if name == "t5":
+        score += method.bias(method.bucket(distance.clamp(min=0))).permute(0, 3, 1, 2)
+    score = score.masked_fill(~visible[:, None], -math.inf)
+    expected = score.softmax(-1) @ v.repeat_interleave(2, dim=1)
+    has_key = visible.any(-1)[:, None, :, None].expand_as(out)
+    assert has_key.any() and out.isfinite().all()
+    assert_same(out[has_key], expected[has_key])
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

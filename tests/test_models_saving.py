@@ -13,8 +13,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
-from small_models import assert_same, build, every_block, every_position, tokens
+from linbias.models.load import encode, load_model, load_tokenizer
+from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -90,11 +93,97 @@ def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_importing_the_package_does_not_load_data_sets_or_trainer() -> None:
+def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
     code = """
-import sys, linbias.lm
+import sys, linbias.models
 heavy = ("datasets", "transformers.trainer", "linbias.lm.train")
 print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Models, tokenizers and texts of a folder.
+
+TEXT = " the cat = <unk>\n\n sat\x1c on\tthe mat </s>\r\n the end"
+
+
+@pytest.fixture(scope="module")
+def paper_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("paper")
+    words = Dictionary.from_counts({"the": 3, "cat": 1, "=": 1, "sat": 1, "on": 1, "end": 1})
+    words.write(folder / "dict.txt")
+    build_paper(vocab_size=len(words), cutoffs=(6,)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer().save(folder)
+    build(vocab_size=256).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["byte", "paper"])
+def test_one_import_is_enough_for_a_folder_of_either_family(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """In a process of its own: here, other tests have imported everything."""
+    code = f"""
+import linbias.models
+from transformers import AutoModelForCausalLM
+folder = {str(request.getfixturevalue(f"{family}_folder"))!r}
+print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
+from linbias.models.load import encode, load_model, load_tokenizer
+print(type(load_model(folder)).__name__, encode(folder, b"the").tolist(), load_tokenizer(folder)("the").input_ids)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = {
+        "byte": "LinbiasForCausalLM\nLinbiasForCausalLM [116, 104, 101] [116, 104, 101]\n",
+        "paper": "PaperForCausalLM\nPaperForCausalLM [4, 2] [4]\n",
+    }
+    assert done.stdout == expected[family]
+
+
+def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path) -> None:
+    words = Dictionary.read(paper_folder / "dict.txt")
+    lines = TEXT.replace("\r\n", "\n").split("\n")
+    expected = [word for line in lines for word in words.encode_line(line)]
+    assert encode(paper_folder, TEXT.encode()).tolist() == expected
+    tokenizer = load_tokenizer(paper_folder)
+    # A prompt goes on where it stops: only the end of a line is </s>.
+    assert tokenizer(TEXT).input_ids == expected[:-1]
+    assert tokenizer(TEXT + "\n").input_ids == expected
+    assert encode(paper_folder, b"").tolist() == []
+
+
+def test_words_become_text_again(paper_folder: Path) -> None:
+    tokenizer = load_tokenizer(paper_folder)
+    ids = tokenizer(" the cat = zzz\n sat").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat = <unk>\n sat"
+
+
+def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> None:
+    model, tokenizer = load_model(paper_folder), load_tokenizer(paper_folder)
+    batch = tokenizer(["the cat", "the"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[4, 6], [1, 4]] and batch.attention_mask[1, 0] == 0
+    together = model(batch.input_ids, batch.attention_mask).logits
+    assert_same(together[1, 1:], model(batch.input_ids[1:, 1:]).logits[0])
+
+
+def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
+    build_paper().save_pretrained(tmp_path)
+    for read in (load_tokenizer, lambda path: encode(path, b"a")):
+        with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"model_type": ["a"]}', "{}", "\x00"], ids=repr)
+def test_a_damaged_configuration_is_one_clear_error(
+    content: str, byte_folder: Path, tmp_path: Path
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^load_model: cannot read a model at"):
+        load_model(tmp_path)

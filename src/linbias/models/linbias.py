@@ -154,22 +154,21 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
         Args:
             labels: [B, T]; the logits at token t are scored on labels[:, t + 1]. -100 is not
                 scored.
-            logits_to_keep: Compute logits for the last so many tokens only; 0 means all.
+            logits_to_keep: Compute logits for the last so many tokens only; 0 means all. Hidden
+                states come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """
-        # Whoever asks for the hidden states gets them for all tokens.
-        wants_states = self.config.output_hidden_states
-        if output_hidden_states is not None:
-            wants_states = output_hidden_states
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_hidden_states=wants_states,
-            keep=0 if wants_states else logits_to_keep,
+            output_hidden_states=output_hidden_states,
+            keep=0 if output_hidden_states else logits_to_keep,
             return_dict=True,
         )
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])

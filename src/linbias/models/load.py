@@ -32,8 +32,16 @@ from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
 from linbias.models.paper_config import PaperConfig
 
-# What Transformers raises for a missing, truncated, garbled or misshapen file.
-_LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+# What Transformers raises for a missing, truncated, garbled or misshapen file, or values of a wrong kind.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    KeyError,
+    SafetensorError,
+)
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:

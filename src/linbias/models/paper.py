@@ -185,7 +185,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
                 stream has the id before the block as its first input, so that every id is scored.
                 In both, -100 and <pad> are not scored.
             logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
-                of the last so many tokens only; 0 means all.
+                of the last so many tokens only; 0 means all. Hidden states come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
 
@@ -196,6 +196,8 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -203,12 +205,13 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            keep=0 if targets is not None else logits_to_keep,
+            keep=0 if targets is not None or output_hidden_states else logits_to_keep,
             return_dict=True,
         )
         loss, logits = None, None
         if targets is None:
-            logits = self.adaptive_softmax(outputs.last_hidden_state, self.model.embed_tokens)
+            hidden = outputs.last_hidden_state[:, -logits_to_keep:]
+            logits = self.adaptive_softmax(hidden, self.model.embed_tokens)
         else:
             loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)
         return CausalLMOutputWithPast(

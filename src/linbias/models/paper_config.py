@@ -120,6 +120,9 @@ class PaperConfig(PreTrainedConfig):
         wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
         rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
         fields.require(self, "cutoffs", wide, rule)
+        smallest = min(stop - start for start, stop in pairwise(edges))
+        within = fields.is_integer(self.pad_token_id) and 0 <= self.pad_token_id < smallest
+        fields.require(self, "pad_token_id", within, f"in [0, {smallest}), the smallest band")
         try:
             narrowest = min(width for *_, width in self.bands)
         except ArithmeticError:  # its powers leave the range of floats
