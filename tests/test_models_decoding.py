@@ -8,6 +8,7 @@ from torch import Tensor
 
 import linbias.torch
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
+from linbias.transformers import GrowingLayer
 from small_models import (
     assert_same,
     build,
@@ -23,10 +24,20 @@ from small_models import (
 pytestmark = pytest.mark.usefixtures("same_start")
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: build(num_hidden_layers=1, num_key_value_heads=2),
+        lambda: build_paper(num_hidden_layers=1),
+    ],
+    ids=["linbias", "paper"],
+)
 @torch.no_grad()
-def test_cache_bounds_its_keys_whatever_happened_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_given_a_bound_of_its_keys_whatever_happened_to_the_cache(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decoding leaves far keys unread by this bound: one that is too small would change results."""
-    model = build(num_hidden_layers=1, num_key_value_heads=2)
+    model = model()
     slack = []
 
     def attention(q: Tensor, k: Tensor, *rest: Any, key_bound: Tensor, **options: Any) -> Tensor:
@@ -37,6 +48,7 @@ def test_cache_bounds_its_keys_whatever_happened_to_it(monkeypatch: pytest.Monke
     ids = tokens(3, 30)
     cache = model(ids[:, :7], use_cache=True).past_key_values
     layer = cache.layers[0]
+    assert type(layer) is GrowingLayer
     model(ids[:, 7:8], past_key_values=cache)
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     model(ids[:, 8:10], past_key_values=cache)

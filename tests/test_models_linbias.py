@@ -74,6 +74,21 @@ def test_embeddings_in_place_of_ids_give_the_same_logits() -> None:
     )
 
 
+@every_block
+@every_position
+@torch.no_grad()
+def test_the_last_logits_alone_are_those_of_all(position: str, block: str) -> None:
+    model, ids = build(position=position, block=block, num_key_value_heads=2), tokens(2, 9)
+    whole = model(ids).logits
+    for keep in (1, 4, 9, 20):
+        out = model(ids, logits_to_keep=keep)
+        assert_same(out.logits, whole[:, -keep:])
+        assert out.past_key_values.get_seq_length() == 9
+        states = model(ids, logits_to_keep=keep, output_hidden_states=True)
+        assert_same(states.logits, whole[:, -keep:])
+        assert all(state.shape[1] == 9 for state in states.hidden_states)
+
+
 @torch.no_grad()
 def test_cache_and_hidden_states_come_when_asked_for() -> None:
     model, ids = build(), tokens(2, 7)

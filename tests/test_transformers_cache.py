@@ -59,6 +59,10 @@ def assign(layer: GrowingLayer) -> None:
     layer.keys, layer.values = 100 * layer.keys, layer.values.clone()
 
 
+def assign_values(layer: GrowingLayer) -> None:
+    layer.values = 100 * layer.values
+
+
 def crop_and_refill(layer: GrowingLayer) -> None:
     layer.crop(-3)
     grow(layer, 3, size=100)
@@ -72,6 +76,7 @@ def assign_an_earlier_view(layer: GrowingLayer) -> None:
 
 CHANGES: list[Callable[[GrowingLayer], None]] = [
     assign,
+    assign_values,
     crop_and_refill,
     assign_an_earlier_view,
     lambda layer: layer.keys.mul_(100),
@@ -81,7 +86,18 @@ CHANGES: list[Callable[[GrowingLayer], None]] = [
     lambda layer: layer.crop(-4),
     lambda layer: layer.reset(),
 ]
-NAMES = ("assign", "refill", "earlier", "write", "reorder", "repeat", "select", "crop", "reset")
+NAMES = (
+    "assign",
+    "values",
+    "refill",
+    "earlier",
+    "write",
+    "reorder",
+    "repeat",
+    "select",
+    "crop",
+    "reset",
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
@@ -97,10 +113,13 @@ def test_replaced_contents_are_kept_and_bounded_anew(mode: Any, change: Any) -> 
         change(layer)
         if layer.is_initialized:
             assert_bounded(layer)
-        kept = layer.keys.clone() if layer.is_initialized else torch.empty(2, 3, 0, 5)
-        new = torch.randn(len(kept), 3, 1, 5)
-        layer.update(new, torch.randn(len(kept), 3, 1, 7))
-        assert torch.equal(layer.keys, torch.cat([kept, new], dim=2))
+        kept = torch.empty(2, 3, 0, 5), torch.empty(2, 3, 0, 7)
+        if layer.is_initialized:
+            kept = layer.keys.clone(), layer.values.clone()
+        new = torch.randn(len(kept[0]), 3, 1, 5), torch.randn(len(kept[0]), 3, 1, 7)
+        layer.update(*new)
+        assert torch.equal(layer.keys, torch.cat([kept[0], new[0]], dim=2))
+        assert torch.equal(layer.values, torch.cat([kept[1], new[1]], dim=2))
         assert_bounded(layer)
 
 
