@@ -40,19 +40,20 @@ def test_it_holds_what_was_appended() -> None:
 
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
-@torch.no_grad()
-def test_copies_of_a_layer_grow_apart(make_copy: Any) -> None:
-    first = GrowingLayer()
-    start = grow(first, 5)
-    second = make_copy(first)
-    parts: dict[GrowingLayer, list[Tensor]] = {first: [start[0]], second: [start[0]]}
-    for layer, length in ((first, 1), (second, 1), (second, 2), (first, 1), (second, 90)):
-        parts[layer].append(grow(layer, length)[0])
-    third = make_copy(second)
-    parts[third] = [*parts[second], grow(third, 1)[0]]
-    for layer, appended in parts.items():
-        assert torch.equal(layer.keys, torch.cat(appended, dim=2))
-        assert_bounded(layer)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
+    with mode():
+        first = GrowingLayer()
+        start = grow(first, 5)
+        second = make_copy(first)
+        parts: dict[GrowingLayer, list[Tensor]] = {first: [start[0]], second: [start[0]]}
+        for layer, length in ((first, 1), (second, 1), (second, 2), (first, 1), (second, 90)):
+            parts[layer].append(grow(layer, length)[0])
+        third = make_copy(second)
+        parts[third] = [*parts[second], grow(third, 1)[0]]
+        for layer, appended in parts.items():
+            assert torch.equal(layer.keys, torch.cat(appended, dim=2))
+            assert_bounded(layer)
 
 
 def assign(layer: GrowingLayer) -> None:
@@ -140,6 +141,27 @@ def test_only_growing_layers_tell_a_bound() -> None:
     grow(layer, 2)
     assert key_bound(layer) is None
     assert key_bound(GrowingLayer()) is None
+
+
+@torch.no_grad()
+def test_a_compiled_step_grows_the_cache_and_asks_for_no_bound() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(layer: GrowingLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        return layer.update(keys, values)[0], key_bound(layer)
+
+    layer = GrowingLayer()
+    start, _ = grow(layer, 5)
+    assert_bounded(layer)
+    parts = [start]
+    for _ in range(3):
+        new = 100 * torch.randn(2, 3, 1, 5)
+        keys, bound = step(layer, new, torch.randn(2, 3, 1, 7))
+        parts.append(new)
+        assert bound is None and torch.equal(keys, torch.cat(parts, dim=2))
+    grow(layer, 1)
+    assert_bounded(layer)
 
 
 def test_gradients_reach_keys_in_the_cache() -> None:
