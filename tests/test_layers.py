@@ -24,7 +24,7 @@ LAYERS = {
     "kernels": set(),
     "torch": {"cpu", "kernels", "variants"} | CORE | ANYONE,
     "jax": {"cpu", "_xla", "variants"} | CORE | ANYONE,
-    "transformers": {"torch"},
+    "transformers": {"torch"} | ANYONE,
     "models": {"transformers", "data", "torch"} | ANYONE,
     "data": ANYONE,
     "runs": ANYONE,
