@@ -40,3 +40,12 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def same_start():
+    """The same random numbers for every test of a model, and one thread: the models are small."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)

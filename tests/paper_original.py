@@ -5,6 +5,7 @@ repository on WikiText-2 cut to 1,024 types, each tied tensor kept once. `golden
 holds 300 ids of it and the log-probabilities that the repository gives them in blocks of 64, 128, 300.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -196,3 +197,17 @@ def _norm(hidden: np.ndarray, get: dict[str, np.ndarray], name: str) -> np.ndarr
 
 def _affine(hidden: np.ndarray, get: dict[str, np.ndarray], name: str) -> np.ndarray:
     return hidden @ get[f"{name}.weight"].T + get[f"{name}.bias"]
+
+
+def write(record: dict[str, Any], folder: Path) -> Path:
+    """Save a record as the original saves its checkpoints."""
+    path = folder / "checkpoint.pt"
+    torch.save(record, path)
+    return path
+
+
+def as_namespace(record: dict[str, Any]) -> dict[str, Any]:
+    """The same settings as older versions of the original keep them."""
+    cfg = record["cfg"]
+    args = argparse.Namespace(**(cfg["task"] | cfg["model"]), criterion="adaptive_loss")
+    return {"args": args, "model": record["model"]}

@@ -10,13 +10,13 @@ from linbias.models.linbias import LinbiasForCausalLM, LinbiasModel
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
 
-for config, base, language_model in (
+for _config, _base, _language_model in (
     (LinbiasConfig, LinbiasModel, LinbiasForCausalLM),
     (PaperConfig, PaperModel, PaperForCausalLM),
 ):
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, base, exist_ok=True)
-    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _base, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _language_model, exist_ok=True)
 
 __all__ = [
     "LinbiasConfig",

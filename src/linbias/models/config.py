@@ -1,21 +1,20 @@
-"""The settings of a language model: one flat, checked record, saved as config.json."""
+"""The settings of the project's own language model: one flat, checked record, saved as config.json."""
 
-import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.schedules import SCHEDULES
+from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 BLOCKS = ("sequential", "parallel")
 
 
 class LinbiasConfig(PreTrainedConfig):
-    """Describe a decoder-only language model and how it is told the order of its tokens.
+    """Describe a decoder-only language model and how it learns the order of its tokens.
 
-    The defaults are the small byte-level model of `linbias extrapolate`. Values given as None are
-    filled in, so that a finished configuration holds numbers only.
+    The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads and
+    intermediate_size given as None are filled in.
 
     Args:
         vocab_size: Number of token ids; 256 reads bytes.
@@ -29,14 +28,14 @@ class LinbiasConfig(PreTrainedConfig):
             `linbias.models.positions`.
         block: "sequential" (attention, then feed-forward) or "parallel" (both read the same normed
             input).
-        train_length: Tokens per training sequence. It sizes the learned table and anchors
-            slope_scale.
+        train_length: Tokens per training sequence: the rows of the learned table, and the length
+            from which slope_scale="interpolate" acts.
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
-        slope_scale: Factor on the ALiBi slopes at inference. None leaves them; a positive number
-            multiplies them; "interpolate" multiplies by train_length / S wherever a row has S >
-            train_length keys (arXiv 2310.13017). S is that of each call: with "interpolate" the
-            slopes shrink while a cached decode goes beyond train_length, so it no longer equals
-            one forward over the whole text.
+        slope_scale: Factor on the ALiBi slopes. None leaves them; a positive number multiplies
+            them; "interpolate" multiplies by train_length / S wherever a row has S > train_length
+            keys (arXiv 2310.13017). S is that of each call: with "interpolate" the slopes shrink
+            while cached decoding goes beyond train_length, so that it no longer equals one forward
+            over the whole text.
         rotary_base: Ratio of the slowest rotary wavelength to the fastest.
         t5_num_buckets: Distances that the T5 bias tells apart; the nearer half exactly, the rest
             by logarithm.
@@ -85,76 +84,36 @@ class LinbiasConfig(PreTrainedConfig):
     use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._check_counts("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        self._check_counts("train_length", "t5_num_buckets", "t5_max_distance")
+        fields.check_fields(self, _RULES)
         heads = 1 if self.block == "parallel" else self.num_attention_heads
         self._fill("num_key_value_heads", heads)
         self._fill("intermediate_size", 4 * self.hidden_size)
-        self._check_counts("num_key_value_heads", "intermediate_size")
-        self._check_names()
-        self._check_fit()
-        self._check_numbers()
+        fields.check_fields(self, _RULES_ONCE_FILLED)
+        groups = self.num_key_value_heads
+        shared_evenly = self.num_attention_heads % groups == 0
+        rule = f"a multiple of {groups} key/value heads"
+        fields.require(self, "num_attention_heads", shared_evenly, rule)
+        fields.check_positions(self)
+        if self.position == "sinusoidal":
+            rule = "even for position='sinusoidal'"
+            fields.require(self, "hidden_size", self.hidden_size % 2 == 0, rule)
         super().__post_init__(**kwargs)
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            setattr(self, name, value)
 
     @property
     def head_size(self) -> int:
         """Numbers per head, D."""
         return self.hidden_size // self.num_attention_heads
 
-    def _check_counts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            self._require(name, whole and value >= 1, "an integer of at least 1")
 
-    def _check_fit(self) -> None:
-        """Check the sizes against each other."""
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        rule = f"a multiple of {groups} key/value heads"
-        self._require("num_attention_heads", heads % groups == 0, rule)
-        rule = f"a multiple of {heads} heads"
-        self._require("hidden_size", self.hidden_size % heads == 0, rule)
-        if self.position == "rotary":
-            rule = f"even per head for position='rotary' ({heads} heads)"
-            self._require("hidden_size", self.head_size % 2 == 0, rule)
-        if self.position == "sinusoidal":
-            rule = "even for position='sinusoidal'"
-            self._require("hidden_size", self.hidden_size % 2 == 0, rule)
-        self._require("t5_num_buckets", self.t5_num_buckets >= 2, "at least 2")
-        exact = self.t5_num_buckets // 2
-        rule = f"above half of t5_num_buckets, {exact}"
-        self._require("t5_max_distance", self.t5_max_distance > exact, rule)
-
-    def _check_names(self) -> None:
-        choices = {"position": POSITIONS, "block": BLOCKS, "slope_schedule": SCHEDULES}
-        for name, known in choices.items():
-            self._require(name, getattr(self, name) in known, f"one of {known}")
-        implementation = self.attention_implementation
-        named = isinstance(implementation, str) and implementation != ""
-        self._require("attention_implementation", named, "the name of an implementation")
-
-    def _check_numbers(self) -> None:
-        for name in ("hidden_dropout", "attention_dropout"):
-            value = getattr(self, name)
-            self._require(name, _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
-        for name in ("layer_norm_eps", "initializer_range", "rotary_base"):
-            self._require(name, _is_positive(getattr(self, name)), "a positive number")
-        scale = self.slope_scale
-        known = scale is None or scale == "interpolate" or _is_positive(scale)
-        self._require("slope_scale", known, "None, 'interpolate' or a positive number")
-
-    def _fill(self, name: str, value: int) -> None:
-        if getattr(self, name) is None:
-            setattr(self, name, value)
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"LinbiasConfig: {name} must be {rule}, got {getattr(self, name)!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+_RULES = {
+    **fields.SHARED,
+    "position": fields.one_of(POSITIONS),
+    "block": fields.one_of(BLOCKS),
+    "hidden_dropout": fields.PROBABILITY,
+    "initializer_range": fields.POSITIVE,
+}
+_RULES_ONCE_FILLED = dict.fromkeys(("num_key_value_heads", "intermediate_size"), fields.COUNT)

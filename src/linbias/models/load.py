@@ -1,8 +1,11 @@
 """Models and tokenizers from a folder or the Hugging Face Hub, or one clear error.
 
-Nothing that is loaded is executed: weights are safetensors, or pickles read with weights_only.
+Nothing that is loaded is executed: weights are safetensors, or pickles read with weights_only. What a folder's
+`model_type` says about its text: a `linbias` model comes with tokenizer.json, a `linbias-paper` model with the
+dict.txt of its words, and any other with what its `AutoTokenizer` asks for.
 """
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -19,13 +23,25 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
+from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
+from linbias.models.config import LinbiasConfig
+from linbias.models.paper_config import PaperConfig
 
-# What Transformers raises for a missing, truncated, garbled or misshapen file.
-_LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+# What Transformers raises for a missing, truncated, garbled or misshapen file, or values of a wrong kind.
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    KeyError,
+    SafetensorError,
+)
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
@@ -35,16 +51,16 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     random ones), is refused.
 
     Args:
-        path: a folder with config.json and weights, or a model id such as "gpt2".
-        device: None is the first CUDA device, or else the CPU.
+        path: A folder with config.json and weights, or a model id such as "gpt2".
+        device: None means the first CUDA device, or else the CPU.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        ValueError: there is no such model, or it cannot be read whole.
+        ValueError: There is no such model, or it cannot be read whole.
     """
-    _check_place("load_model", path)
+    _check_path("load_model", path)
     try:
         with no_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -66,10 +82,18 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or Hugging Face model id.
 
+    Of a `linbias-paper` folder it is made of the words in dict.txt: white space parts them, a word that is not
+    there becomes <unk>, and the end of a line becomes </s>.
+
+    Args:
+        path: As for `load_model`.
+
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: There is none, or it cannot be read.
     """
-    _check_place("load_tokenizer", path)
+    _check_path("load_tokenizer", path)
+    if _model_type(path) == PaperConfig.model_type:
+        return _word_tokenizer(Dictionary.read(Path(path, "dict.txt")))
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except _LOADING_ERRORS as error:
@@ -79,25 +103,61 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def encode(path: str | Path, text: bytes) -> NDArray[Any]:
     """Turn a text of any size into the tokens of a model, without special tokens.
 
+    The tokens are those that the model's own training made of its text; each line of a `linbias-paper` model's
+    text ends in </s>.
+
     Args:
-        path: as for `load_model`.
+        path: As for `load_model`.
         text: UTF-8.
 
     Returns:
         [tokens], integers.
 
     Raises:
-        ValueError: the model has no readable tokenizer, or the text is not UTF-8.
+        ValueError: The model has no readable tokenizer, or the text is not UTF-8.
     """
-    config = Path(path, "config.json")
-    if config.is_file() and json.loads(config.read_text())["model_type"] == "linbias":
-        return Tokenizer.load(path).encode(text)  # in pieces, as in training
+    _check_path("encode", path)
+    model_type = _model_type(path)
+    if model_type == LinbiasConfig.model_type:
+        return Tokenizer.load(path).encode(text)
+    if model_type == PaperConfig.model_type:
+        words = Dictionary.read(Path(path, "dict.txt"))
+        lines = map(words.encode_line, io.StringIO(text.decode(), newline=None))
+        return np.fromiter((word for line in lines for word in line), np.int64)
     ids = load_tokenizer(path)(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
     return np.asarray(ids, np.int64)
 
 
-def _check_place(function: str, path: str | Path) -> None:
-    """A folder has to be a model's; what is no path may be an id."""
+def _model_type(path: str | Path) -> str | None:
+    """What config.json says; None for a model id, and where the file is no such record."""
+    try:
+        record = json.loads(Path(path, "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return record.get("model_type") if isinstance(record, dict) else None
+
+
+def _word_tokenizer(words: Dictionary) -> PreTrainedTokenizerBase:
+    """The dictionary as a tokenizer of Transformers, which splits and numbers as `Dictionary.encode_line` does."""
+    regex, unknown, end = tokenizers.Regex, words.symbols[words.UNK], words.symbols[words.EOS]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(words.ids), unk_token=unknown))
+    backend.normalizer = tokenizers.normalizers.Replace(regex(r"\r\n|\r|\n"), f" {end} ")
+    # Python's white space includes four control characters that \s leaves out.
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(regex(r"[\s\x1c-\x1f]+"), "removed")
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            # It puts spaces between words; the prefix, which would join two, is in none of them.
+            tokenizers.decoders.WordPiece(prefix="\n", cleanup=False),
+            tokenizers.decoders.Replace(regex(f"^ ?{end}$"), "\n"),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=words.symbols[words.PAD], padding_side="left"
+    )
+
+
+def _check_path(function: str, path: str | Path) -> None:
+    """Refuse a path that is neither a model's folder nor looks like an id of the Hub."""
     may_be_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)) and not Path(path).exists()
     if not may_be_id and not Path(path, "config.json").is_file():
         raise ValueError(
@@ -112,7 +172,7 @@ def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueErro
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Keeps Transformers from drawing a bar for what it loads or saves; warnings are left alone."""
+    """Keep Transformers from drawing a progress bar while it loads or saves; warnings are left alone."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,33 +1,28 @@
 """The paper's language model: a pre-norm decoder with adaptive input and a tied adaptive softmax.
 
 Read from the bottom up: `PaperForCausalLM` (loss and log-probabilities) calls `PaperModel`
-(embedding, position, blocks), which calls `DecoderBlock`s, which call `SelfAttention`. Modules are
-named as the original names its tensors, so that a checkpoint of either is readable beside the other.
+(embedding, position, blocks; its forward is `decoder.Decoder.forward`), which calls `DecoderBlock`s,
+which call `SelfAttention`. Modules are named as the original names its tensors, so that a checkpoint
+of either is readable beside the other.
 
 The positions are those of `linbias.models.positions`, but for the sinusoidal ones: the original scales
 the embedding in every model, and its sinusoids have other wavelengths and another start.
 """
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    Cache,
-    DynamicCache,
-    GenerationMixin,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import Cache, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from linbias.models.linbias import place
 from linbias.models.paper_config import PaperConfig
 from linbias.models.positions import METHODS, T5, Position
+from linbias.transformers import Padding
 
 
 class Sinusoidal(Position):
@@ -45,14 +40,11 @@ class Sinusoidal(Position):
         return hidden + torch.cat([angles.sin(), angles.cos()], dim=-1).to(hidden.dtype)
 
 
-class SelfAttention(nn.Module):
-    """Project to queries, keys and values, let the position method attend, project back."""
+class SelfAttention(decoder.SelfAttention):
+    """Attention with a product, and a bias, for each of queries, keys and values."""
 
     def __init__(self, config: PaperConfig, layer_index: int) -> None:
-        super().__init__()
-        self.layer_index = layer_index
-        self.head_size = config.head_size
-        self.dropout = config.attention_dropout
+        super().__init__(config, layer_index)
         width = config.hidden_size
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
@@ -63,26 +55,11 @@ class SelfAttention(nn.Module):
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        positions: Tensor,
-        key_range: Tensor | None,
-        past_key_values: Cache | None,
-        keep: int,
-    ) -> Tensor:
-        """Return [B, keep, hidden_size]: what the last `keep` tokens gather."""
-        q, k, v = (
-            project(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = position.rotate(q, k, positions)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_index)
-        dropout = self.dropout if self.training else 0.0
-        out = position.attend(q[:, :, -keep:], k, v, key_range, dropout)
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+    def project_out(self, gathered: Tensor) -> Tensor:
+        return self.out_proj(gathered)
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -103,42 +80,39 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        positions: Tensor,
-        key_range: Tensor | None,
+        padding: Padding,
         keep: int,
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """Return [B, keep, hidden_size]: the last `keep` tokens of hidden [B, T, hidden_size]."""
         normed = self.self_attn_layer_norm(hidden)
-        attended = self.self_attn(normed, position, positions, key_range, past_key_values, keep)
-        hidden = hidden[:, -keep:] + self.dropout(attended)
+        attended = self.self_attn(normed, position, padding, keep, past_key_values)
+        hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
         widened = self.activation_dropout(self.fc1(self.final_layer_norm(hidden)).relu_())
         return hidden + self.dropout(self.fc2(widened))
 
 
-class PaperPreTrainedModel(PreTrainedModel):
-    """What saving, sharding and gradient checkpointing need to know of the classes below."""
+class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
+    """What the two models below share."""
 
     config_class = PaperConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as the constructors drew them, which know what each is for."""
 
 
-class PaperModel(PaperPreTrainedModel):
+class PaperModel(decoder.Decoder, PaperPreTrainedModel):
     """Turn token ids into hidden states, one per token: embedding, blocks, perhaps a final norm.
 
-    Padding is allowed on the left and, without a cache, on the right, as in `linbias.lm.LinbiasModel`.
+    Call, padding and cache are those of `decoder.Decoder`.
 
     Example:
         >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
         >>> PaperModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
         torch.Size([1, 3, 32])
     """
+
+    embed_tokens: AdaptiveEmbedding
 
     def __init__(self, config: PaperConfig) -> None:
         super().__init__(config)
@@ -153,73 +127,19 @@ class PaperModel(PaperPreTrainedModel):
         )
         if config.final_norm:
             self.layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        keep: int = 0,
-    ) -> BaseModelOutputWithPast:
-        """Run the decoder over new tokens, which follow those in the cache.
+    def before_layers(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        return super().before_layers(embedded * math.sqrt(self.config.hidden_size), positions)
 
-        Args:
-            input_ids: [B, T] token ids.
-            attention_mask: [B, S], S = cached + T; zero marks padding. The real tokens of a row
-                stand together. None means no padding.
-            past_key_values: A growing cache of earlier tokens. It is extended in place.
-            use_cache: Make and return a cache. None means config.use_cache, but never while
-                training.
-            output_hidden_states: Return the input of every block and the final output as well.
-            keep: Return the states of the last so many tokens only, which saves work in the last
-                block; 0 means all.
-
-        Raises:
-            ValueError: A static cache, or a mask of the wrong shape or with gaps.
-            IndexError: An id beyond the vocabulary.
-        """
-        if isinstance(past_key_values, StaticCache):
-            raise ValueError(
-                "PaperModel: past_key_values must be a growing cache, got StaticCache"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-
-        embedded = self.embed_tokens(input_ids) * math.sqrt(self.config.hidden_size)
-        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        positions, key_range = place(embedded, num_cached, attention_mask)
-        hidden = self.dropout(self.position.embed(embedded, positions))
-        states: tuple[Tensor, ...] = ()
-        num_tokens = input_ids.shape[1]
-        for index, layer in enumerate(self.layers, 1):
-            if output_hidden_states:
-                states += (hidden,)
-            kept = keep or num_tokens if index == len(self.layers) else num_tokens
-            hidden = layer(
-                hidden, self.position, positions, key_range, kept, past_key_values=past_key_values
-            )
-        if self.config.final_norm:
-            hidden = self.layer_norm(hidden)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=past_key_values,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
-        )
+    def after_layers(self, hidden: Tensor) -> Tensor:
+        return self.layer_norm(hidden) if self.config.final_norm else hidden
 
 
 class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
     """Predict the next token: `PaperModel`, then the adaptive softmax tied to its embedding.
 
-    It saves, loads, generates and trains as any Transformers model does; importing `linbias.paper`
+    It saves, loads, generates and trains as any Transformers model does; importing `linbias.models`
     makes it known to `AutoModelForCausalLM`. Its logits are log-probabilities.
 
     Example:
@@ -244,9 +164,10 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         use_cache: bool | None = None,
@@ -256,7 +177,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return the mean loss in nats where there is something to score, else log-probabilities.
 
-        Arguments not listed here are those of `PaperModel.forward`.
+        Arguments not listed here are those of `decoder.Decoder.forward`.
 
         Args:
             labels: [B, T], the Transformers way: token t is scored on labels[:, t + 1].
@@ -264,7 +185,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
                 stream has the id before the block as its first input, so that every id is scored.
                 In both, -100 and <pad> are not scored.
             logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
-                of the last so many tokens only; 0 means all.
+                of the last so many tokens only; 0 means all. Hidden states come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
 
@@ -275,18 +196,22 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            keep=0 if targets is not None else logits_to_keep,
+            keep=0 if targets is not None or output_hidden_states else logits_to_keep,
             return_dict=True,
         )
         loss, logits = None, None
         if targets is None:
-            logits = self.adaptive_softmax(outputs.last_hidden_state, self.model.embed_tokens)
+            hidden = outputs.last_hidden_state[:, -logits_to_keep:]
+            logits = self.adaptive_softmax(hidden, self.model.embed_tokens)
         else:
             loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)
         return CausalLMOutputWithPast(

@@ -1,12 +1,11 @@
 """The settings of the paper's language model, saved as config.json."""
 
-import math
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.schedules import SCHEDULES
+from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 
@@ -39,7 +38,7 @@ class PaperConfig(PreTrainedConfig):
             band, as the original's training and validation loss does: it compares ids relative to
             their band with the id of <pad>. Log-probabilities never leave it out.
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
-        slope_scale: Factor on the ALiBi slopes, as in `linbias.lm.LinbiasConfig`.
+        slope_scale: Factor on the ALiBi slopes, as in `LinbiasConfig`.
         rotary_base: Ratio of the slowest rotary wavelength to the fastest.
         t5_num_buckets: Distances that the T5 bias tells apart.
         t5_max_distance: Distance from which on the T5 bias no longer changes.
@@ -88,13 +87,12 @@ class PaperConfig(PreTrainedConfig):
     eos_token_id: int = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            self._check_count(name)
-        for name in ("intermediate_size", "train_length", "t5_num_buckets", "t5_max_distance"):
-            self._check_count(name)
-        self._check_names()
-        self._check_numbers()
-        self._check_fit()
+        fields.check_fields(self, _RULES)
+        fields.check_positions(self)
+        if self.position == "sinusoidal":
+            even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
+            rule = "even and at least 4 for position='sinusoidal'"
+            fields.require(self, "hidden_size", even, rule)
         self._check_bands()
         self.cutoffs = tuple(self.cutoffs)  # JSON has lists only
         super().__post_init__(**kwargs)
@@ -113,67 +111,31 @@ class PaperConfig(PreTrainedConfig):
             for index, (start, stop) in enumerate(edges)
         ]
 
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        self._require(name, _is_whole(value) and value >= 1, "an integer of at least 1")
-
-    def _check_names(self) -> None:
-        self._require("position", self.position in POSITIONS, f"one of {POSITIONS}")
-        self._require("slope_schedule", self.slope_schedule in SCHEDULES, f"one of {SCHEDULES}")
-        implementation = self.attention_implementation
-        named = isinstance(implementation, str) and implementation != ""
-        self._require("attention_implementation", named, "the name of an implementation")
-        for name in ("final_norm", "ignore_tail_pad"):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
-
-    def _check_numbers(self) -> None:
-        for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
-            value = getattr(self, name)
-            self._require(name, _is_number(value) and 0 <= value < 1, "a number in [0, 1)")
-        for name in ("layer_norm_eps", "rotary_base", "adaptive_factor"):
-            self._require(name, _is_positive(getattr(self, name)), "a positive number")
-        scale = self.slope_scale
-        known = scale is None or scale == "interpolate" or _is_positive(scale)
-        self._require("slope_scale", known, "None, 'interpolate' or a positive number")
-
-    def _check_fit(self) -> None:
-        """Check the sizes against each other."""
-        heads = self.num_attention_heads
-        self._require("hidden_size", self.hidden_size % heads == 0, f"a multiple of {heads} heads")
-        if self.position == "rotary":
-            rule = f"even per head for position='rotary' ({heads} heads)"
-            self._require("hidden_size", self.head_size % 2 == 0, rule)
-        if self.position == "sinusoidal":
-            even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
-            self._require("hidden_size", even, "even and at least 4 for position='sinusoidal'")
-        self._require("t5_num_buckets", self.t5_num_buckets >= 2, "at least 2")
-        exact = self.t5_num_buckets // 2
-        rule = f"above half of t5_num_buckets, {exact}"
-        self._require("t5_max_distance", self.t5_max_distance > exact, rule)
-
     def _check_bands(self) -> None:
         """Check that every band has a second id, which counts as its padding, and a width."""
-        listed = isinstance(self.cutoffs, list | tuple) and all(map(_is_whole, self.cutoffs))
+        listed = isinstance(self.cutoffs, list | tuple) and all(
+            map(fields.is_integer, self.cutoffs)
+        )
         edges = (0, *self.cutoffs, self.vocab_size) if listed else ()
         wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
-        self._require(
-            "cutoffs", wide, f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
-        )
-        rule = f"small enough to leave {len(self.cutoffs) + 1} bands of {self.hidden_size} a width"
-        self._require("adaptive_factor", min(width for *_, width in self.bands) >= 1, rule)
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"PaperConfig: {name} must be {rule}, got {getattr(self, name)!r}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
+        fields.require(self, "cutoffs", wide, rule)
+        smallest = min(stop - start for start, stop in pairwise(edges))
+        within = fields.is_integer(self.pad_token_id) and 0 <= self.pad_token_id < smallest
+        fields.require(self, "pad_token_id", within, f"in [0, {smallest}), the smallest band")
+        try:
+            narrowest = min(width for *_, width in self.bands)
+        except ArithmeticError:  # its powers leave the range of floats
+            narrowest = 0
+        rule = f"a factor that leaves {len(self.cutoffs) + 1} bands of {self.hidden_size} a width"
+        fields.require(self, "adaptive_factor", narrowest >= 1, rule)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+_RULES = {
+    **fields.SHARED,
+    "intermediate_size": fields.COUNT,
+    "position": fields.one_of(POSITIONS),
+    "adaptive_factor": fields.POSITIVE,
+    **dict.fromkeys(("dropout", "activation_dropout", "softmax_dropout"), fields.PROBABILITY),
+    **dict.fromkeys(("final_norm", "ignore_tail_pad"), fields.FLAG),
+}

@@ -1,4 +1,4 @@
-"""Six ways to tell a transformer the order of its tokens: small classes with the same three hooks.
+"""Six ways to tell a transformer the order of its tokens: small classes with the same three methods.
 
     embed    may add something to the embedded tokens, once
     rotate   may turn queries and keys by their positions, in every layer
@@ -7,30 +7,49 @@
 What a method does not need, it inherits from `Position`, which adds nothing and attends causally.
 `METHODS`, below the classes, maps the names of the configuration to them.
 
-Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H
-query heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first
-real token of a row; `key_range` is None where nothing is padded, else [B, 2], the first and
-one-past-last real key of each row; `key_bound`, [B, G] or None, is at least the norm of every key.
+Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
+heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
+a row that is no padding (`linbias.transformers.Padding`).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig
 
-from linbias.models.config import LinbiasConfig
-from linbias.schedules import slopes
+from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention
-from linbias.torch.constant import constant
+
+
+class AttendOptions(NamedTuple):
+    """What `attend` takes beside queries, keys and values; the fields are arguments of `linbias.torch.attention`.
+
+    Attributes:
+        key_range: [B, 2] or None: the first and one past the last key of each row that is no padding.
+        query_start: [B] or None: where the first query stands. None: the last query stands at the last key of
+            the range, or of all keys.
+        key_bound: [B, G] or None: at least the norm of every key.
+        dropout: Probability that a weight is dropped.
+    """
+
+    key_range: Tensor | None = None
+    query_start: Tensor | None = None
+    key_bound: Tensor | None = None
+    dropout: float = 0.0
+
+
+_NO_OPTIONS = AttendOptions()
 
 
 class Position(nn.Module):
     """No positions at all: the causal mask alone hints at order (position="none")."""
 
-    skips_far_keys = False  # whether `attend` makes use of key_bound
+    uses_key_bound = False  # whether `attend` reads options.key_bound
 
-    def __init__(self, config: LinbiasConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -40,71 +59,52 @@ class Position(nn.Module):
         return q, k
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_range: Tensor | None,
-        dropout: float,
-        key_bound: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
+        """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]; no query sees a later key."""
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
-        if key_range is None and T in (1, S):
+        if options.key_range is None and options.query_start is None and T in (1, S):
             # No mask to build: a square is plainly causal, a single last query sees every key.
             return scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=T == S, enable_gqa=grouped
+                q, k, v, dropout_p=options.dropout, is_causal=T == S, enable_gqa=grouped
             )
-        mask = _visible(T, S, key_range, q.device)
-        return scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=grouped)
+        visible = _visible(_distances(q, k, options), options)
+        return scaled_dot_product_attention(
+            q, k, v, visible[:, None], options.dropout, enable_gqa=grouped
+        )
 
 
 class Alibi(Position):
     """Subtract slope * distance from every score (Press et al., arXiv 2108.12409)."""
 
-    skips_far_keys = True
+    uses_key_bound = True
 
-    def __init__(self, config: LinbiasConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        # Python floats, not a buffer: `model.to(bfloat16)` would round a buffer.
-        self._slopes = slopes(config.num_attention_heads, config.slope_schedule).tolist()
-        self._scale = config.slope_scale
-        self._train_length = config.train_length
+        self.slopes = ModelSlopes(
+            config.num_attention_heads,
+            config.slope_schedule,
+            config.slope_scale,
+            config.train_length,
+        )
         self._implementation = config.attention_implementation
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_range: Tensor | None,
-        dropout: float,
-        key_bound: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
-        left = self._left(q, k.shape[2], key_range)
-        name = self._implementation
+        left = self.slopes.left(q, k.shape[2], options.key_range)
         return attention(
             q,
             k,
             v,
             left,
-            key_range=key_range,
-            key_bound=key_bound,
-            dropout=dropout,
-            implementation=name,
+            key_range=options.key_range,
+            query_start=options.query_start,
+            key_bound=options.key_bound,
+            dropout=options.dropout,
+            implementation=self._implementation,
         )
-
-    def _left(self, q: Tensor, num_keys: int, key_range: Tensor | None) -> Tensor:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        left = constant(self._slopes, dtype, q.device)
-        if self._scale is None:
-            return left
-        if self._scale != "interpolate":
-            return left * float(self._scale)
-        if key_range is None:
-            return left * min(1.0, self._train_length / num_keys)
-        real_keys = (key_range[:, 1:] - key_range[:, :1]).clamp(min=1)
-        return left * (self._train_length / real_keys.to(dtype)).clamp(max=1.0)
 
 
 class Sinusoidal(Position):
@@ -121,7 +121,7 @@ class Sinusoidal(Position):
 class Learned(Position):
     """Add one trained vector per position; past the last one there is nothing to add."""
 
-    def __init__(self, config: LinbiasConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.table = nn.Embedding(config.train_length, config.hidden_size)
 
@@ -142,7 +142,7 @@ class Learned(Position):
 class Rotary(Position):
     """Turn queries and keys by their position, so that scores see distance (arXiv 2104.09864)."""
 
-    def __init__(self, config: LinbiasConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self._base = config.rotary_base
 
@@ -164,33 +164,34 @@ class T5(Position):
     As in T5, all layers share the table; its backward pass needs the bias [H, T, S] in memory.
     """
 
-    def __init__(self, config: LinbiasConfig) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.bias = nn.Embedding(config.t5_num_buckets, config.num_attention_heads)
         self._max_distance = config.t5_max_distance
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_range: Tensor | None,
-        dropout: float,
-        key_bound: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
         T, S = q.shape[2], k.shape[2]
-        if T == 0:
-            return super().attend(q, k, v, key_range, dropout)
-        # The bias depends on distance alone: look up each distance once, then lay the line out as
-        # [H, T, S], row t + 1 one step before row t. Negative distances are the future.
-        distances = torch.arange(S - 1, -T, -1, device=q.device)
-        line = self.bias(self.bucket(distances.clamp(min=0))).T.to(q.dtype)
-        line = line.masked_fill(distances < 0, -math.inf)
-        bias = line.unfold(-1, S, 1).flip(-2)
-        if key_range is not None:
-            bias = torch.where(_visible(T, S, key_range, q.device), bias, -math.inf)
+        if T == 0 or S == 0:
+            return super().attend(q, k, v, options)
+        # The bias depends on distance alone. A row of the batch has T + S - 1 distances, from that of its last
+        # query to the first key downwards: look those up, then lay them out as [T, S], each query one step
+        # after the next.
+        farthest = _query_start(q, k, options) + T - 1
+        distances = farthest - torch.arange(T + S - 1, device=q.device)
+        line = self.bias(self.bucket(distances.clamp(min=0))).mT.to(q.dtype)
+        masked = options.key_range is not None or options.query_start is not None
+        if (
+            not masked
+        ):  # then the later keys are hidden before the line is laid out, which is cheaper
+            line = line.masked_fill((distances < 0)[:, None], -math.inf)
+        bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
+        if masked:
+            visible = _visible(_distances(q, k, options), options)
+            bias = torch.where(visible[:, None], bias, -math.inf)
         grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, bias, dropout, enable_gqa=grouped)
+        return scaled_dot_product_attention(q, k, v, bias, options.dropout, enable_gqa=grouped)
 
     def bucket(self, distances: Tensor) -> Tensor:
         """Number the buckets: one per distance in the nearer half, then ever wider ones."""
@@ -218,14 +219,31 @@ def _angles(positions: Tensor, count: int, base: float) -> Tensor:
     return positions[..., None] * base**-exponents
 
 
-def _visible(T: int, S: int, key_range: Tensor | None, device: torch.device) -> Tensor:
-    """Return which keys each query may see, [T, S] or [B, 1, T, S]; the last sees them all."""
-    keys = torch.arange(S, device=device)
-    queries = torch.arange(S - T, S, device=device)[:, None]
-    visible = keys <= queries
-    if key_range is None:
-        return visible
-    real = keys >= key_range[:, :1, None, None]
-    # A padding query sees itself: some SDPA kernels give NaN for a row without keys, and NaN in a
-    # padding row would reach the real rows as 0 * NaN one layer later.
-    return visible & real | (keys == queries)
+def _query_start(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+    """[1 or B, 1]: where the first query of each row stands."""
+    if options.query_start is not None:
+        return options.query_start[:, None]
+    if options.key_range is not None:
+        return options.key_range[:, 1:] - q.shape[2]
+    return torch.full((1, 1), k.shape[2] - q.shape[2], device=q.device)
+
+
+def _distances(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+    """[1 or B, T, S]: how far each key lies before each query."""
+    queries = _query_start(q, k, options) + torch.arange(q.shape[2], device=q.device)
+    return queries[..., None] - torch.arange(k.shape[2], device=q.device)
+
+
+def _visible(distances: Tensor, options: AttendOptions) -> Tensor:
+    """[1 or B, T, S]: which keys each query may see.
+
+    A query that may see none, as those of padding, sees them all: some SDPA kernels give NaN for a row without
+    keys, and NaN in a padding row would reach the other rows as 0 * NaN one layer later. Nobody reads what such
+    a query gathers.
+    """
+    visible = distances >= 0
+    if options.key_range is not None:
+        first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
+        keys = torch.arange(distances.shape[-1], device=distances.device)
+        visible = visible & (keys >= first) & (keys < end)
+    return visible | ~visible.any(-1, keepdim=True)

@@ -1,8 +1,15 @@
-"""A growing cache whose steps cost what is new, and that knows how large its keys are.
+"""A growing cache in which a step costs what is new, and which knows how large its keys are.
 
-Transformers' growing cache copies all keys and values at every step: with 32,768 tokens, ten times
-the work of the near-to-far attention that follows. Here they lie in buffers with room to spare.
+Transformers' own growing cache copies all keys and values at every step: with 32,768 tokens, ten times the work
+of the near-to-far attention that follows. Here they lie in buffers with room for more. And near-to-far attention
+leaves far keys unread only if it knows a bound on their norms (`key_bound`), which costs a cache one pass over
+the new keys.
+
+A model calls `use_growing_layers` on the cache that it is given or makes, before the first layer updates it, and
+in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,11 +17,34 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 
-class RoomyLayer(DynamicLayer):
+@dataclass(eq=False)
+class _Buffers:
+    """Keys and values [B, G, room, size], of which the first rows are in use.
+
+    Rows are written once, since somebody may hold a view of them. Copies of a layer share the buffers, and so the
+    count: the first copy that grows writes here, the others see that the next row is taken.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_written: int
+
+
+class GrowingLayer(DynamicLayer):
     """One layer's keys and values [B, G, S, size]: the first rows of buffers with room for more.
 
-    Rows are written once. Whatever else happens to a cache (rows reordered or dropped, tokens
-    cropped, another device), the next `update` starts new buffers.
+    `keys` and `values` may be replaced at will, as Transformers does to reorder, select or crop: the next
+    `update` then starts new buffers, and `key_bound` looks at all keys again. A copy (`copy.copy`) goes its own
+    way from the next `update` on. With gradients enabled, and under `torch.compile`, the layer grows as
+    Transformers' own does, since autograd and graphs need tensors that nobody writes to.
+
+    Example:
+        >>> layer = GrowingLayer()
+        >>> with torch.no_grad():
+        ...     keys, values = layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
+        ...     keys, values = layer.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+        >>> keys.shape
+        torch.Size([1, 2, 4, 8])
     """
 
     keys: Tensor
@@ -22,83 +52,128 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rooms: list[Tensor] = []
-        self._num_written = 0
+        self._buffers: _Buffers | None = None
+        # Keys and values as the last update left them, with the version of the keys.
+        self._last: tuple[Tensor, Tensor, int] | None = None
+        self._num_bounded = 0
+        self._bound: Tensor | None = None  # [G], at least the norms of the first _num_bounded keys
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens [B, G, T, size]; return all keys and values."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # Autograd and graphs need tensors that nobody writes to.
-            self._rooms = []
-            return super().update(key_states, value_states, *args, **kwargs)
+        """Append new tokens.
+
+        Args:
+            key_states: [B, G, T, D].
+            value_states: [B, G, T, E].
+            args, kwargs: Taken for Transformers' sake, and not used.
+
+        Returns:
+            All keys [B, G, S, D] and values [B, G, S, E]. They keep what they hold, whatever is appended later.
+        """
+        if torch.compiler.is_compiling():
+            self._buffers = self._last = None
+            return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        old = self.get_seq_length()
-        new = old + key_states.shape[-2]
-        kept, added = (self.keys, self.values), (key_states, value_states)
-        if not self._has_room(kept, old, new):
-            self._rooms = [_with_room(x, old, y, new) for x, y in zip(kept, added, strict=True)]
-        for room, x in zip(self._rooms, added, strict=True):
-            room[:, :, old:new] = x
-        self._num_written = new
-        self.keys, self.values = (room[:, :, :new] for room in self._rooms)
+        self._forget_if_replaced()
+        if torch.is_grad_enabled():
+            self._buffers = None
+            super().update(key_states, value_states)
+        else:
+            self._append(key_states, value_states)
+        version = 0 if self.keys.is_inference() else self.keys._version
+        self._last = self.keys, self.values, version
         return self.keys, self.values
 
-    def _has_room(self, kept: tuple[Tensor, Tensor], old: int, new: int) -> bool:
-        if not self._rooms or old != self._num_written or self._rooms[0].shape[2] < new:
-            return False
-        if self._rooms[0].is_inference() and not torch.is_inference_mode_enabled():
-            return False
-        return all(
-            x.data_ptr() == room.data_ptr() and x.stride() == room.stride() and len(x) == len(room)
-            for x, room in zip(kept, self._rooms, strict=True)
-        )
+    def key_bound(self) -> Tensor | None:
+        """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
+
+        One bound serves all batch rows. Only keys that came since the last call are looked at, unless `keys`
+        was replaced or, outside of inference mode, written to.
+        """
+        if not self.get_seq_length():
+            return None
+        self._forget_if_replaced()
+        new = self.keys[:, :, self._num_bounded :].detach()
+        if new.numel():
+            wide = torch.promote_types(new.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
+            norm = norm * (1 + 2**-16)  # more than the rounding of the norm
+            self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
+            self._num_bounded = self.keys.shape[2]
+        return None if self._bound is None else self._bound.expand(len(self.keys), -1)
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Write the new tokens into the buffers, after moving to larger ones if need be."""
+        old = self.get_seq_length()
+        new = old + key_states.shape[2]
+        buffers = self._buffers
+        if buffers is None or buffers.num_written != old or buffers.keys.shape[2] < new:
+            buffers = _Buffers(
+                _with_room(self.keys, old, key_states, new),
+                _with_room(self.values, old, value_states, new),
+                old,
+            )
+        buffers.keys[:, :, old:new] = key_states
+        buffers.values[:, :, old:new] = value_states
+        buffers.num_written = new
+        self._buffers = buffers
+        self.keys, self.values = buffers.keys[:, :, :new], buffers.values[:, :, :new]
+
+    def _forget_if_replaced(self) -> None:
+        """Drop buffers and bound unless keys and values are those that the last update left."""
+        if self._last is not None:
+            keys, values, version = self._last
+            same = self.keys is keys and self.values is values
+            if same and keys.is_inference():
+                # Outside of inference mode nothing may be written there, and autograd would refuse the bound.
+                same = torch.is_inference_mode_enabled()
+            elif same:
+                same = keys._version == version
+            if same:
+                return
+        self._buffers = self._last = self._bound = None
+        self._num_bounded = 0
 
 
 def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
+    """A buffer for `new` tokens and a quarter more, which begins with the `old` ones that are kept."""
     B, G, _, size = added.shape
-    room = added.new_empty(B, G, new + new // 4 + 64, size)
+    buffer = added.new_empty(B, G, new + new // 4 + 64, size)
     if old:
-        room[:, :, :old] = kept
-    return room
+        buffer[:, :, :old] = kept
+    return buffer
 
 
-def make_roomy(cache: Cache) -> None:
-    """Let the layers of a fresh growing cache be `RoomyLayer`s; leave all others as they are."""
-    if cache.offloading:  # the buffers would keep on the device what is to leave it
+def use_growing_layers(cache: Cache) -> None:
+    """Replace the layers of a cache that grow as Transformers' own do, and are empty yet, by `GrowingLayer`s.
+
+    All others stay: layers of another kind, layers that hold tokens, and those of a cache that moves its layers
+    off the device (`offloading`), where buffers would keep what is to leave.
+
+    Args:
+        cache: Changed in place.
+    """
+    if cache.offloading:
         return
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = RoomyLayer
+        cache.layer_class_to_replicate = GrowingLayer
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and not layer.is_initialized:
-            cache.layers[index] = RoomyLayer()
+            cache.layers[index] = GrowingLayer()
 
 
-def key_bound(layer: CacheLayerMixin, new: Tensor, keys: Tensor) -> Tensor | None:
-    """Return at least the norm of every cached key, [B, G], so that decoding need not read them all.
-
-    The cache's layer carries the largest norm of the keys it had after the last call, which
-    stays a bound when rows are reordered or dropped. Has it another number of keys by now, all
-    are looked at again.
+def key_bound(layer: CacheLayerMixin) -> Tensor | None:
+    """Return a `key_bound` for `linbias.torch.attention`, if the layer can tell one without reading all keys.
 
     Args:
         layer: Of any cache, just updated.
-        new: [B, G, T, D], the keys that were added.
-        keys: [B, G, S, D], all of them.
+
+    Returns:
+        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under `torch.compile`,
+        where a count that changes at every step would mean a graph for every step.
     """
-    if torch.compiler.is_compiling():  # the number would mean one graph per token
+    if torch.compiler.is_compiling() or not isinstance(layer, GrowingLayer):
         return None
-    num_seen, largest = getattr(layer, "largest_key", (0, None))
-    known = largest if num_seen == keys.shape[2] - new.shape[2] else None
-    unseen = keys if known is None else new
-    if not unseen.numel():
-        return None
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    bound = torch.linalg.vector_norm(unseen.detach(), dim=-1, dtype=wide).amax((0, 2))
-    bound = bound * (1 + 2**-16)  # the rounding of the norm
-    if known is not None:
-        bound = torch.maximum(bound, known)
-    layer.largest_key = keys.shape[2], bound
-    return bound.expand(len(keys), -1)
+    return layer.key_bound()

@@ -1,0 +1,95 @@
+"""How the fields of a configuration are checked: one rule per field, then rules between fields.
+
+Configurations come from files that anybody may have written, so every field is checked before it is used.
+Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from linbias.schedules import SCHEDULES
+
+
+class Rule(NamedTuple):
+    """What a field must be, in words for the error and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
+
+
+def one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(f"one of {names}", lambda value: value in names)
+
+
+COUNT = Rule("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
+POSITIVE = Rule("a positive number", _is_positive)
+PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
+FLAG = Rule("True or False", lambda value: isinstance(value, bool))
+
+# The fields that mean the same in every family.
+SHARED: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT
+    ),
+    **dict.fromkeys(("train_length", "t5_num_buckets", "t5_max_distance"), COUNT),
+    "attention_dropout": PROBABILITY,
+    **dict.fromkeys(("layer_norm_eps", "rotary_base"), POSITIVE),
+    "slope_schedule": one_of(SCHEDULES),
+    "slope_scale": Rule(
+        "None, 'interpolate' or a positive number",
+        lambda value: value is None or value == "interpolate" or _is_positive(value),
+    ),
+    "attention_implementation": Rule(
+        "the name of an implementation", lambda value: isinstance(value, str) and value != ""
+    ),
+    "use_cache": FLAG,
+}
+
+
+def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
+    """Check each field by its own rule, in the order of `rules`.
+
+    Raises:
+        ValueError: A field breaks its rule; the message names configuration, field, rule and value.
+    """
+    for name, rule in rules.items():
+        require(config, name, rule.holds(getattr(config, name)), rule.words)
+
+
+def check_positions(config: PreTrainedConfig) -> None:
+    """Check the fields of the position methods against each other.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    size, heads = config.hidden_size, config.num_attention_heads
+    require(config, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
+    if config.position == "rotary":
+        words = f"even per head for position='rotary' ({heads} heads)"
+        require(config, "hidden_size", size // heads % 2 == 0, words)
+    require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
+    half = config.t5_num_buckets // 2
+    words = f"above half of t5_num_buckets, {half}"
+    require(config, "t5_max_distance", config.t5_max_distance > half, words)
+
+
+def require(config: PreTrainedConfig, name: str, holds: bool, words: str) -> None:
+    """Raise a ValueError about one field unless its rule holds."""
+    if not holds:
+        value = getattr(config, name)
+        raise ValueError(f"{type(config).__name__}: {name} must be {words}, got {value!r}")

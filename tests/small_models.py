@@ -1,0 +1,81 @@
+"""Small models of both families, for tests: float64, so that two ways to the same number agree to 1e-12.
+
+Their weights are large, or all predictions would be alike and mistakes would hardly show.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
+from linbias.models.config import BLOCKS, POSITIONS
+
+VOCAB, PAPER_VOCAB = 61, 83
+every_position = pytest.mark.parametrize("position", POSITIONS)
+every_block = pytest.mark.parametrize("block", BLOCKS)
+
+
+def settings(**changes: Any) -> LinbiasConfig:
+    small = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LinbiasConfig(**{**small, "train_length": 48, "initializer_range": 0.3, **changes})
+
+
+def build(**changes: Any) -> LinbiasForCausalLM:
+    return LinbiasForCausalLM(settings(**changes)).double().eval()
+
+
+def build_paper(**changes: Any) -> PaperForCausalLM:
+    small = {
+        "vocab_size": PAPER_VOCAB,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
+    fit = {"intermediate_size": 50, "train_length": 16, "cutoffs": (11, 30), "adaptive_factor": 2}
+    model = PaperForCausalLM(PaperConfig(**{**small, **fit, **changes})).double().eval()
+    for p in model.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+def tokens(*shape: int, vocab_size: int = VOCAB) -> Tensor:
+    return torch.randint(vocab_size, shape)
+
+
+def paper_tokens(*shape: int) -> Tensor:
+    return tokens(*shape, vocab_size=PAPER_VOCAB)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    size = float(expected.detach().abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12 * size)
+
+
+def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ids and mask; padding holds a token that would be noticed if it were read."""
+    length = max(len(row) for row in rows)
+    ids, mask = torch.full((2, len(rows), length), VOCAB - 1).unbind()
+    for line, row in enumerate(rows):
+        ids[line, length - len(row) :] = row
+        mask[line] = (torch.arange(length) >= length - len(row)).long()
+    return ids, mask
+
+
+def decode(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, chunks: list[int]) -> Tensor:
+    """Return the logits of all tokens, fed to a cache in chunks."""
+    cache, logits, done = None, [], 0
+    for chunk in chunks:
+        seen = None if mask is None else mask[:, : done + chunk]
+        out = model(ids[:, done : done + chunk], seen, cache, use_cache=True)
+        cache, done = out.past_key_values, done + chunk
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)

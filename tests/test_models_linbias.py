@@ -1,0 +1,244 @@
+"""The project's own language model: what it learns from, computes and refuses, with every position method.
+
+Models run in float64, so that two ways to the same number agree to 1e-12 and a real mistake stands
+out.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from linbias.models import LinbiasForCausalLM
+from linbias.models.config import POSITIONS
+from linbias.models.positions import METHODS
+from small_models import VOCAB, assert_same, build, every_block, every_position, settings, tokens
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+
+def test_every_position_name_has_a_method() -> None:
+    assert tuple(METHODS) == POSITIONS
+
+
+@every_block
+@every_position
+def test_fresh_model_predicts_uniformly_and_learns(position: str, block: str) -> None:
+    model = LinbiasForCausalLM(settings(position=position, block=block, initializer_range=0.02))
+    ids = tokens(3, 17)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(8):
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(out.loss.item())
+    assert out.logits.shape == (3, 17, VOCAB) and out.logits.dtype == torch.float32
+    assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert losses[-1] < losses[0] - 0.5
+    assert all(
+        weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters()
+    )
+
+
+@every_block
+@every_position
+@torch.no_grad()
+def test_future_tokens_do_not_change_past_logits(position: str, block: str) -> None:
+    model = build(position=position, block=block)
+    ids = tokens(2, 23)
+    changed = torch.cat([ids[:, :11], tokens(2, 12)], dim=1)
+    before, after = model(ids).logits, model(changed).logits
+    assert_same(after[:, :11], before[:, :11])
+    assert not torch.equal(after[:, 11:], before[:, 11:])
+
+
+@every_position
+@torch.no_grad()
+def test_order_of_earlier_tokens_matters_only_where_positions_are_known(position: str) -> None:
+    model = build(position=position, num_hidden_layers=1)
+    ids = tokens(1, 13)
+    swapped = ids[:, [1, 0, *range(2, 13)]]
+    difference = (model(ids).logits - model(swapped).logits)[:, -1].abs().max()
+    # One layer without positions sees a bag of tokens.
+    assert difference < 1e-12 if position == "none" else difference > 1e-6
+
+
+@torch.no_grad()
+def test_embeddings_in_place_of_ids_give_the_same_logits() -> None:
+    model, ids = build(), tokens(2, 7)
+    assert torch.equal(
+        model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits
+    )
+
+
+@every_block
+@every_position
+@torch.no_grad()
+def test_the_last_logits_alone_are_those_of_all(position: str, block: str) -> None:
+    model, ids = build(position=position, block=block, num_key_value_heads=2), tokens(2, 9)
+    whole = model(ids).logits
+    for keep in (1, 4, 9, 20):
+        out = model(ids, logits_to_keep=keep)
+        assert_same(out.logits, whole[:, -keep:])
+        assert out.past_key_values.get_seq_length() == 9
+        states = model(ids, logits_to_keep=keep, output_hidden_states=True)
+        assert_same(states.logits, whole[:, -keep:])
+        assert all(state.shape[1] == 9 for state in states.hidden_states)
+
+
+@torch.no_grad()
+def test_cache_and_hidden_states_come_when_asked_for() -> None:
+    model, ids = build(), tokens(2, 7)
+    assert model(ids).past_key_values.get_seq_length() == 7
+    assert model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    out = model.eval().model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 3 and out.hidden_states[-1] is out.last_hidden_state
+    assert isinstance(model(ids, return_dict=False), tuple)
+
+
+@torch.no_grad()
+def test_implementations_give_the_same_logits() -> None:
+    models = [build(attention_implementation=name) for name in ("dense", "blocked")]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = tokens(2, 70)
+    assert_same(models[1](ids).logits, models[0](ids).logits)
+
+
+@pytest.mark.parametrize("position", [name for name in POSITIONS if name != "learned"])
+@torch.no_grad()
+def test_model_runs_far_beyond_its_training_length(position: str) -> None:
+    """Regression: MPT cannot run beyond max_seq_len."""
+    model = build(position=position, train_length=8)
+    ids = tokens(1, 64)
+    assert model(ids).logits.isfinite().all()
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 66)
+
+
+@every_position
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_grouped_heads_equal_full_heads_with_repeated_weights(position: str, groups: int) -> None:
+    grouped = build(position=position, num_key_value_heads=groups)
+    full = build(position=position)
+    state = grouped.state_dict()
+    for name in [name for name in state if name.endswith("qkv.weight")]:
+        q, k, v = state[name].split([32, 8 * groups, 8 * groups])
+        k, v = (
+            part.view(groups, 8, 32).repeat_interleave(4 // groups, 0).flatten(0, 1)
+            for part in (k, v)
+        )
+        state[name] = torch.cat([q, k, v])
+    full.load_state_dict(state)
+    ids = tokens(2, 9)
+    assert_same(grouped(ids).logits, full(ids).logits)
+    assert grouped(ids).past_key_values.layers[0].keys.shape == (2, groups, 9, 8)
+
+
+@every_block
+@every_position
+def test_gradient_checkpointing_leaves_gradients_equal(position: str, block: str) -> None:
+    model = build(
+        position=position, block=block, hidden_dropout=0.1, attention_dropout=0.1
+    ).train()
+    ids, gradients = tokens(2, 13), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+        model.zero_grad()
+        # Newer versions of Transformers have another name for the same switch.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_dropout_acts_only_while_training() -> None:
+    for dropout in ({"hidden_dropout": 0.5}, {"attention_dropout": 0.5}):
+        model, ids = build(**dropout), tokens(1, 11)
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_loss_scores_each_next_token_and_skips_minus_100() -> None:
+    model, ids = build(), tokens(2, 7)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    logp = out.logits.log_softmax(-1)
+    scored = [
+        -logp[b, t, ids[b, t + 1]] for b in range(2) for t in range(6) if labels[b, t + 1] >= 0
+    ]
+    # Transformers' loss function works in float32.
+    assert out.loss.item() == pytest.approx(sum(scored).item() / 9, rel=1e-6)
+
+
+def test_parts_of_a_batch_add_up_to_its_loss() -> None:
+    """What gradient accumulation needs: unequal parts, divided by the count of the whole."""
+    model, ids = build(), tokens(3, 9)
+    labels = ids.clone()
+    labels[1:, :6] = -100
+    whole = model(ids, labels=labels).loss
+    count = int((labels[:, 1:] != -100).sum())
+    parts = [
+        model(ids[rows], labels=labels[rows], num_items_in_batch=count).loss
+        for rows in (slice(0, 1), slice(1, 3))
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
+    assert LinbiasForCausalLM.accepts_loss_kwargs
+
+
+@every_position
+def test_compiled_model_equals_eager(position: str) -> None:
+    torch._dynamo.reset()
+    model, ids = build(position=position), tokens(2, 16)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same(compiled(ids, labels=ids, use_cache=False).logits, model(ids).logits)
+
+
+@every_position
+def test_autocast_runs_forward_and_backward(position: str) -> None:
+    model = LinbiasForCausalLM(settings(position=position))
+    ids = tokens(2, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite() and loss.dtype == torch.float32
+
+
+def test_bad_calls_are_explained() -> None:
+    model, ids = build(), tokens(2, 5)
+    gap = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
+    static = StaticCache(config=model.config, max_cache_len=8)
+    for call, message in [
+        ({}, r"give either input_ids or inputs_embeds"),
+        (
+            {"attention_mask": gap[:, 1:], "input_ids": ids},
+            r"attention_mask must have .* \[2, 5\], got \[2, 4\]",
+        ),
+        ({"attention_mask": gap, "input_ids": ids}, r"one unbroken run .* got 2 runs in row 1"),
+        ({"past_key_values": static, "input_ids": ids}, r"growing cache, got StaticCache"),
+    ]:
+        with pytest.raises(ValueError, match="LinbiasModel: .*" + message):
+            model(**call)
+    with pytest.raises(TypeError, match="position_ids"):
+        model(ids, position_ids=ids)
+
+
+@every_position
+@pytest.mark.parametrize("cached", [0, 3])
+@torch.no_grad()
+def test_no_tokens_give_no_logits(position: str, cached: int) -> None:
+    model = build(position=position)
+    cache = model(tokens(2, cached), use_cache=True).past_key_values
+    assert model(tokens(2, 0), past_key_values=cache).logits.shape == (2, 0, VOCAB)
+
+
+def test_unknown_attention_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'flash'"):
+        build(attention_implementation="flash")(tokens(1, 3))

@@ -1,0 +1,189 @@
+"""Saving and loading of both families: folders, tokenizers, damage and hostile files."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
+from linbias.models.load import encode, load_model, load_tokenizer
+from small_models import assert_same, build, build_paper, every_block, every_position, tokens
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+
+@every_block
+@every_position
+@torch.no_grad()
+def test_model_survives_saving_and_loading(position: str, block: str, tmp_path: Path) -> None:
+    model = build(position=position, block=block)
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LinbiasForCausalLM and loaded.dtype == torch.float64
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    ids = tokens(2, 9)
+    assert_same(loaded(ids).logits, model(ids).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is LinbiasModel
+    assert type(AutoConfig.from_pretrained(tmp_path)) is LinbiasConfig
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_tied_as_configured(tied: bool, tmp_path: Path) -> None:
+    build(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weights: weights[: len(weights) // 2],
+        lambda weights: b"",
+        lambda weights: b"\xff" * 64 + weights[64:],
+        lambda weights: pickle.dumps({"lm_head.weight": 1}),
+    ],
+    ids=["truncated", "empty", "corrupt header", "pickle in disguise"],
+)
+def test_spoilt_weights_are_refused(spoil: Any, tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(spoil(weights.read_bytes()))
+    with pytest.raises(SafetensorError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_loading_never_runs_code(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": _Bomb(tmp_path / "exploded")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "position": "absolute"}))
+    with pytest.raises(ValueError, match=r"position must be one of .* got 'absolute'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
+    code = """
+import sys, linbias.models
+heavy = ("datasets", "transformers.trainer", "linbias.lm.train")
+print([name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Models, tokenizers and texts of a folder.
+
+TEXT = " the cat = <unk>\n\n sat\x1c on\tthe mat </s>\r\n the end"
+
+
+@pytest.fixture(scope="module")
+def paper_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("paper")
+    words = Dictionary.from_counts({"the": 3, "cat": 1, "=": 1, "sat": 1, "on": 1, "end": 1})
+    words.write(folder / "dict.txt")
+    build_paper(vocab_size=len(words), cutoffs=(6,)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer().save(folder)
+    build(vocab_size=256).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["byte", "paper"])
+def test_one_import_is_enough_for_a_folder_of_either_family(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    """In a process of its own: here, other tests have imported everything."""
+    code = f"""
+import linbias.models
+from transformers import AutoModelForCausalLM
+folder = {str(request.getfixturevalue(f"{family}_folder"))!r}
+print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
+from linbias.models.load import encode, load_model, load_tokenizer
+print(type(load_model(folder)).__name__, encode(folder, b"the").tolist(), load_tokenizer(folder)("the").input_ids)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = {
+        "byte": "LinbiasForCausalLM\nLinbiasForCausalLM [116, 104, 101] [116, 104, 101]\n",
+        "paper": "PaperForCausalLM\nPaperForCausalLM [4, 2] [4]\n",
+    }
+    assert done.stdout == expected[family]
+
+
+def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path) -> None:
+    words = Dictionary.read(paper_folder / "dict.txt")
+    lines = TEXT.replace("\r\n", "\n").split("\n")
+    expected = [word for line in lines for word in words.encode_line(line)]
+    assert encode(paper_folder, TEXT.encode()).tolist() == expected
+    tokenizer = load_tokenizer(paper_folder)
+    # A prompt goes on where it stops: only the end of a line is </s>.
+    assert tokenizer(TEXT).input_ids == expected[:-1]
+    assert tokenizer(TEXT + "\n").input_ids == expected
+    assert encode(paper_folder, b"").tolist() == []
+
+
+def test_words_become_text_again(paper_folder: Path) -> None:
+    tokenizer = load_tokenizer(paper_folder)
+    ids = tokenizer(" the cat = zzz\n sat").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat = <unk>\n sat"
+
+
+def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> None:
+    model, tokenizer = load_model(paper_folder), load_tokenizer(paper_folder)
+    batch = tokenizer(["the cat", "the"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[4, 6], [1, 4]] and batch.attention_mask[1, 0] == 0
+    together = model(batch.input_ids, batch.attention_mask).logits
+    assert_same(together[1, 1:], model(batch.input_ids[1:, 1:]).logits[0])
+
+
+def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
+    build_paper().save_pretrained(tmp_path)
+    for read in (load_tokenizer, lambda path: encode(path, b"a")):
+        with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"model_type": ["a"]}', "{}", "\x00"], ids=repr)
+def test_a_damaged_configuration_is_one_clear_error(
+    content: str, byte_folder: Path, tmp_path: Path
+) -> None:
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^load_model: cannot read a model at"):
+        load_model(tmp_path)

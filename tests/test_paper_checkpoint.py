@@ -1,0 +1,227 @@
+"""Checkpoints of the original: every form is read, and becomes a folder of the same model."""
+
+import argparse
+import math
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import paper_original as original
+from linbias.data.dictionary import Dictionary
+from linbias.models import PaperConfig, PaperForCausalLM, PaperModel
+from linbias.models.paper_config import POSITIONS
+from linbias.paper.checkpoint import convert, load, load_original
+from small_models import build_paper, paper_tokens, tokens
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+
+every_position = pytest.mark.parametrize("position", POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def golden_file(tmp_path_factory) -> Path:
+    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
+
+
+def test_a_checkpoint_becomes_a_folder_of_the_same_model_bit_for_bit(golden_file, tmp_path):
+    words = Dictionary.from_counts({f"w{n}": 9 for n in range(1020)})
+    words.write(tmp_path / "dict.txt")
+    convert(golden_file, tmp_path / "model", dictionary=tmp_path / "dict.txt")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in saved.values()) == 59_088  # each tied weight once
+    assert (tmp_path / "model" / "dict.txt").read_bytes() == (tmp_path / "dict.txt").read_bytes()
+    assert not list((tmp_path / "model").glob(".*"))
+
+    ids, targets = tokens(3, 70, vocab_size=1024), tokens(3, 70, vocab_size=1024)
+    expected = load(golden_file).log_probs(ids, targets)
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for again in (load(tmp_path / "model"), auto.eval()):
+        assert isinstance(again, PaperForCausalLM)
+        assert torch.equal(again.log_probs(ids, targets), expected)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path / "model"), PaperConfig)
+    assert isinstance(AutoModel.from_pretrained(tmp_path / "model"), PaperModel)
+
+
+@every_position
+def test_saving_and_loading_keeps_every_position_method(position, tmp_path):
+    model, ids = (
+        build_paper(position=position, final_norm=True, cutoffs=(9,)).float(),
+        paper_tokens(2, 9),
+    )
+    model.save_pretrained(tmp_path, max_shard_size="4KB")  # in several files
+    again = load(tmp_path)
+    assert again.config.to_dict() == model.config.to_dict()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_the_config_of_a_checkpoint_is_what_its_settings_say(golden_file):
+    config, weights = load_original(golden_file)
+    found = {name: getattr(config, name) for name in PaperConfig.__annotations__}
+    assert (
+        found
+        | {
+            "vocab_size": 1024,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 12,
+            "intermediate_size": 96,
+            "position": "alibi",
+            "train_length": 64,
+            "cutoffs": (256, 640),
+            "adaptive_factor": 4.0,
+            "dropout": 0.3,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+            "softmax_dropout": 0.2,
+            "final_norm": False,
+        }
+        == found
+    )
+    assert set(weights) == set(PaperForCausalLM(config).state_dict())
+
+
+def with_namespaces_inside(record: dict[str, Any]) -> dict[str, Any]:
+    parts = {name: argparse.Namespace(**part) for name, part in record["cfg"].items()}
+    return {**record, "cfg": parts}
+
+
+def with_one_namespace(record: dict[str, Any]) -> dict[str, Any]:
+    return {**record, "cfg": argparse.Namespace(**record["cfg"])}
+
+
+def with_args_beside_an_empty_cfg(record: dict[str, Any]) -> dict[str, Any]:
+    return {**original.as_namespace(record), "cfg": {}}
+
+
+def with_args_beside_another_cfg(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **original.as_namespace(record),
+        "cfg": {"model": {"decoder_layers": 5, "adaptive_input": False}},
+    }
+
+
+def with_a_value_in_another_group_alone(record: dict[str, Any]) -> dict[str, Any]:
+    record["cfg"]["model"]["tokens_per_sample"] = None
+    return record
+
+
+def with_sharing_that_an_adaptive_softmax_ignores(record: dict[str, Any]) -> dict[str, Any]:
+    record["cfg"]["model"]["share_decoder_input_output_embed"] = True
+    return record
+
+
+def with_sinusoids_among_the_tensors(record: dict[str, Any]) -> dict[str, Any]:
+    record["model"]["decoder.embed_positions.weights"] = torch.ones(66, 48)
+    return record
+
+
+def with_cutoffs_written_otherwise(record: dict[str, Any]) -> dict[str, Any]:
+    record["cfg"]["model"] |= {
+        "adaptive_input_cutoff": [256, 640],
+        "adaptive_softmax_cutoff": "256, 640",
+    }
+    return record
+
+
+def with_numbers_of_numpy(record: dict[str, Any]) -> dict[str, Any]:
+    settings = record["cfg"]["model"]
+    for name, number in settings.items():
+        if type(number) in (int, float):
+            settings[name] = np.array(number)[()]
+    return record
+
+
+def with_all_that_training_leaves(record: dict[str, Any]) -> dict[str, Any]:
+    state = {0: {"momentum_buffer": torch.ones(3).half()}}
+    empty = dict.fromkeys(("decoder.embed_positions._float_tensor",), torch.tensor([math.nan]))
+    return {
+        **record,
+        "model": OrderedDict(record["model"] | empty),
+        "optimizer_history": [
+            {"num_updates": np.int64(300), "lr_scheduler_state": {"best": None}}
+        ],
+        "extra_state": {
+            "best": np.float64(5.3),
+            "metrics": OrderedDict(val_loss=np.float32(5.3)),
+            "counts": defaultdict(list, {"a": [1]}) | {"b": defaultdict(int, x=2)},
+            "numbers": [np.dtype(code).type(3) for code in "?bBhHiIlLqQefd"],
+            "arrays": [
+                np.arange(6.0).reshape(2, 3),
+                np.array(["a"]),
+                np.array([{}], dtype=object),
+            ],
+        },
+        "last_optimizer_state": {"state": state, "param_groups": [{"lr": 1.0}], "loss_scale": 128},
+    }
+
+
+FORMS = [
+    *(original.as_namespace, with_namespaces_inside, with_one_namespace),
+    *(with_args_beside_an_empty_cfg, with_args_beside_another_cfg),
+    *(with_a_value_in_another_group_alone, with_sharing_that_an_adaptive_softmax_ignores),
+    with_sinusoids_among_the_tensors,
+    *(with_cutoffs_written_otherwise, with_numbers_of_numpy, with_all_that_training_leaves),
+]
+
+
+@pytest.mark.parametrize("change", FORMS)
+def test_other_forms_of_a_checkpoint_are_read(change, golden_file, tmp_path):
+    expected, weights = load_original(golden_file)
+    config, others = load_original(original.write(change(original.golden_record()), tmp_path))
+    assert config.to_dict() == expected.to_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_numpy_is_read_by_its_names_before_version_2(golden_file, tmp_path):
+    record, path = with_all_that_training_leaves(original.golden_record()), tmp_path / "old.pt"
+    torch.save(record, path, _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    assert load_original(path)[0].to_dict() == load_original(golden_file)[0].to_dict()
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout", "adaptive_softmax_dropout"])
+@pytest.mark.parametrize("rate", ["absent", None, 1.0])
+def test_a_dropout_that_nothing_is_trained_with_is_none(name, rate, golden_file, tmp_path):
+    record = original.golden_record()
+    expected, _ = load_original(golden_file)
+    record["cfg"]["model"][name] = rate
+    if rate == "absent":
+        del record["cfg"]["model"][name]
+    config, _ = load_original(original.write(record, tmp_path))
+    changed = {name.removeprefix("adaptive_"): 0.0}
+    assert config.to_dict() == expected.to_dict() | changed
+
+
+def test_the_old_name_of_a_dropout_counts_where_the_new_one_says_nothing(tmp_path):
+    record = original.golden_record()
+    for old, expected in ((0.2, 0.2), (None, 0.0), (1.0, 0.0)):
+        record["cfg"]["model"] |= {"activation_dropout": None, "relu_dropout": old}
+        assert load_original(original.write(record, tmp_path))[0].activation_dropout == expected
+
+
+def test_half_precision_weights_become_float32(golden_file, tmp_path):
+    record = original.golden_record()
+    record["model"] = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in record["model"].items()
+    }
+    _, weights = load_original(golden_file)
+    _, halves = load_original(original.write(record, tmp_path))
+    for name, tensor in weights.items():
+        assert halves[name].dtype == torch.float32
+        assert torch.equal(halves[name], tensor.half().float())
+
+
+def test_the_format_before_zip_files_is_read(golden_file, tmp_path):
+    torch.save(original.golden_record(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    _, weights = load_original(golden_file)
+    _, others = load_original(tmp_path / "a.pt")
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

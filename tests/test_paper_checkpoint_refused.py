@@ -1,0 +1,353 @@
+"""Checkpoints and folders that are refused: hostile, damaged, of another model, or in the way."""
+
+import argparse
+import errno
+import math
+import os
+import pickle
+import resource
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import paper_original as original
+from linbias.data.dictionary import Dictionary
+from linbias.paper.checkpoint import convert, load, load_original
+
+
+@pytest.fixture(scope="module")
+def golden_file(tmp_path_factory) -> Path:
+    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
+
+
+class Hostile:
+    """Unpickled in the ordinary way, this would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("where", ["args", "cfg", "model", "extra_state"])
+def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(where, zipped, tmp_path):
+    hostile = Hostile(tmp_path / "run")
+    inside = {"cfg": {"model": hostile}, "args": argparse.Namespace(x=hostile)}
+    record = {**original.golden_record(), where: inside.get(where, {"x": hostile})}
+    path = tmp_path / "checkpoint.pt"
+    torch.save(record, path, _use_new_zipfile_serialization=zipped)
+    for read in (load, load_original):
+        with pytest.raises(
+            ValueError, match=r"plain values, .*it asks for \w+\.system, which was not"
+        ):
+            read(path)
+    with pytest.raises(ValueError, match="which was not run"):
+        convert(path, tmp_path / "model")
+    assert not (tmp_path / "run").exists() and not (tmp_path / "model").exists()
+
+
+def test_harmless_kinds_do_not_hide_code(tmp_path):
+    hostile = Hostile(tmp_path / "run")
+    for hiding in (
+        np.array([hostile], dtype=object),
+        defaultdict(os.system),
+        defaultdict(list, {"x": hostile}),
+    ):
+        path = original.write({**original.golden_record(), "extra_state": {"x": hiding}}, tmp_path)
+        with pytest.raises(ValueError, match=r"it asks for \w+\.system, which was not run"):
+            load_original(path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bare_hostile_pickle_is_refused_and_not_run(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(pickle.dumps(Hostile(tmp_path / "run"), protocol=4))
+    with pytest.raises(ValueError, match="load_original: path must be a checkpoint of tensors"):
+        load(path)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(golden_file, tmp_path):
+    whole, path = golden_file.read_bytes(), tmp_path / "checkpoint.pt"
+    for content in (b"", b"no checkpoint", whole[: len(whole) // 2], b"x" * 400 + whole[400:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"load_original: path must be a checkpoint of"):
+            load_original(path)
+
+
+def test_a_flipped_bit_is_refused(golden_file, tmp_path):
+    with zipfile.ZipFile(golden_file) as whole:
+        entry = max(whole.infolist(), key=lambda entry: entry.file_size)
+        middle = whole.read(entry)[1000:1064]
+    content = bytearray(golden_file.read_bytes())
+    content[content.index(middle) + 3] ^= 0x40
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    message = rf"path must be a checkpoint .*'{path}' \(its entry {entry.filename} is damaged\)"
+    with pytest.raises(ValueError, match=message):
+        load_original(path)
+
+
+@pytest.mark.parametrize("record", [[1, 2], {"cfg": {}}, {"model": 3}], ids=str)
+def test_a_record_without_a_model_is_refused(record, tmp_path):
+    with pytest.raises(ValueError, match="must be a checkpoint with an entry 'model', got"):
+        load_original(original.write(record, tmp_path))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"load_original: path must be a file, got .*no\.pt"):
+        load(tmp_path / "no.pt")
+
+
+def test_every_wrong_tensor_is_named_at_once(tmp_path):
+    record = original.golden_record()
+    weights = record["model"]
+    del weights["decoder.layers.0.fc1.bias"], weights["decoder.adaptive_softmax.tail.0.2.weight"]
+    weights["decoder.layers.2.fc1.bias"] = torch.zeros(3)
+    weights["decoder.layer_norm.weight"] = torch.zeros(48)
+    weights["decoder.layers.1.fc2.weight"] = torch.zeros(96, 48)
+    with pytest.raises(ValueError) as caught:
+        load(original.write(record, tmp_path))
+    for part in (
+        "decoder.layers.0.fc1.bias is missing",
+        "decoder.adaptive_softmax.tail.0.2.weight is missing",
+        "decoder.layers.2.fc1.bias is unexpected",
+        "decoder.layer_norm.weight is unexpected",
+        "decoder.layers.1.fc2.weight has shape [96, 48] instead of [48, 96]",
+    ):
+        assert part in str(caught.value)
+    assert str(caught.value).count("decoder.") == 5
+
+
+def test_a_tensor_without_axes_is_named(tmp_path):
+    record = original.golden_record()
+    name = "decoder.embed_tokens.embeddings.2.0.weight"
+    record["model"][name] = torch.tensor(1.0)
+    message = rf"'.*checkpoint\.pt': {name} has shape \[\] instead of \[384, 3\]$"
+    with pytest.raises(ValueError, match=message):
+        load(original.write(record, tmp_path))
+
+
+@pytest.mark.parametrize("band", [0, 1, 2])
+def test_a_missing_embedding_is_named(band, tmp_path):
+    record = original.golden_record()
+    name = f"decoder.embed_tokens.embeddings.{band}.0.weight"
+    del record["model"][name]
+    with pytest.raises(ValueError, match=rf"'.*checkpoint\.pt': {name} is missing$"):
+        load(original.write(record, tmp_path))
+
+
+def test_tied_tensors_that_differ_are_named(tmp_path):
+    record = original.golden_record()
+    tail = "decoder.adaptive_softmax.tail.1.0.weight"
+    record["model"][tail] = record["model"][tail] + 1
+    message = (
+        f"{tail} differs from decoder.embed_tokens.embeddings.2.1.weight, to which it is tied"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(original.write(record, tmp_path))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named(value, tmp_path):
+    record = original.golden_record()
+    names = ["decoder.layers.0.fc1.bias", "decoder.embed_tokens.embeddings.1.0.weight"]
+    for name in names:
+        record["model"][name] = record["model"][name].clone()
+        record["model"][name].flatten()[3] = value
+    with pytest.raises(ValueError) as caught:
+        load(original.write(record, tmp_path))
+    problems = str(caught.value).split("checkpoint.pt': ")[1].split("; ")
+    assert sorted(problems) == sorted(f"{name} has values that are not finite" for name in names)
+
+
+def test_what_is_no_floating_point_tensor_is_named(tmp_path):
+    record = original.golden_record()
+    record["model"] |= {"decoder.layers.0.fc1.bias": torch.zeros(96, dtype=torch.int32), "x": 3}
+    message = "fc1.bias is no tensor of floating-point numbers; x is no tensor"
+    with pytest.raises(ValueError, match=message):
+        load(original.write(record, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation_fn": "gelu"}, "activation_fn must be 'relu', got 'gelu'"),
+        ({"adaptive_input": False}, "adaptive_input must be True, got False"),
+        ({"tie_adaptive_proj": False}, "tie_adaptive_proj must be True, got False"),
+        ({"tie_adaptive_weights": False}, "tie_adaptive_weights must be True, got False"),
+        ({"decoder_normalize_before": False}, "decoder_normalize_before must be True, got False"),
+        ({"decoder_learned_pos": True}, "decoder_learned_pos must be False, got True"),
+        ({"decoder_layers_to_keep": "0,2"}, "decoder_layers_to_keep must be None, got '0,2'"),
+        ({"no_scale_embedding": True}, "no_scale_embedding must be False, got True"),
+        ({"decoder_input_dim": 32}, "decoder_input_dim must be decoder_embed_dim, 48, got 32"),
+        (
+            {"adaptive_softmax_cutoff": "100,640", "layernorm_embedding": True},
+            "layernorm_embedding must be False, got True; adaptive_softmax_cutoff must be "
+            "adaptive_input_cutoff, [256, 640], got [100, 640]",
+        ),
+        ({"decoder_attention_heads": 7}, "hidden_size must be a multiple of 7 heads, got 48"),
+        (
+            {"decoder_layers": "two"},
+            "num_hidden_layers must be an integer of at least 1, got 'two'",
+        ),
+        (
+            {"adaptive_input_cutoff": "a,b", "adaptive_softmax_cutoff": "a,b"},
+            "adaptive_input_cutoff must be ids with commas between, got 'a,b'",
+        ),
+        ({"adaptive_softmax_cutoff": 9}, "adaptive_softmax_cutoff must be ids with commas"),
+        (
+            {
+                "adaptive_input": False,
+                "adaptive_input_cutoff": None,
+                "adaptive_softmax_cutoff": None,
+            },
+            "checkpoint.pt': adaptive_input must be True, got False; adaptive_input_cutoff must be",
+        ),
+        ({"dropout": 2.0}, "checkpoint.pt': PaperConfig: dropout must be a number in [0, 1)"),
+    ],
+    ids=str,
+)
+def test_a_model_that_this_is_not_is_refused_by_its_settings(changes, message, tmp_path):
+    record = original.golden_record()
+    record["cfg"]["model"] |= changes
+    with pytest.raises(ValueError) as caught:
+        load_original(original.write(record, tmp_path))
+    assert message in str(caught.value)
+
+
+def test_a_wrong_setting_comes_before_those_that_are_lacking(tmp_path):
+    record = original.as_namespace(original.golden_record())
+    del record["args"].adaptive_input_cutoff, record["args"].decoder_embed_dim
+    record["args"].adaptive_input = False
+    wrong = "checkpoint.pt': adaptive_input must be True, got False; "
+    lacking = "args has no decoder_embed_dim, adaptive_input_cutoff$"
+    with pytest.raises(ValueError, match=wrong + lacking):
+        load_original(original.write(record, tmp_path))
+
+
+@pytest.mark.parametrize("cfg", [None, "text", {"model": "text"}, {"task": [1]}], ids=str)
+def test_settings_of_another_kind_are_refused(cfg, tmp_path):
+    record = {**original.golden_record(), "cfg": cfg}
+    with pytest.raises(ValueError, match="': cfg has no decoder_embed_dim, decoder_layers"):
+        load_original(original.write(record, tmp_path))
+
+
+def test_lacking_settings_are_named(tmp_path):
+    record = original.golden_record()
+    for name in ("decoder_layers", "adaptive_input_cutoff"):
+        del record["cfg"]["model"][name]
+    with pytest.raises(ValueError, match=r"cfg has no decoder_layers, adaptive_input_cutoff$"):
+        load_original(original.write(record, tmp_path))
+
+
+def test_positions_with_weights_are_not_read_from_a_checkpoint_that_has_none(golden_file):
+    with pytest.raises(ValueError, match=r"position must be 'alibi', .* got 't5'"):
+        load_original(golden_file, position="t5")
+
+
+def test_sinusoids_are_refused_where_the_settings_say_that_there_are_none(tmp_path):
+    record = original.golden_record()
+    record["cfg"]["model"]["no_token_positional_embeddings"] = True
+    path = original.write(record, tmp_path)
+    message = "no_token_positional_embeddings must be False for position 'sinusoidal', got True"
+    for read in (load, load_original):
+        with pytest.raises(ValueError, match=message):
+            read(path, position="sinusoidal")
+    for position in ("alibi", "none"):
+        assert load(path, position=position).config.position == position
+
+
+def test_a_dictionary_of_another_size_is_refused(golden_file, tmp_path):
+    Dictionary.from_counts({"a": 2, "b": 1}).write(tmp_path / "dict.txt")
+    message = "convert: dictionary must have the model's 1024 types, got 8"
+    with pytest.raises(ValueError, match=message):
+        convert(golden_file, tmp_path / "model", dictionary=tmp_path / "dict.txt")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_that_holds_a_model_is_not_overwritten(golden_file, tmp_path):
+    convert(golden_file, tmp_path)
+    with pytest.raises(ValueError, match="convert: out must not hold a model already, got"):
+        convert(golden_file, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_foreign_weights_are_not_overwritten(name, golden_file, tmp_path):
+    (tmp_path / name).write_bytes(b"precious")
+    message = rf"convert: out must not hold a model already, got {tmp_path} \(it has {name}\)"
+    with pytest.raises(ValueError, match=message):
+        convert(golden_file, tmp_path)
+    assert (tmp_path / name).read_bytes() == b"precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(golden_file, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = tmp_path / "model"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"^convert: could not write to {out} \(.*too large"):
+            convert(golden_file, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(out.iterdir())
+    convert(golden_file, out)
+    assert load(out)
+
+
+def test_a_full_disk_at_the_dictionary_leaves_nothing(golden_file, tmp_path, monkeypatch):
+    def fail(self: Dictionary, path: Path) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Dictionary.from_counts({f"w{n}": 9 for n in range(1020)}).write(tmp_path / "dict.txt")
+    monkeypatch.setattr(Dictionary, "write", fail)
+    with pytest.raises(OSError, match=r"^convert: could not write to .*model \(.*No space left"):
+        convert(golden_file, tmp_path / "model", dictionary=tmp_path / "dict.txt")
+    assert not list((tmp_path / "model").iterdir())
+
+
+def test_a_folder_is_not_read_with_another_position(golden_file, tmp_path):
+    convert(golden_file, tmp_path)
+    assert load(tmp_path, position="alibi").config.position == "alibi"
+    with pytest.raises(ValueError, match=r"load: position must be that of .* 'alibi', got 'none'"):
+        load(tmp_path, position="none")
+
+
+def test_a_folder_with_wrong_tensors_is_refused(golden_file, tmp_path):
+    convert(golden_file, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.fc1.bias"] = torch.zeros(3)
+    weights["other"] = weights.pop("model.layers.1.fc1.bias")
+    save_file(weights, tmp_path / "model.safetensors")
+    message = (
+        r"load: cannot use '.*': model.layers.1.fc1.bias is missing; other is unexpected; "
+        r"model.layers.0.fc1.bias has shape \[3\] instead of \[96\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_damaged_folder_is_refused(golden_file, tmp_path):
+    with pytest.raises(ValueError, match="load: cannot read a model at"):
+        load(tmp_path)  # no config.json
+    convert(golden_file, tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match="load: cannot read a model at"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match="model_type is 'linbias-paper', got 'gpt2'"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "linbias-paper", "dropout": 2}')
+    with pytest.raises(ValueError, match=f"load: cannot use '{tmp_path}': PaperConfig: dropout"):
+        load(tmp_path)

@@ -1,0 +1,152 @@
+"""From an attention mask to positions and ranges, and what models make of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
+from linbias.transformers import Padding, read_attention_mask
+from small_models import assert_same, build, build_paper, every_position, paper_tokens, tokens
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+
+def read(mask: list[list[int]], num_cached: int = 0) -> Padding:
+    mask = torch.tensor(mask)
+    ids = torch.zeros(len(mask), mask.shape[1] - num_cached)
+    return read_attention_mask("model", mask, ids, num_cached)
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "end", "positions"),
+    [
+        ([1, 1, 1, 1, 1], 0, 5, [0, 1, 2, 3, 4]),
+        ([0, 0, 1, 1, 1], 2, 5, [0, 0, 0, 1, 2]),
+        ([1, 1, 1, 0, 0], 0, 3, [0, 1, 2, 2, 2]),
+        ([0, 1, 1, 0, 0], 1, 3, [0, 0, 1, 1, 1]),
+        ([0, 0, 0, 0, 1], 4, 5, [0, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_cached", [0, 2, 4])
+def test_each_kind_of_padding(
+    row: list[int], first: int, end: int, positions: list[int], num_cached: int
+) -> None:
+    padding = read([row, [0, 0, 0, 1, 1]], num_cached)
+    assert padding.key_range[0].tolist() == [first, end]
+    assert padding.query_start.tolist() == [num_cached] * 2
+    assert padding.positions[0].tolist() == positions[num_cached:]
+
+
+def test_a_row_of_padding_alone_has_an_empty_range() -> None:
+    padding = read([[0, 0, 0], [1, 1, 1]])
+    first, end = padding.key_range[0].tolist()
+    assert first == end and padding.positions[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 5), torch.full((2, 5), True)])
+def test_without_padding_there_is_no_range(mask: Tensor | None) -> None:
+    padding = read_attention_mask("model", mask, torch.zeros(2, 3), num_cached=2)
+    assert padding.key_range is None and padding.query_start is None
+    assert padding.positions.tolist() == [[2, 3, 4]]
+
+
+def test_the_last_queries_stand_where_they_stood() -> None:
+    padding = read([[0, 1, 1, 1], [1, 1, 1, 0]]).last_queries(2)
+    assert padding.positions.tolist() == [[1, 2], [2, 2]]
+    assert padding.query_start.tolist() == [2, 2]
+    assert padding.key_range.tolist() == [[1, 4], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1], [1, 0, 1]], r"got 2 runs in row 1$"),
+        ([[1, 0, 1, 0, 1], [1, 0, 1, 1, 1]], r"got 3 runs in row 0$"),
+    ],
+    ids=str,
+)
+def test_gaps_are_refused_by_their_row(mask: list[list[int]], message: str) -> None:
+    rule = r"^model: attention_mask must mark one unbroken run of tokens per row, "
+    with pytest.raises(ValueError, match=rule + message):
+        read(mask)
+
+
+def test_a_mask_of_another_shape_is_refused() -> None:
+    for shape in ([2, 4], [1, 5], [2, 1, 5, 5], [5]):
+        with pytest.raises(ValueError, match=r"^model: attention_mask must have shape \[B, S\]"):
+            read_attention_mask("model", torch.ones(shape), torch.zeros(2, 3), num_cached=2)
+
+
+@pytest.mark.parametrize("position", ["alibi", "t5", "learned"])
+@torch.no_grad()
+def test_padded_batches_compile_into_one_graph(position: str) -> None:
+    """Reading a value of the mask would break it in two."""
+    torch._dynamo.reset()
+    model = build(position=position, attention_implementation="dense")
+    ids, mask = tokens(3, 9), torch.ones(3, 9)
+    mask[1, :4] = 0
+    mask[2, 5:] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(ids, mask, use_cache=False).logits
+    assert_same(logits[mask == 1], model(ids, mask).logits[mask == 1])
+
+
+# Padding on the right, in models. What comes after a token never reaches it, so these would hold with the
+# padding read as tokens; with it hidden, what is said at padding tokens and the slopes are right too.
+
+
+@every_position
+@pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
+@torch.no_grad()
+def test_padding_on_the_right_leaves_tokens_alone(position: str, implementation: str) -> None:
+    model = build(position=position, attention_implementation=implementation)
+    ids, mask = tokens(2, 15), torch.ones(2, 15)
+    mask[1, 9:] = 0
+    assert_same(model(ids, mask).logits[1, :9], model(ids[1:, :9]).logits[0])
+
+
+@pytest.mark.parametrize("position", PAPER_POSITIONS)
+@torch.no_grad()
+def test_padding_on_either_side_leaves_tokens_of_paper_models_alone(position: str) -> None:
+    model = build_paper(position=position, attention_implementation="dense")
+    ids, mask = paper_tokens(2, 15), torch.ones(2, 15)
+    mask[0, :4] = 0
+    mask[1, 9:] = 0
+    logits = model(ids, mask).logits
+    assert_same(logits[0, 4:], model(ids[:1, 4:]).logits[0])
+    assert_same(logits[1, :9], model(ids[1:, :9]).logits[0])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
+@torch.no_grad()
+def test_interpolated_slopes_do_not_count_padding_on_the_right(implementation: str) -> None:
+    model = build(
+        slope_scale="interpolate", train_length=4, attention_implementation=implementation
+    )
+    ids, mask = tokens(2, 15), torch.ones(2, 15)
+    mask[1, 9:] = 0
+    assert_same(model(ids, mask).logits[1, :9], model(ids[1:, :9]).logits[0])
+
+
+@torch.no_grad()
+def test_padding_on_the_right_takes_no_row_of_the_learned_table() -> None:
+    model = build(position="learned", train_length=12)
+    ids, mask = tokens(1, 15), torch.ones(1, 15)
+    mask[:, 12:] = 0
+    assert_same(model(ids, mask).logits[:, :12], model(ids[:, :12]).logits)
+
+
+@every_position
+@pytest.mark.parametrize("keep", [1, 4])
+@torch.no_grad()
+def test_the_last_logits_of_padded_rows_are_those_of_all(position: str, keep: int) -> None:
+    ids, mask = tokens(2, 15), torch.ones(2, 15)
+    mask[0, :9] = 0
+    mask[1, 13:] = 0
+    model: Any = build(position=position, attention_implementation="dense")
+    whole = model(ids, mask).logits[:, -keep:]
+    last = model(ids, mask, logits_to_keep=keep).logits
+    assert_same(last[mask[:, -keep:] == 1], whole[mask[:, -keep:] == 1])
