@@ -23,7 +23,7 @@ from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 from linbias.paper.pickled import read_original
-from linbias.runs.checkpoints import check_writable
+from linbias.runs.files import check_writable, move_into_place
 
 # The original's name of each number that says what a model is.
 _SIZES = {
@@ -65,17 +65,17 @@ _EQUAL = {
 
 
 def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
-    """Load a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
+    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
 
     Args:
-        path: a file, read as by `load_original`, or a folder with config.json and safetensors.
-        position: as for `load_original`; a folder knows its own, and may be asked for no other.
+        path: A file, read as by `load_original`, or a folder with config.json and safetensors.
+        position: As for `load_original`. A folder has a position of its own, and no other is allowed.
 
     Returns:
         The model, float32 from a file, on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: it cannot be read, has another position, or tensors are missing, unexpected or
+        ValueError: It cannot be read, has another position, or tensors are missing, unexpected or
             misshapen (all named).
     """
     path = Path(path)
@@ -97,21 +97,21 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
 def load_original(
     path: str | Path, *, position: str = "alibi"
 ) -> tuple[PaperConfig, dict[str, Tensor]]:
-    """Read a checkpoint of the paper's repository.
+    """Reads a checkpoint of the paper's repository.
 
     Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
     float32, as it evaluates them.
 
     Args:
-        path: a `.pt` file.
-        position: what the model adds for order: "alibi", or "sinusoidal" or "none" for models of
+        path: A `.pt` file.
+        position: How the model represents order: "alibi", or "sinusoidal" or "none" for models of
             unchanged fairseq, whose files look the same.
 
     Returns:
         The configuration, and the tensors by the names of `PaperForCausalLM`, each weight once.
 
     Raises:
-        ValueError: it is no such file, it holds code, it describes a model that this is not (the
+        ValueError: It is no such file, it holds code, it describes a model that this is not (the
             setting is named), or tensors are missing, unexpected, misshapen, not finite or differ
             from those that they are tied to (all named).
     """
@@ -145,65 +145,62 @@ def load_original(
 
 def convert(
     path: str | Path,
-    out: str | Path,
+    output: str | Path,
     *,
     dictionary: str | Path | None = None,
     position: str | None = None,
 ) -> None:
-    """Turn a checkpoint of the paper's repository into a folder that Transformers loads.
+    """Turns a checkpoint of the paper's repository into a folder that Transformers loads.
 
     Args:
-        path: as for `load`.
-        out: the folder; made where it is missing, refused where it holds config.json or
+        path: As for `load`.
+        output: The folder; made where it is missing, refused where it holds config.json or
             safetensors already.
-        dictionary: the dict.txt that the model was trained with, to be checked and copied.
-        position: as for `load`.
+        dictionary: The dict.txt that the model was trained with, to be checked and copied.
+        position: As for `load`.
 
     Raises:
-        ValueError: as `load`; the dictionary does not fit; `out` is not to be written.
-        OSError: a file could not be written (disk full); `out` holds no model then.
+        ValueError: As `load`; the dictionary does not fit; `output` is not to be written.
+        OSError: A file could not be written (disk full); `output` holds no model then.
     """
-    out = Path(out)
+    output = Path(output)
     held = sorted(
-        file.name for name in ("config.json", "*.safetensors") for file in out.glob(name)
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
     )
     if held:
         raise ValueError(
-            f"convert: out must not hold a model already, got {out} (it has {', '.join(held)})"
+            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
         )
     model = load(path, position=position)
     words = None
     if dictionary is not None:
         words = Dictionary.read(Path(dictionary))
         check_dictionary(words, model.config, dictionary, "convert")
-    check_writable(out, "convert")
+    check_writable(output, "convert")
     try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
             with no_bars():
                 model.save_pretrained(partial)
             if words is not None:
                 words.write(Path(partial, "dict.txt"))
-            # Without its config.json a folder is no model yet.
-            made = sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json")
-            for file in made:
-                file.replace(out / file.name)
+            move_into_place(Path(partial), output)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"convert: could not write to {out} ({error})") from error
+        raise OSError(f"convert: could not write to {output} ({error})") from error
 
 
 def check_dictionary(
     dictionary: Dictionary, config: PaperConfig, path: str | Path, function: str
 ) -> None:
-    """Refuse a dictionary of another size than the model's.
+    """Refuses a dictionary of another size than the model's.
 
     Args:
         dictionary: What was read.
         config: The model's.
         path: Where the dictionary was read, for the error.
-        function: Whom the error names.
+        function: The function that the error names.
 
     Raises:
-        ValueError: the sizes differ.
+        ValueError: The sizes differ.
     """
     if len(dictionary) != config.vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Score a text as the original does, many windows at a time, and go on where a run was stopped.
+"""Scores a text as the original does, many windows at a time, and continues where a run was stopped.
 
 The original cuts N ids into blocks of length - context_window. The inputs are the ids shifted right by
 one, with </s> first, so every id is predicted once. A block's input is preceded by up to
@@ -11,9 +11,11 @@ context_window inputs of the blocks before it. Length 4 (. read, * scored):
                                              . . * *               . . . *
                                                  . . * *             . . . *
 
-The blocks that reach back to the start are scored in one pass: a causal model cannot tell. All others
-but the last have one shape, and are scored `batch_tokens` at a time.
+The blocks whose context reaches the start of the text are scored in one pass: to a causal model that
+is the same. All others but the last have one shape, and are scored `batch_tokens` at a time.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -22,36 +24,39 @@ import math
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import dropwhile, groupby, islice
+from dataclasses import asdict, dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.lm.evaluate import Window
+from linbias.data.dictionary import check_words
+from linbias.data.reading import Window, check_tokens, equal_windows
+from linbias.data.store import read_data
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
-from linbias.runs.checkpoints import check_writable, write_whole
-from linbias.runs.memory import PeakMemory
+from linbias.paper.checkpoint import check_dictionary, load
+from linbias.runs.files import Record, check_writable, write_whole
+from linbias.runs.folders import list_differences
+from linbias.runs.memory import PeakMemory, available_bytes
 
 _SECONDS_BETWEEN_WRITES = 30.0
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` found.
+    """What `score` measured.
 
     Attributes:
         log_probs: [N], float32: log p of each id in nats, in the order of the text.
-        length: most inputs that a prediction read.
-        context_window: inputs of them that were read again from blocks before.
-        tokens_per_second: ids scored per second of wall time; 0 where a resumed run was complete.
-        peak_memory_bytes: most memory held meanwhile (of the process, or of the CUDA device).
+        length: Most inputs that a prediction reads.
+        context_window: Inputs among them that belong to the blocks before.
+        tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
     """
 
     log_probs: NDArray[np.float32]
@@ -72,11 +77,11 @@ class Scores:
 
     @property
     def original_line(self) -> str:
-        """What the original prints, to its last digit.
+        """The line that the original prints, to its last digit.
 
-        It adds up in float32, each block and then the blocks, in the order in which its batches
-        come: that of the text with a context window; without one, the short last block first and
-        the others shuffled by seed 1. The fifth digit of the perplexity can depend on it.
+        The original adds up in float32, each block and then the blocks, in the order of its
+        batches: with a context window, that of the text; without one, the short last block first
+        and the others shuffled by seed 1. The fifth digit of the perplexity can depend on it.
         """
         blocks = torch.from_numpy(self.log_probs).split(self.length - self.context_window)
         order = np.arange(len(blocks))
@@ -116,24 +121,24 @@ def score(
     resume: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Score every id of a text, from its own block and context_window inputs before it.
+    """Scores every id of a text, from its own block and context_window inputs before it.
 
     Args:
-        model: where it stands, on the CPU or a GPU.
+        model: On the CPU or a GPU, where it also computes.
         ids: [N], integers, N >= 1: all lines of a split, one after another.
-        length: inputs of a window, the block and its context; may be more than N.
+        length: Inputs of a window, the block and its context; may be more than N.
         context_window: 0 for blocks without overlap; length - 1 predicts every id from the
             length - 1 inputs before its own.
-        batch_tokens: inputs read in one forward pass (at least one window).
-        resume: a file that keeps the scores while they are made, and from which a stopped run goes
-            on. It is written every half minute, and when the run ends or is stopped.
-        progress: called with (ids scored, N) after each batch.
+        batch_tokens: Inputs read in one forward pass (at least one window).
+        resume: A file that keeps the scores while they are made, and from which a stopped run
+            continues. It is written every half minute, and when the run ends or is stopped.
+        progress: Called with (ids scored, N) after each batch.
 
     Returns:
         The Scores.
 
     Raises:
-        ValueError: an argument breaks a rule above, an id is beyond the vocabulary, a window does
+        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, a window does
             not fit in memory, or `resume` is of other settings, another model or another text.
 
     Example:
@@ -148,10 +153,10 @@ def score(
     _check(model.config, ids, length, context_window, batch_tokens)
     _check_memory(model, len(ids), length, context_window, batch_tokens)
     log_probs = np.empty(len(ids), np.float32)
-    kept = None
+    file = None
     if resume is not None:
-        kept = _Kept(Path(resume), _settings(model, ids, length, context_window), log_probs)
-    known = num_done = kept.read() if kept else 0
+        file = _ScoresFile(Path(resume), _settings(model, ids, length, context_window), log_probs)
+    num_read = num_done = file.read() if file else 0
     was_training = model.training
     model.eval()
 
@@ -164,20 +169,20 @@ def score(
                 scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
                 log_probs[num_done : num_done + len(scored)] = scored
                 num_done += len(scored)
-                if kept and kept.is_due():
-                    kept.write(num_done)
+                if file and file.is_due():
+                    file.write(num_done)
                 if progress is not None:
                     progress(num_done, len(ids))
     finally:
         model.train(was_training)
-        if kept and num_done > known:
-            kept.write(num_done)
+        if file and num_done > num_read:
+            file.write(num_done)
     seconds = time.perf_counter() - start_time
     return Scores(
         log_probs=log_probs,
         length=length,
         context_window=context_window,
-        tokens_per_second=(num_done - known) / seconds,
+        tokens_per_second=(num_done - num_read) / seconds,
         peak_memory_bytes=memory.peak_bytes,
     )
 
@@ -190,29 +195,21 @@ def _batches(
     batch_tokens: int,
     num_done: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of one shape: inputs [rows, width], and targets [rows, keep] of their ends."""
+    """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
     numbers = np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64)
     stream = torch.from_numpy(numbers).to(model.device)
-    left = dropwhile(lambda w: w.stop <= num_done, windows(len(ids), length, context_window))
-    for (width, keep), group in groupby(left, lambda w: (w.stop - w.start, w.keep)):
-        while batch := list(islice(group, max(1, batch_tokens // width))):
-            first, last = batch[0], batch[-1]
-            inputs = stream[first.start : last.stop].unfold(0, width, keep)
-            yield inputs, stream[first.stop - keep + 1 : last.stop + 1].view(-1, keep)
+    missing = dropwhile(lambda w: w.stop <= num_done, windows(len(ids), length, context_window))
+    for batch in equal_windows(missing, batch_tokens):
+        first, last = batch[0], batch[-1]
+        inputs = stream[first.start : last.stop].unfold(0, first.width, first.keep)
+        targets = stream[first.stop - first.keep + 1 : last.stop + 1].view(-1, first.keep)
+        yield inputs, targets
 
 
 def _check(
     config: PaperConfig, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
 ) -> None:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < 1:
-        raise ValueError(
-            f"score: ids must be one row of at least 1 integer, got {ids.dtype} {list(ids.shape)}"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"score: ids must lie in [0, {config.vocab_size}), the model's dictionary; "
-            f"got {ids.min()} to {ids.max()}"
-        )
+    check_tokens("score", ids, config.vocab_size, at_least=1)
     for name, value in [("length", length), ("batch_tokens", batch_tokens)]:
         if value < 1:
             raise ValueError(f"score: {name} must be at least 1, got {value}")
@@ -225,11 +222,11 @@ def _check(
 def _check_memory(
     model: PaperForCausalLM, num_ids: int, length: int, context_window: int, batch_tokens: int
 ) -> None:
-    """Refuse what cannot work before it has worked for an hour: one pass, about, and the free memory."""
+    """Refuses at the start what would run out of memory later: compares a pass with what is free."""
     width, keep = min(length, num_ids), min(length - context_window, num_ids)
     rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
     needed = _pass_bytes(model, rows, width, keep)
-    free = _free_bytes(model.device)
+    free = available_bytes(model.device)
     if needed > free:
         raise ValueError(
             f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: a pass "
@@ -238,10 +235,10 @@ def _check_memory(
 
 
 def _pass_bytes(model: PaperForCausalLM, rows: int, width: int, keep: int) -> int:
-    """About the most that a forward pass over [rows, width] holds beside the weights.
+    """Roughly the highest memory of a forward pass over [rows, width], without the weights.
 
-    Measured on 16,384 tokens: 5 to 14 times hidden_size numbers a token, with intermediate_size 1 to
-    4 times hidden_size; on 3,000 tokens with "t5", 3 biases.
+    Measured on 16,384 tokens: 5 to 14 times hidden_size numbers per token, with intermediate_size 1
+    to 4 times hidden_size; on 3,000 tokens with "t5", 3 biases.
     """
     config = model.config
     numbers = rows * width * (8 * config.hidden_size + 2 * config.intermediate_size)
@@ -255,16 +252,9 @@ def _pass_bytes(model: PaperForCausalLM, rows: int, width: int, keep: int) -> in
     return numbers * model.dtype.itemsize
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return psutil.virtual_memory().available
-
-
 def _settings(
     model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int
-) -> dict[str, Any]:
+) -> Record:
     """What the scores depend on."""
     weights = hashlib.sha256()
     for name in PaperConfig.__annotations__:
@@ -280,18 +270,16 @@ def _settings(
     }
 
 
-class _Kept:
-    """The file that keeps the scores of a run, with the settings that they were made with."""
+class _ScoresFile:
+    """A file that keeps the scores of a run, with the settings that they were made with."""
 
-    def __init__(
-        self, path: Path, settings: dict[str, Any], log_probs: NDArray[np.float32]
-    ) -> None:
+    def __init__(self, path: Path, settings: Record, log_probs: NDArray[np.float32]) -> None:
         check_writable(path.parent, "score")
         self.path, self.settings, self.log_probs = path, settings, log_probs
         self.last_write = time.perf_counter()
 
     def read(self) -> int:
-        """Take over the scores that a run has left; return how many there are."""
+        """Copies the scores of an earlier session; returns how many there are."""
         if not self.path.exists():
             return 0
         try:
@@ -300,24 +288,122 @@ class _Kept:
                 there, done = json.loads(str(content["settings"])), content["log_probs"]
         except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
             raise ValueError(f"score: resume must be a file of scores, got {self.path}") from error
-        changes = [
-            f"{name} is {there.get(name)!r} there and {value!r} here"
-            for name, value in self.settings.items()
-            if there.get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"score: resume must be of this run, got {self.path} ({'; '.join(changes)})"
-            )
+        differences = list_differences(there, self.settings)
+        if differences:
+            raise ValueError(f"score: resume must be of this run, got {self.path} ({differences})")
         self.log_probs[: len(done)] = done
         return len(done)
 
     def is_due(self) -> bool:
+        """Whether the last write was long enough ago."""
         return time.perf_counter() - self.last_write > _SECONDS_BETWEEN_WRITES
 
     def write(self, num_done: int) -> None:
+        """Keeps the first `num_done` scores."""
         buffer = io.BytesIO()
         settings = json.dumps(self.settings)
         np.savez(buffer, settings=settings, log_probs=self.log_probs[:num_done])
         write_whole(self.path, buffer.getvalue())
         self.last_write = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class PaperEvaluation:
+    """How well a model predicts a split of the paper's data.
+
+    Attributes:
+        split: "train", "valid" or "test".
+        length: Most inputs that a prediction reads.
+        context_window: Inputs among them that belong to the blocks before.
+        num_tokens: Ids that were scored: all.
+        loss_base2: Mean bits per id.
+        perplexity: 2^loss_base2.
+        line: What the original prints.
+        tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
+    """
+
+    split: str
+    length: int
+    context_window: int
+    num_tokens: int
+    loss_base2: float
+    perplexity: float
+    line: str
+    tokens_per_second: float
+    peak_memory_bytes: int
+
+    def to_dict(self) -> Record:
+        """All fields as JSON values."""
+        return asdict(self)
+
+
+def load_for(
+    path: str | Path, data: str | Path, *, position: str | None = None
+) -> PaperForCausalLM:
+    """Loads a model to evaluate on some data, and checks that both have the same words.
+
+    Args:
+        path: As for `linbias.paper.checkpoint.load`.
+        data: Folder that `prepare` or the original made.
+        position: As for `linbias.paper.checkpoint.load`.
+
+    Raises:
+        ValueError: There is no such model, or it was trained with other words.
+    """
+    model = load(path, position=position)
+    if Path(path, "dict.txt").is_file():
+        check_words(Path(path, "dict.txt"), Path(data, "dict.txt"), "evaluate")
+    return model
+
+
+def evaluate(
+    model: PaperForCausalLM,
+    data: str | Path,
+    split: str,
+    *,
+    length: int | None = None,
+    context_window: int = 0,
+    batch_tokens: int = 16384,
+    resume: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PaperEvaluation:
+    """Scores a split of a folder of data, on a GPU where there is one.
+
+    Args:
+        model: Moved to the GPU where there is one.
+        data: Folder that `prepare` or the original made.
+        split: "train", "valid" or "test".
+        length: As for `score`; None is the length that the model was trained with.
+        context_window: As for `score`, as is all that follows.
+        batch_tokens: See there.
+        resume: See there.
+        progress: See there.
+
+    Raises:
+        ValueError: The data is damaged, or its dictionary has another size than the model's; or as
+            `score`.
+    """
+    dictionary, ids = read_data(data, split)
+    check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    scores = score(
+        model,
+        ids.tokens,
+        length=model.config.train_length if length is None else length,
+        context_window=context_window,
+        batch_tokens=batch_tokens,
+        resume=resume,
+        progress=progress,
+    )
+    return PaperEvaluation(
+        split=split,
+        length=scores.length,
+        context_window=context_window,
+        num_tokens=len(scores.log_probs),
+        loss_base2=scores.loss_base2,
+        perplexity=scores.perplexity,
+        line=scores.original_line,
+        tokens_per_second=scores.tokens_per_second,
+        peak_memory_bytes=scores.peak_memory_bytes,
+    )
