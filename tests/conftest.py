@@ -40,3 +40,22 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+# A short run of the paper's recipe, which several files look at. What it needs loads torch.
+
+
+@pytest.fixture(scope="session")
+def paper_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from paper_training import write_data
+
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def paper_run(paper_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted."""
+    from paper_training import KeepMomentum, train_into
+
+    output = tmp_path_factory.mktemp("unbroken") / "run"
+    return train_into(paper_data, output, callbacks=[KeepMomentum(output)])

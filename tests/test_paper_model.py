@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 
-import linbias.paper
 import paper_original as original
 from linbias.data.dictionary import Dictionary
 from linbias.models import PaperConfig, PaperForCausalLM, PaperModel
