@@ -328,7 +328,7 @@ def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
         ({"ids": np.zeros(3)}, r"ids must be one row of at least 1 integer, got float64 \[3\]"),
         (
             {"ids": np.array([3, VOCAB])},
-            r"ids must lie in \[0, 41\), the model's dictionary; got 3",
+            r"ids must lie in \[0, 41\), the model's vocabulary; got 3",
         ),
         ({"ids": np.array([-1, 3])}, r"ids must lie in \[0, 41\).*; got -1 to 3"),
         ({"length": 0}, "length must be at least 1, got 0"),

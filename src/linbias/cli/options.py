@@ -52,9 +52,6 @@ Tokenizer = Annotated[str, text_option("'bytes', or 'bpe' learned from the text.
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 Split = Annotated[str, text_option(f"One of {', '.join(SPLITS)}.")]
 Workers = Annotated[int, text_option("Processes that read text.")]
-Dictionary = Annotated[
-    Path | None, text_option("The dict.txt to use. Default of prepare: count the words.", "--dict")
-]
 
 # Evaluation
 BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]

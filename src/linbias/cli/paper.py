@@ -23,7 +23,6 @@ from linbias.cli.console import (
 from linbias.cli.options import (
     BatchTokens,
     CheckpointPosition,
-    Dictionary,
     Fields,
     Fsdp,
     Json,
@@ -66,14 +65,16 @@ def _text_file(help: str) -> Any:
 @app.command()
 def prepare(
     output: NewFolder,
-    train: Annotated[Path | None, text_option("Text to train on, one line per line.")] = None,
+    train: Annotated[Path | None, text_option("Text to train on.")] = None,
     valid: Annotated[Path | None, text_option("Text to validate on.")] = None,
     test: Annotated[Path | None, text_option("Text to test on.")] = None,
     dataset: Annotated[
         str | None,
         text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
     ] = None,
-    dictionary: Dictionary = None,
+    dictionary: Annotated[
+        Path | None, text_option("A dict.txt to use. Default: count the words.", "--dict")
+    ] = None,
     workers: Workers = ALL_CORES,
     nwords: Annotated[int, text_option("Size of the dictionary; -1: all words.")] = -1,
     threshold: Annotated[int, text_option("Leave out words that are rarer.")] = -1,
@@ -148,9 +149,9 @@ def train(
 ) -> None:
     """Train with the paper's recipe. Interrupted, the same command continues the run.
 
-    L64 to L3072 are the rows of the paper's table; a step reads what eight GPUs of the original
-    read, and any number of processes may share that work. Options that are not given have the
-    preset's value.
+    The presets L64 to L3072 are the rows of the paper's table. A step reads
+    what eight GPUs of the original read, and any number of processes may
+    share that work. Options that are not given have the preset's value.
 
     \b
     [dim]linbias paper train data -o wt2 --preset tiny[/]
@@ -191,12 +192,15 @@ def train(
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="The original's .pt file.")],
     output: NewFolder,
-    dictionary: Dictionary = None,
+    dictionary: Annotated[
+        Path | None,
+        text_option("The dict.txt that the model was trained with, to go along.", "--dict"),
+    ] = None,
     position: CheckpointPosition = None,
 ) -> None:
     """Turn a checkpoint of the paper's code into a folder that Transformers loads.
 
-    Nothing in the file is run. The dictionary that the model was trained with goes along.
+    Nothing in the file is run.
 
     \b
     [dim]linbias paper convert checkpoint_best.pt -o alibi-512 --dict data/dict.txt[/]

@@ -105,8 +105,8 @@ def extrapolate(
 ) -> None:
     """Train short, test long: the paper's experiment, with plots and a report.
 
-    The defaults take about four minutes on two cores. Interrupted, the same command continues
-    the run.
+    The defaults take about four minutes on two cores.
+    Interrupted, the same command continues the run.
 
     \b
     [dim]linbias extrapolate[/]
