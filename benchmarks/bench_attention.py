@@ -201,9 +201,8 @@ def trained_inputs(
     folder: Path, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model trained here, reading its own corpus."""
-    import linbias.lm
     from linbias.data.corpus import load_corpus
-    from linbias.models import positions
+    from linbias.models import LinbiasForCausalLM, positions
 
     caught = []
 
@@ -211,7 +210,7 @@ def trained_inputs(
         caught.append((q, k, v))
         return linbias.torch.attention(q, k, v, *args, **kwargs)
 
-    model = linbias.lm.LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None].to(device)
     positions.attention = catch
     with torch.no_grad():

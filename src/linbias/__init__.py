@@ -1,6 +1,7 @@
 """ALiBi, attention with linear biases: the definition in NumPy.
 
-The front ends are submodules that load their framework only when imported: `linbias.torch`, `linbias.lm`.
+The front ends are submodules that load their framework only when imported: `linbias.torch`, `linbias.jax`,
+`linbias.models`.
 """
 
 from linbias.bias import bias, distances
