@@ -259,7 +259,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert stdout == ""
-    assert stderr.strip() == "Stopped. The same command goes on from here."
+    assert stderr.strip() == "Stopped. The same command continues from here."
 
     result = run(*words, "--json")
     assert result.exit_code == 0, result.stderr

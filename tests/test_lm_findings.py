@@ -47,7 +47,7 @@ def test_findings_compare_the_longest_test_with_the_training_length():
         "alibi": "no worse",
         "rotary": "clearly worse",
         "t5": "slightly worse",
-        "learned": "confined to what it was trained on",
+        "learned": "limited to its training length",
     }
     alibi = findings.findings(records)[0]
     assert str(alibi) == (

@@ -148,7 +148,7 @@ def test_what_a_new_run_computes_is_read_afterwards_and_not_compared(tmp_path):
 def test_a_run_does_not_move_into_a_folder_with_other_files(tmp_path):
     (tmp_path / ".hidden").write_text("")
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="^run: output must be empty or hold this run"):
+    with pytest.raises(ValueError, match=r"^run: output must be empty or hold this run"):
         open_run_folder(tmp_path / "texts.json", {}, "run")
     assert not (tmp_path / "texts.json").exists()
 

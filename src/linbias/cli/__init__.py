@@ -1,7 +1,7 @@
 """The command line: `linbias`, or `python -m linbias`.
 
 A command checks and computes nothing: it turns words into a call, and the result into text.
-Results go to standard output, progress and errors to standard error. Heavy imports stand inside
+Results go to standard output, progress and errors to standard error. Heavy imports are inside
 the commands, so that `linbias --help` is quick.
 
     start     explain, extrapolate, doctor
@@ -36,8 +36,8 @@ def main() -> None:
     app(prog_name="linbias")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from linbias import __version__
 
         out.print(__version__)

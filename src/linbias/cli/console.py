@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
             resumable = context.invoked_subcommand in _RESUMABLE
-            advice = " The same command goes on from here." if resumable else ""
+            advice = " The same command continues from here." if resumable else ""
             err.print(f"\nStopped.{advice}")
             raise typer.Exit(130) from interrupt
 

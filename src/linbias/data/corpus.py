@@ -46,8 +46,8 @@ class Corpus:
     """A tokenised text in three splits.
 
     Attributes:
-        name: What `load_corpus` was asked for.
-        source: Where the text came from, in words.
+        name: The name that `load_corpus` was given.
+        source: Where the text comes from, in words.
         tokenizer: Turns text into the ids below and back.
         train: [tokens], unsigned integers; likewise `valid` and `test`.
         valid: Text to choose settings by.

@@ -18,7 +18,7 @@ class Dictionary:
 
         <s> 0   <pad> 1   </s> 2, at the end of each line   <unk> 3, for a word that is not here
 
-    A special word that stands in a text has its special id.
+    A special word that occurs in a text has its special id.
 
     Attributes:
         symbols: The word of each id.

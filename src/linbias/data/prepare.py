@@ -3,7 +3,7 @@
     text  ->  counts of words  ->  dictionary  ->  ids of each line
 
 The folder is the same, byte for byte, as that of the original's preprocessing, and either can be
-used in the place of the other. Text is read line by line, by several processes (see `ranges`), so
+used instead of the other. Text is read line by line, by several processes (see `ranges`), so
 that memory grows with the number of words and not with the text.
 """
 

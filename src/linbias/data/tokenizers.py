@@ -1,6 +1,6 @@
 """Text to numbers and back: bytes, or byte pairs learned from a corpus.
 
-Both are byte-level: every text has an encoding and decodes to itself, and no token stands for
+Both are byte-level: every text has an encoding and decodes to itself, and there is no token for
 "unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
 (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
 """
@@ -79,7 +79,7 @@ class Tokenizer:
         return str(self.backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer asks for."""
+        """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer needs."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,

@@ -191,7 +191,7 @@ def evaluate(
         ids: [N], integers, N >= 2: the text as the model's tokens.
         length: Tokens read at a time; may be more than N.
         stride: None for segments without overlap, else 1 <= stride <= length.
-        num_bytes: UTF-8 bytes of the text that `ids` stands for; needed for bits per byte. Where
+        num_bytes: UTF-8 bytes of the text that `ids` encodes; needed for bits per byte. Where
             fewer than N tokens are scored, the bytes are counted in proportion.
         batch_tokens: Tokens read in one forward pass (at least one window).
         limit_tokens: Score at most this many predictions, from the start of the text.

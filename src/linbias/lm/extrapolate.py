@@ -80,8 +80,8 @@ def extrapolate(
         max_bytes=settings.max_bytes,
     )
     _check_test_split(settings, corpus)
-    asked = {**settings.to_dict(), "fingerprint": corpus.fingerprint}
-    open_run_folder(folder / "settings.json", asked, "extrapolate")
+    identity = {**settings.to_dict(), "fingerprint": corpus.fingerprint}
+    open_run_folder(folder / "settings.json", identity, "extrapolate")
     log = JsonLog(folder / "results.jsonl")
     run = _Run(settings, corpus, log, Console(stderr=True, quiet=not progress))
 

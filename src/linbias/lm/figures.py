@@ -90,7 +90,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an <svg> element with the width of what it stands in and the page's font."""
+    """The figure as an <svg> element as wide as its surroundings, in the page's font."""
     buffer = io.StringIO()
     no_metadata = dict.fromkeys(["Creator", "Date", "Format", "Type"])
     with rc_context({"svg.fonttype": "none"}):

@@ -81,7 +81,7 @@ class Finding:
     def verdict(self) -> str:
         """The change in words."""
         if self.at_longest.test_length == self.train_length:
-            return "confined to what it was trained on"
+            return "limited to its training length"
         if self.change <= 0.0:
             return "no worse"
         return "clearly worse" if self.change > _CLEAR_CHANGE else "slightly worse"

@@ -2,7 +2,7 @@
 
 A run has a folder:
 
-    settings.json      what was asked for; written first, compared when the run continues
+    settings.json      the settings; written first, compared when the run continues
     checkpoints/       the Trainer's, while training
     model.safetensors, config.json, tokenizer.json, ...      the result, for `from_pretrained`
     metrics.json       written last: a run that has it is finished
@@ -98,7 +98,7 @@ def train(
         ValueError: The folder cannot be written or belongs to another run; the corpus is shorter
             than a segment; the batch cannot be divided; the loss ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
-            and the same call goes on from there.
+            and the same call continues from there.
 
     Example:
         >>> from linbias.data.corpus import load_corpus

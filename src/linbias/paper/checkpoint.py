@@ -1,7 +1,7 @@
 """Checkpoints of the paper's repository: read, checked, and kept as Transformers folders.
 
 The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
-tied weight twice. Reading it runs nothing that it may hold. Here a model is a folder of config.json,
+tied weight twice. Reading it never runs code from the file. Here a model is a folder of config.json,
 model.safetensors with every weight once, and dict.txt.
 """
 
@@ -25,7 +25,7 @@ from linbias.models.paper_config import PaperConfig
 from linbias.paper.pickled import read_original
 from linbias.runs.files import check_writable, move_into_place
 
-# The original's name of each number that says what a model is.
+# The original's names of the numbers that determine the shapes.
 _SIZES = {
     "hidden_size": "decoder_embed_dim",
     "num_hidden_layers": "decoder_layers",
@@ -39,7 +39,7 @@ _RATES = {
     "attention_dropout": "attention_dropout",
     "softmax_dropout": "adaptive_softmax_dropout",
 }
-# What the original can do otherwise and this model cannot. A setting that is absent is as here.
+# Settings that the original can have otherwise and this model cannot. An absent one has this value.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
     "adaptive_input": True,
@@ -55,7 +55,7 @@ _FIXED: dict[str, Any] = {
     "tie_adaptive_weights": True,
 }
 _CUTOFFS = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
-# Settings that must be as another one is.
+# Settings that must equal another one.
 _EQUAL = {
     "adaptive_softmax_cutoff": "adaptive_input_cutoff",
     "adaptive_softmax_factor": "adaptive_input_factor",
@@ -227,18 +227,18 @@ def _as_dict(settings: object) -> dict[str, Any]:
 
 
 def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors but those that say nothing: versions, uninitialised numbers, sinusoids."""
+    """The checkpoint's tensors, without versions, uninitialised numbers and sinusoids."""
     weights = {
         name: tensor
         for name, tensor in record["model"].items()
         if not str(name).endswith((".version", "._float_tensor", ".embed_positions.weights"))
     }
-    foreign = [
+    no_floats = [
         f"{name} is no tensor of floating-point numbers"
         for name, tensor in weights.items()
         if not (isinstance(tensor, Tensor) and tensor.is_floating_point())
     ]
-    _refuse("load_original", path, foreign)
+    _refuse("load_original", path, no_floats)
     return weights
 
 
@@ -280,11 +280,11 @@ def _wrong(settings: dict[str, Any], position: str) -> list[str]:
     if position == "sinusoidal" and settings.get(none):
         wrong.append(f"{none} must be False for position {position!r}, got {settings[none]!r}")
     cutoffs = {name: _cutoffs(settings[name]) for name in _CUTOFFS if name in settings}
-    told = settings | cutoffs
+    converted = settings | cutoffs
     wrong += [
-        f"{name} must be {other}, {told[other]!r}, got {told[name]!r}"
+        f"{name} must be {other}, {converted[other]!r}, got {converted[name]!r}"
         for name, other in _EQUAL.items()
-        if name in told and other in told and told[name] != told[other]
+        if name in converted and other in converted and converted[name] != converted[other]
     ]
     wrong += [
         f"{name} must be ids with commas between, got {settings[name]!r}"
@@ -295,13 +295,13 @@ def _wrong(settings: dict[str, Any], position: str) -> list[str]:
 
 
 def _rate(settings: dict[str, Any], name: str) -> float:
-    """A rate of dropout: 0 where it is absent, None or 1, as evaluation does not need it."""
+    """A rate of dropout: 0 where it is absent, None or 1, since evaluation has no dropout."""
     rate: float | None = settings.get(name)
     return 0.0 if rate is None or rate == 1 else rate
 
 
 def _cutoffs(written: Any) -> list[int] | None:
-    """Read "20000,60000"; very old files hold a list."""
+    """The numbers in "20000,60000"; very old files hold a list instead."""
     parts = written.split(",") if isinstance(written, str) else written
     try:
         return [int(part) for part in parts]
@@ -310,7 +310,10 @@ def _cutoffs(written: Any) -> list[int] | None:
 
 
 def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
-    """One past the last band's ids: no setting says it, and without a last band a cutoff does."""
+    """One past the largest id, from the last band's weights or, without those, the last cutoff.
+
+    No setting of the original says it.
+    """
     start, band = ([0, *cutoffs])[-1], len(cutoffs)
     for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
         if name in weights and weights[name].dim() > 0:
@@ -319,13 +322,13 @@ def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
 
 
 def _empty(config: PaperConfig) -> PaperForCausalLM:
-    """The model in shapes alone: no weights are drawn, only to be replaced."""
+    """A model without values in its tensors, so that no weights are drawn only to be replaced."""
     with torch.device("meta"):
         return PaperForCausalLM(config)
 
 
 def _original_names(name: str) -> list[str]:
-    """The original's names of one of our tensors: two, equal ones, where it is tied."""
+    """The original's names of one of our tensors; two names where it is tied to another."""
     if name == "adaptive_softmax.class_proj":
         return ["decoder.adaptive_softmax.head.class_proj.weight"]
     original = "decoder." + name.removeprefix("model.")

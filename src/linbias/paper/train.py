@@ -2,7 +2,7 @@
 
 A run has a folder:
 
-    recipe.json        what was asked for; written first, compared when the run continues
+    recipe.json        the settings; written first, compared when the run continues
     log.jsonl          a line per logged step, with the columns that the original logs
     checkpoints/       the Trainer's, while training
     config.json, model.safetensors, dict.txt     the best model so far, for `from_pretrained`
@@ -104,7 +104,7 @@ def train(
             recipe does not fit the dictionary, the number of processes or this machine; the loss
             ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
-            and the same call goes on from there.
+            and the same call continues from there.
 
     Example:
         >>> from linbias.data.prepare import prepare

@@ -2,8 +2,8 @@
 
 Transformers' Trainer writes a checkpoint as a folder of many files, straight under its final name.
 A run that is killed, or a disk that fills up, leaves a folder that looks like a checkpoint and is
-none. So a checkpoint counts only once `complete.json` stands in it: a list of its files and their
-sizes, written when every process has saved its part. Until then the checkpoints before it are kept.
+none. So a checkpoint counts only if it has a `complete.json`: a list of its files and their sizes,
+written when every process has saved its part. Until then the checkpoints before it are kept.
 """
 
 from __future__ import annotations

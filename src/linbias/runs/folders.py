@@ -20,7 +20,7 @@ def open_run_folder(
 ) -> Record:
     """Opens the folder of a new run, or of a run with the very same settings.
 
-    The settings stand in a JSON file in the folder. A new run writes it before anything else; a
+    A JSON file in the folder holds the settings. A new run writes it before anything else; a
     run that continues compares it. Under torchrun every process calls this.
 
     Args:

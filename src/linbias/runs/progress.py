@@ -12,7 +12,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Called with what is done and the total; None stands for an unknown total, in bytes.
+# Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
 
 

@@ -172,7 +172,7 @@ def run_trainer(
             raise
         raise OSError(
             f"train: could not write to {output} ({error}); the last complete checkpoint is "
-            "intact, and the same call goes on from there"
+            "intact, and the same call continues from there"
         ) from error
     return memory.peak_bytes
 
