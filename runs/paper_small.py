@@ -42,8 +42,8 @@ from linbias.data.corpus import load_corpus
 from linbias.data.prepare import prepare
 from linbias.data.store import read_data
 from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import Scores, score
 from linbias.paper.recipe import Recipe
+from linbias.paper.score import Scores, score
 from linbias.paper.train import train
 from linbias.runs.files import JsonLog
 from linbias.runs.folders import open_run_folder

@@ -24,7 +24,7 @@ from linbias import _machine
 from linbias.data.store import read_data
 from linbias.models.paper import PaperForCausalLM
 from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import score
+from linbias.paper.score import score
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "paper.md"
 LENGTH, ROUNDS = 128, 4
