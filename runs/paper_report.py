@@ -18,12 +18,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from update_readme import fill
 
-from linbias.lm.figures import COLOURS, NAMES, unique
-from linbias.runs.checkpoints import write_whole
+from linbias.lm.methods import COLOURS, NAMES
+from linbias.runs.files import write_whole
 
 Record = dict[str, Any]
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}
 _CLOSE = 0.05  # speed and memory within this share count as the same
+
+
+def unique(records: Iterable[Record], field: str) -> list[Any]:
+    """The different values of a field, in order of appearance."""
+    return list(dict.fromkeys(record[field] for record in records))
 
 
 class Found:
@@ -41,8 +46,8 @@ class Found:
         self.corpora = list(self.seeds)
 
     def of(self, kind: str, **fields: Any) -> list[Record]:
-        asked = {"kind": kind, **fields}
-        return [record for record in self.records if record.items() >= asked.items()]
+        wanted = {"kind": kind, **fields}
+        return [record for record in self.records if record.items() >= wanted.items()]
 
     def _seeds(self, corpus: str) -> list[int]:
         """Those that every model has, so that means compare like with like."""
@@ -234,7 +239,7 @@ def cost_tables(found: Found) -> str:
     return "\n\n".join(map(table, (training, reading, memory)))
 
 
-def told(found: Found) -> str:
+def description(found: Found) -> str:
     """How it was measured."""
     plan, model, trained = found.plan, found.made["model"], found.of("train")
     rates = unique(found.of("tune"), "lr")
@@ -251,10 +256,10 @@ def told(found: Found) -> str:
         f"{model['num_hidden_layers']} layers of width {model['hidden_size']}, "
         f"{model['num_attention_heads']} heads, {trained[0]['num_parameters'] / 1e6:.2f} M parameters "
         f"({CORPUS_NAMES[trained[0]['corpus']]}), adaptive input and softmax cut at {model['cutoffs']}; "
-        f"{plan['updates']:,} updates of {plan['max_tokens']} tokens, {trained[0]['tokens'] / 1e6:.2f} M tokens, "
+        f"{plan['steps']:,} steps of {plan['max_tokens']} tokens, {trained[0]['tokens'] / 1e6:.2f} M tokens, "
         f"the same ones in the same order for all positions of a seed; seeds {seeds}. "
         f"Learning rate {trained[0]['lr']:g} for all: the least validation loss, in the mean over the four positions, after "
-        f"a quarter of the updates with another seed (bits per token by rate: {tuned}). "
+        f"a quarter of the steps with another seed (bits per token by rate: {tuned}). "
         f"Scored: the first {plan['test_tokens']:,} tokens of the test text without overlap; with a window that slides by "
         f"{plan['stride']} tokens, {plan['sliding_tokens']:,} that are the same for every length. "
         f"Cells: mean ± half the range over the seeds. {found.made['machine']}, torch {versions['torch']}, {found.made['date']}."
@@ -345,7 +350,7 @@ def write(results: Path, document: Path) -> None:
         raise SystemExit(f"paper_report: {kept} must have tests of a whole seed, got none")
     text = document.read_text(encoding="utf-8")
     for name, content in {
-        "made": told(found),
+        "made": description(found),
         "blocks": perplexity_tables(found, sliding=False),
         "sliding": perplexity_tables(found, sliding=True),
         "costs": cost_tables(found),

@@ -18,7 +18,7 @@ from linbias import _machine
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "paper.md"
 RECORDS = ROOT / "records"
-COLUMNS = ("subset", "length", "context_window", "num_tokens", "loss_base2", "perplexity")
+COLUMNS = ("split", "length", "context_window", "num_tokens", "loss_base2", "perplexity")
 FORMATS = ("", ",", ",", ",", ".4f", ".2f")
 
 
@@ -40,12 +40,12 @@ def main() -> None:
         **json.loads(done.stdout),
     }
     RECORDS.joinpath("paper_run.json").write_text(json.dumps(record, indent=1) + "\n")
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "run", told(record)))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "run", table(record)))
 
 
-def told(record: dict) -> str:
+def table(record: dict) -> str:
     lines = [
-        "| subset | length | context | tokens | bits | perplexity |",
+        "| split | length | context | tokens | bits | perplexity |",
         "|---" * len(COLUMNS) + "|",
         *(
             "| "
@@ -56,7 +56,7 @@ def told(record: dict) -> str:
     ]
     training = record["training"]
     return "\n".join(lines) + (
-        f"\n\n{training['num_parameters'] / 1e6:.2f} M parameters, {training['updates']:,} updates. In all "
+        f"\n\n{training['num_parameters'] / 1e6:.2f} M parameters, {training['steps']:,} steps. In all "
         f"{record['seconds'] / 60:.1f} minutes, {training['seconds'] / 60:.1f} of them training; {record['machine']}, "
         f"{record['cores']} cores, {record['date']}, `python runs/paper_run.py --wikitext-2 FOLDER`."
     )

@@ -15,7 +15,6 @@ Everything is done by `linbias.paper`; what was measured is a line of results.js
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -38,12 +37,16 @@ import psutil
 import torch
 
 from linbias import _machine
+from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus
-from linbias.data.prepare import SPLITS, prepare, read_data
+from linbias.data.prepare import prepare
+from linbias.data.store import read_data
 from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import Scores, score
 from linbias.paper.recipe import Recipe
-from linbias.paper.train import claim, train
+from linbias.paper.score import Scores, score
+from linbias.paper.train import train
+from linbias.runs.files import JsonLog
+from linbias.runs.folders import open_run_folder
 from linbias.runs.watch import StopWatch
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +71,9 @@ class Plan:
 
     Attributes:
         corpora: The first one is tuned and timed on.
-        length: L; models are trained at L and 4 L, with the same tokens per update.
-        updates: Of every model; tuning takes a quarter.
-        max_tokens: Tokens per update.
+        length: L; models are trained at L and 4 L, with the same tokens per step.
+        steps: Of the training of every model; tuning takes a quarter.
+        max_tokens: Tokens per step.
         rates: Learning rates to choose from.
         seeds: One model of each kind per seed.
         test_tokens: Scored without overlap at every length.
@@ -81,7 +84,7 @@ class Plan:
 
     corpora: tuple[str, ...]
     length: int = 64
-    updates: int = 2500
+    steps: int = 2500
     max_tokens: int = 512
     rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -94,7 +97,9 @@ class Plan:
     def test_lengths(self) -> list[int]:
         return [self.length * times for times in (1, 2, 4, 8, 16)]
 
-    def recipe(self, position: str, length: int, seed: int, lr: float, updates: int) -> Recipe:
+    def recipe(
+        self, position: str, length: int, seed: int, learning_rate: float, steps: int
+    ) -> Recipe:
         """What is trained: recipes that are compared differ in position, length and seed alone."""
         return Recipe(
             position=position,
@@ -102,36 +107,17 @@ class Plan:
             model=MODEL,
             max_tokens=self.max_tokens,
             rows_multiple=1,
-            batches_per_update=1,
-            updates=updates,
-            lr=lr,
-            warmup=max(1, updates // 10),
+            batches_per_step=1,
+            steps=steps,
+            learning_rate=learning_rate,
+            warmup_steps=max(1, steps // 10),
             precision="fp32",
             seed=seed,
-            validate_every=0,
-            save_every=500,
-            log_every=50,
+            validate_steps=0,
+            save_steps=500,
+            log_steps=50,
             device="cpu",
         )
-
-
-class Records:
-    """One JSON line per measurement; a line that a crash left without its end does not count."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        whole, _, torn = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
-        if torn:
-            os.truncate(path, len(whole) + 1 if whole else 0)
-        self.lines: list[Record] = [json.loads(line) for line in whole.splitlines()]
-
-    def has(self, key: Record) -> bool:
-        return any(line.items() >= key.items() for line in self.lines)
-
-    def add(self, record: Record) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self.lines.append(record)
 
 
 def write_texts(corpus: str, folder: Path) -> dict[str, Path]:
@@ -176,11 +162,11 @@ def in_processes(
             for number, future in enumerate(as_completed(futures), 1):
                 yield futures[future], future.result()
                 minutes = (time.monotonic() - start) / 60
-                told = " ".join(
+                key = " ".join(
                     str(part[-1]) if isinstance(part, tuple) else str(part)
                     for part in futures[future]
                 )
-                print(f"{stage} {number}/{len(futures)}: {told}, {minutes:.1f} min", flush=True)
+                print(f"{stage} {number}/{len(futures)}: {key}, {minutes:.1f} min", flush=True)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -188,14 +174,13 @@ def in_processes(
 def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
     """Trains it, or finds it trained; memory is what came on top of the imports."""
     before = psutil.Process().memory_info().rss
-    train(data, home, recipe, progress=False)
-    metrics = json.loads((home / "metrics.json").read_text())
+    metrics = train(data, home, recipe, progress=False)
     return {
-        "loss_base2": metrics["loss_base2"],
-        "tokens": metrics["tokens"],
-        "seconds": round(metrics["seconds"], 1),
-        "num_parameters": metrics["num_parameters"],
-        "memory_bytes": metrics["peak_memory_bytes"] - before,
+        "loss_base2": metrics.loss_base2,
+        "tokens": metrics.tokens,
+        "seconds": round(metrics.seconds, 1),
+        "num_parameters": metrics.num_parameters,
+        "memory_bytes": metrics.peak_memory_bytes - before,
     }
 
 
@@ -237,22 +222,22 @@ def bits_by_context(scores: Scores) -> list[list[float]]:
     return [[math.sqrt(a * b), float(bits[a - 1 : b - 1].mean())] for a, b in pairwise(ends)]
 
 
-def tune(plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int) -> None:
+def tune(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
     work = {}
     for lr, position in product(plan.rates, POSITIONS):
-        recipe = plan.recipe(position, plan.length, 0, lr, plan.updates // 4)
+        recipe = plan.recipe(position, plan.length, 0, lr, plan.steps // 4)
         home = output / "tune" / f"{position}-{lr}"
-        if not records.has({"kind": "tune", "position": position, "lr": lr}):
+        if log.find(kind="tune", position=position, lr=lr) is None:
             work[position, lr] = (validation_loss, data[plan.corpora[0]], home, recipe)
     for (position, lr), loss in in_processes("tune", work, jobs):
-        records.add({"kind": "tune", "position": position, "lr": lr, "loss_base2": loss})
+        log.append({"kind": "tune", "position": position, "lr": lr, "loss_base2": loss})
 
 
-def tuned_rate(plan: Plan, records: Records) -> float:
+def tuned_rate(plan: Plan, log: JsonLog) -> float:
     """The rate of the least mean validation loss over the positions."""
 
     def mean_loss(lr: float) -> float:
-        found = [r for r in records.lines if r["kind"] == "tune" and r["lr"] == lr]
+        found = [r for r in log.records if r["kind"] == "tune" and r["lr"] == lr]
         return statistics.fmean(r["loss_base2"] for r in found)
 
     return min(plan.rates, key=mean_loss)
@@ -266,35 +251,31 @@ def models(plan: Plan, output: Path) -> Iterator[tuple[Record, Path]]:
         yield key, output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
 
 
-def train_all(
-    plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int
-) -> None:
-    lr, work = tuned_rate(plan, records), {}
+def train_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
+    lr, work = tuned_rate(plan, log), {}
     for key, home in models(plan, output):
-        if not records.has({"kind": "train", **key}):
-            recipe = plan.recipe(
-                key["position"], key["train_length"], key["seed"], lr, plan.updates
-            )
+        if log.find(kind="train", **key) is None:
+            recipe = plan.recipe(key["position"], key["train_length"], key["seed"], lr, plan.steps)
             work[tuple(key.items())] = (train_model, data[key["corpus"]], home, recipe)
     for items, found in in_processes("train", work, jobs):
-        records.add({"kind": "train", **dict(items), "lr": lr, **found})
+        log.append({"kind": "train", **dict(items), "lr": lr, **found})
 
 
-def test_all(plan: Plan, data: dict[str, Path], output: Path, records: Records, jobs: int) -> None:
+def test_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
     work = {}
     for key, home in models(plan, output):
-        if not records.has({"kind": "train", **key}):
+        if log.find(kind="train", **key) is None:
             continue  # not yet
         lengths = [length for length in plan.test_lengths if length >= key["train_length"]]
         last = {"test_length": lengths[-1], "stride": plan.stride}
-        if not records.has({"kind": "test", **key, **last}):
+        if log.find(kind="test", **key, **last) is None:
             work[tuple(key.items())] = (test_model, data[key["corpus"]], home, lengths, plan)
     for items, found in in_processes("test", work, jobs):
         for record in found:
-            records.add({"kind": "test", **dict(items), **record})
+            log.append({"kind": "test", **dict(items), **record})
 
 
-def speed_all(plan: Plan, data: dict[str, Path], output: Path, records: Records) -> None:
+def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog) -> None:
     """Each round measures everything once, so that a slow moment of the machine hits all alike."""
     folder, seed = data[plan.corpora[0]], plan.seeds[0]
     ids = read_data(folder, "test")[1].tokens[:16384]
@@ -303,13 +284,13 @@ def speed_all(plan: Plan, data: dict[str, Path], output: Path, records: Records)
 
     def once(mode: str, position: str, length: int, measure: Callable[[], float]) -> None:
         key = {"kind": mode, "position": position, "length": length, "round": number}
-        if not records.has(key):
+        if log.find(**key) is None:
             threads = {"threads": torch.get_num_threads()}
-            records.add({**key, **threads, "tokens_per_second": round(measure(), 1)})
+            log.append({**key, **threads, "tokens_per_second": round(measure(), 1)})
 
     for number in range(plan.rounds):
         for length, position in product((plan.length, 4 * plan.length), POSITIONS):
-            recipe = plan.recipe(position, length, seed, lr=0.1, updates=25)
+            recipe = plan.recipe(position, length, seed, learning_rate=0.1, steps=25)
             once("training speed", position, length, lambda r=recipe: training_speed(folder, r))
         for length, position in product(plan.test_lengths, POSITIONS):
             model = loaded[position]
@@ -323,7 +304,7 @@ def speed_all(plan: Plan, data: dict[str, Path], output: Path, records: Records)
 
 
 def training_speed(data: Path, recipe: Recipe) -> float:
-    """Tokens per second of the median update, the first five left out."""
+    """Tokens per second of the median step, without the first five."""
     watch = StopWatch()
     with tempfile.TemporaryDirectory() as home:
         train(data, home, recipe, progress=False, callbacks=[watch])
@@ -338,7 +319,7 @@ def parse() -> tuple[argparse.Namespace, Plan]:
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "paper_small")
     parser.add_argument("--only", choices=STAGES, action="append", help="repeatable")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a thread each")
-    for name in ("updates", "test-tokens", "sliding-tokens", "rounds"):
+    for name in ("steps", "test-tokens", "sliding-tokens", "rounds"):
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Plan, name.replace('-', '_'))}")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", help=f"default {Plan.seeds}")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "paper.md")
@@ -360,22 +341,21 @@ def main() -> None:
 
 def measure(plan: Plan, options: argparse.Namespace, stages: tuple[str, ...]) -> None:
     output, jobs = options.output, options.jobs
-    output.mkdir(parents=True, exist_ok=True)
-    claim(output / "plan.json", json.loads(json.dumps(asdict(plan))), "paper_small")
+    open_run_folder(output / "plan.json", asdict(plan), "paper_small")
     data = {corpus: prepare_data(corpus, options.wikitext_2, output) for corpus in plan.corpora}
-    records = Records(output / "results.jsonl")
-    if not records.has({"kind": "made"}):
+    log = JsonLog(output / "results.jsonl")
+    if log.find(kind="made") is None:
         made = {"machine": f"{_machine.processor()}, {_machine.num_cores()} cores"}
         made |= {"versions": _machine.versions(), "date": _machine.now(), "model": MODEL}
-        records.add({"kind": "made", **made, "plan": asdict(plan)})
+        log.append({"kind": "made", **made, "plan": asdict(plan)})
     if "tune" in stages:
-        tune(plan, data, output, records, jobs)
+        tune(plan, data, output, log, jobs)
     if "train" in stages:
-        train_all(plan, data, output, records, jobs)
+        train_all(plan, data, output, log, jobs)
     if "test" in stages:
-        test_all(plan, data, output, records, jobs)
+        test_all(plan, data, output, log, jobs)
     if "speed" in stages:
-        speed_all(plan, data, output, records)
+        speed_all(plan, data, output, log)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Stride 1, windows of 128 tokens, on all cores; three ways in turn:
 
-    whole      one window at a time, every place of it computed to the end, as the original does
-    one        one window at a time, but only the last place in the last block and the softmax
+    whole      one window at a time, every position of it computed to the end, as the original does
+    one        one window at a time, but only the last position in the last block and the softmax
     batched    the same, 128 windows at a time
 """
 
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from update_readme import fill
 
 from linbias import _machine
-from linbias.data.prepare import read_data
+from linbias.data.store import read_data
 from linbias.models.paper import PaperForCausalLM
 from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import score
+from linbias.paper.score import score
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "paper.md"
@@ -70,11 +70,11 @@ def main() -> None:
         **{"versions": _machine.versions(), "date": _machine.now()},
     }
     RECORDS.joinpath("paper_windows.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = fill(DOCUMENT.read_text(encoding="utf-8"), "windows", told(speeds))
+    text = fill(DOCUMENT.read_text(encoding="utf-8"), "windows", sentence(speeds))
     DOCUMENT.write_text(text, encoding="utf-8")
 
 
-def told(speeds: dict[str, list[float]]) -> str:
+def sentence(speeds: dict[str, list[float]]) -> str:
     median = {kind: statistics.median(found) for kind, found in speeds.items()}
     shown = {
         kind: f"{median[kind]:,.0f} ({min(found):,.0f} to {max(found):,.0f})"
@@ -82,7 +82,7 @@ def told(speeds: dict[str, list[float]]) -> str:
     }
     return (
         f"Windows of {LENGTH} tokens that slide by one, per second: {shown['whole']} one at a time as the original computes "
-        f"them, {shown['one']} one at a time with only the last place computed to the end, {shown['batched']} in batches: "
+        f"them, {shown['one']} one at a time with only the last position computed to the end, {shown['batched']} in batches: "
         f"**{median['batched'] / median['whole']:.1f}** and **{median['batched'] / median['one']:.1f}** times as many. "
         f"{torch.get_num_threads()} threads, {_machine.processor()}, {_machine.now()}, "
         f"`python runs/paper_windows.py CHECKPOINT DATA`."

@@ -49,3 +49,22 @@ def same_start():
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+# A short run of the paper's recipe, which several files look at. What it needs loads torch.
+
+
+@pytest.fixture(scope="session")
+def paper_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from paper_training import write_data
+
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def paper_run(paper_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted."""
+    from paper_training import KeepMomentum, train_into
+
+    output = tmp_path_factory.mktemp("unbroken") / "run"
+    return train_into(paper_data, output, callbacks=[KeepMomentum(output)])

@@ -17,8 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from linbias import cli
-from linbias.lm.extrapolate import ExtrapolateSettings
-from linbias.lm.train import TrainSettings
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
 TINY = [
     "--set",
@@ -225,14 +224,14 @@ def test_help_is_quick_and_names_every_command():
 
 def test_defaults_of_the_command_line_are_those_of_the_settings():
     settings = ExtrapolateSettings()
-    option = {name: p.default for name, p in signature(cli.extrapolate).parameters.items()}
+    option = {name: p.default for name, p in signature(cli.start.extrapolate).parameters.items()}
     for name in ("methods", "train_lengths", "seeds"):
         assert option[name] == ",".join(map(str, getattr(settings, name)))
-    for name in ("corpus", "tokenizer", "vocab_size", "max_bytes", "stride", "eval_tokens"):
+    for name in ("corpus", "tokenizer", "vocab_size", "max_bytes", "stride", "limit_tokens"):
         assert option[name] == getattr(settings, name)
     for name in ("batch_size", "learning_rate", "precision", "save_steps", "threads"):
         assert option[name] == getattr(settings.training, name)
-    option = {name: p.default for name, p in signature(cli.train).parameters.items()}
+    option = {name: p.default for name, p in signature(cli.models.train).parameters.items()}
     for field in fields(TrainSettings):
         if field.name in option and field.name != "fsdp":
             assert option[field.name] == field.default, field.name
@@ -260,7 +259,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert stdout == ""
-    assert stderr.strip() == "Stopped. The same command goes on from here."
+    assert stderr.strip() == "Stopped. The same command continues from here."
 
     result = run(*words, "--json")
     assert result.exit_code == 0, result.stderr

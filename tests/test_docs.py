@@ -77,7 +77,8 @@ def test_readme_names_commands_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make (\w+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    commands = (ROOT / "src/linbias/cli.py").read_text()
+    sources = sorted((ROOT / "src/linbias/cli").glob("*.py"))
+    commands = "".join(path.read_text() for path in sources)
     for command in re.findall(
         r"\blinbias ([a-z]+)\b", " ".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
     ):

@@ -1,8 +1,6 @@
-"""The experiment at toy size: resuming, refusing, and a report that says what was measured."""
+"""The experiment at toy size: resuming, refusing, and the report of a real run."""
 
-import errno
 import json
-import math
 import random
 import re
 import shutil
@@ -12,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from linbias.lm import figures, report
-from linbias.lm.extrapolate import ExtrapolateSettings, extrapolate
-from linbias.lm.train import TrainSettings
-from linbias.runs.checkpoints import write_whole
+from linbias.lm import findings, page, terminal
+from linbias.lm.extrapolate import extrapolate
+from linbias.lm.records import ExtrapolationResults
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -36,13 +34,13 @@ def settings(corpus: Path) -> ExtrapolateSettings:
         test_lengths=(16, 32),
         seeds=(0, 1),
         corpus=str(corpus),
-        eval_tokens=500,
+        limit_tokens=500,
         training=TrainSettings(TINY, length=16, batch_size=2, steps=2, threads=1),
     )
 
 
 @pytest.fixture(scope="module")
-def finished(settings, tmp_path_factory) -> tuple[Path, dict]:
+def finished(settings, tmp_path_factory) -> tuple[Path, ExtrapolationResults]:
     folder = tmp_path_factory.mktemp("runs") / "finished"
     return folder, extrapolate(settings, folder, command="linbias <test>", progress=False)
 
@@ -52,11 +50,8 @@ def copy_of_finished(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "copy"))
 
 
-def measured(results: dict) -> list[tuple[str, int, int, int]]:
-    return [
-        (r["method"], r["train_length"], r["seed"], r["test_length"])
-        for r in results["evaluations"]
-    ]
+def measured(results: ExtrapolationResults) -> list[tuple[str, int, int, int]]:
+    return [(r.method, r.train_length, r.seed, r.test_length) for r in results.evaluations]
 
 
 def test_every_model_is_measured_at_every_length_it_can_read(finished):
@@ -71,18 +66,20 @@ def test_every_model_is_measured_at_every_length_it_can_read(finished):
 
 def test_models_that_are_compared_read_and_score_equally_many_tokens(finished):
     _, results = finished
-    assert {record["tokens"] for record in results["trainings"]} == {2 * 2 * 16}
-    assert {record["num_tokens"] for record in results["evaluations"]} == {500}
-    assert {record["num_bytes"] for record in results["evaluations"]} == {500}
+    assert {record.metrics.tokens for record in results.trainings} == {2 * 2 * 16}
+    assert {record.evaluation.num_tokens for record in results.evaluations} == {500}
+    assert {record.evaluation.num_bytes for record in results.evaluations} == {500}
 
 
 def test_the_run_leaves_records_plot_and_report(finished):
     folder, results = finished
-    assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(results))
+    written = json.loads((folder / "results.json").read_text())
+    assert written == json.loads(json.dumps(results.to_dict()))
+    assert ExtrapolationResults.from_dict(written) == results
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds.count("training") == 8
-    assert kinds.count("evaluation") == len(results["evaluations"])
+    assert kinds.count("evaluation") == len(results.evaluations)
     assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.glob(".*"))  # no half-written file is left
 
@@ -96,8 +93,8 @@ def test_a_finished_run_neither_trains_nor_measures_again(settings, finished, mo
     monkeypatch.setitem(extrapolate.__globals__, "evaluate", never)
     monkeypatch.setattr("transformers.Trainer.train", never)
     again = extrapolate(settings, folder, command="linbias <test>", progress=False)
-    assert again["evaluations"] == results["evaluations"]
-    assert again["trainings"] == results["trainings"]
+    assert again.evaluations == results.evaluations
+    assert again.trainings == results.trainings
 
 
 def test_a_line_that_a_crash_cut_off_is_measured_again(settings, finished, copy_of_finished):
@@ -106,8 +103,8 @@ def test_a_line_that_a_crash_cut_off_is_measured_again(settings, finished, copy_
     log.write_bytes(b"".join(whole) + last[: len(last) // 2])
     again = extrapolate(settings, copy_of_finished, progress=False)
     assert measured(again) == measured(finished[1])
-    assert [r["nll"] for r in again["evaluations"]] == [
-        r["nll"] for r in finished[1]["evaluations"]
+    assert [r.evaluation.nll for r in again.evaluations] == [
+        r.evaluation.nll for r in finished[1].evaluations
     ]
     assert all(json.loads(line) for line in log.read_text().splitlines())
 
@@ -115,7 +112,7 @@ def test_a_line_that_a_crash_cut_off_is_measured_again(settings, finished, copy_
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"eval_tokens": 400}, "eval_tokens"),
+        ({"limit_tokens": 400}, "limit_tokens"),
         ({"methods": ("alibi",)}, "methods"),
         ({"training": TrainSettings(TINY, length=16, batch_size=2, steps=3)}, "steps"),
     ],
@@ -125,21 +122,21 @@ def test_another_runs_folder_is_refused_with_the_difference(
 ):
     folder = finished[0]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(ValueError, match=f"another run.*{difference}"):
+    with pytest.raises(ValueError, match=f"extrapolate: .*another run.*{difference}"):
         extrapolate(replace(settings, **change), folder, progress=False)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_folder_with_other_files_is_refused(settings, tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="must be an empty or new folder"):
+    with pytest.raises(ValueError, match="extrapolate: output must be empty or hold this run"):
         extrapolate(settings, tmp_path, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_an_output_that_cannot_be_written_is_refused(settings, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="output must be a folder to write in"):
+    with pytest.raises(ValueError, match="extrapolate: output must be a folder to write in"):
         extrapolate(settings, tmp_path / "file", progress=False)
 
 
@@ -151,12 +148,12 @@ def test_an_output_that_cannot_be_written_is_refused(settings, tmp_path):
         ({"methods": ("alibi", "rope")}, "methods must be among alibi, .*, got rope"),
         ({"train_lengths": (0,)}, "train_lengths must be at least 1, got 0"),
         ({"test_lengths": (-1,)}, "test_lengths must be at least 1, got -1"),
-        ({"eval_tokens": 0}, "eval_tokens must be at least 1, got 0"),
+        ({"limit_tokens": 0}, "limit_tokens must be at least 1, got 0"),
         ({"stride": 129}, r"stride must be in \[1, shortest test length = 128\], got 129"),
     ],
 )
 def test_bad_settings_are_named(change, message):
-    with pytest.raises(ValueError, match="^extrapolate: " + message):
+    with pytest.raises(ValueError, match="^ExtrapolateSettings: " + message):
         ExtrapolateSettings(**change)
 
 
@@ -169,17 +166,17 @@ def test_a_test_length_beyond_the_text_is_refused_before_training(settings, tmp_
 def test_a_step_reads_equally_many_tokens_at_every_training_length():
     settings = ExtrapolateSettings(train_lengths=(64, 128, 256))
     for length in settings.train_lengths:
-        training = settings.training_of("rotary", length, seed=3)
+        training = settings.train_settings_of("rotary", length, seed=3)
         assert training.length * training.batch_size == 128 * settings.training.batch_size
         assert (training.model["position"], training.seed) == ("rotary", 3)
 
 
 def test_the_page_needs_nothing_but_itself(finished):
-    page = (finished[0] / "report.html").read_text()
-    assert not re.search(r"<(script|link|img|iframe|object)|@import|src=", page)
-    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", page))
-    assert set(re.findall(r'href="([^#"][^"]*)"', page)) == set()
-    assert set(re.findall(r"https?://[^\"' ]*", page)) <= {
+    html = (finished[0] / "report.html").read_text()
+    assert not re.search(r"<(script|link|img|iframe|object)|@import|src=", html)
+    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", html))
+    assert set(re.findall(r'href="([^#"][^"]*)"', html)) == set()
+    assert set(re.findall(r"https?://[^\"' ]*", html)) <= {
         "http://www.w3.org/2000/svg",  # names of formats, not addresses
         "http://www.w3.org/1999/xlink",
     }
@@ -187,119 +184,29 @@ def test_the_page_needs_nothing_but_itself(finished):
 
 def test_page_and_tables_show_the_measured_numbers(finished):
     folder, results = finished
-    page = (folder / "report.html").read_text()
+    html = (folder / "report.html").read_text()
     console = Console(width=100, record=True, file=open("/dev/null", "w"))
     with console.file:
-        for table in report.tables(results):
+        for table in terminal.tables(results):
             console.print(table)
     shown = console.export_text()
     for method, train_length, length in [("alibi", 16, 16), ("alibi", 8, 32), ("learned", 8, 8)]:
-        points = figures.curve(results["evaluations"], method, train_length)
+        points = findings.curve(results.evaluations, method, train_length)
         loss = next(f"{point.mean:.3f}" for point in points if point.test_length == length)
-        assert loss in page
+        assert loss in html
         assert loss in shown
-    assert "beyond<br>its table" in page
+    assert "beyond<br>its table" in html
     assert "its table" in shown
-    assert "linbias &lt;test&gt;" in page
+    assert "linbias &lt;test&gt;" in html
     assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_the_report_can_be_made_again_from_results_json(finished, tmp_path):
     folder, _ = finished
-    report.write(json.loads((folder / "results.json").read_text()), tmp_path)
+    results = json.loads((folder / "results.json").read_text())
+    page.write_report(ExtrapolationResults.from_dict(results), tmp_path)
     text = (folder / "report.html").read_text()
     without_ids = [
         re.sub(r"[pm][0-9a-f]{10}", "", t) for t in (text, (tmp_path / "report.html").read_text())
     ]
     assert without_ids[0] == without_ids[1]
-
-
-def test_a_full_disk_leaves_the_previous_file(tmp_path, monkeypatch):
-    path = tmp_path / "report.html"
-    write_whole(path, b"previous")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"next")
-    assert path.read_bytes() == b"previous"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def record(method: str, test_length: int, bits: float, seed: int = 0) -> dict:
-    return {
-        "method": method,
-        "train_length": 4,
-        "test_length": test_length,
-        "seed": seed,
-        "bits_per_byte": bits,
-        "loss_by_position": [bits * math.log(2.0)] * test_length,
-        "count_by_position": [10] * test_length,
-    }
-
-
-def test_findings_compare_the_longest_test_with_the_training_length():
-    records = [
-        *(record("alibi", 4, 3.0), record("alibi", 64, 2.97)),
-        *(record("rotary", 4, 2.9), record("rotary", 64, 3.48)),
-        *(record("t5", 4, 3.0), record("t5", 64, 3.01)),
-        record("learned", 4, 3.2),
-    ]
-    verdicts = {found.method: found.verdict for found in report.findings(records)}
-    assert verdicts == {
-        "alibi": "no worse",
-        "rotary": "clearly worse",
-        "t5": "slightly worse",
-        "learned": "confined to what it was trained on",
-    }
-    alibi = report.findings(records)[0]
-    assert str(alibi) == (
-        "no worse at 16x the training length of 4: 3.000 to 2.970 bits per byte (-1.0%)"
-    )
-
-
-def test_a_curve_is_the_mean_and_range_over_seeds():
-    records = [record("alibi", 4, 3.0), record("alibi", 4, 2.0, seed=1), record("none", 4, 9.0)]
-    assert figures.curve(records, "alibi", 4) == [figures.Point(4, 2.5, 2.0, 3.0)]
-
-
-def test_loss_by_position_is_pooled_by_count():
-    records = [
-        {"loss_by_position": [1.0, 2.0, 6.0, None], "count_by_position": [100, 100, 100, 0]},
-        {"loss_by_position": [3.0, 2.0, 2.0, 4.0], "count_by_position": [300, 100, 300, 100]},
-    ]
-    x, bits = figures.by_position([{"test_length": 4, **record} for record in records])
-    # positions 1, 2, 3, 4
-    assert x == pytest.approx([1.0, 2.0, 3.0, 4.0])
-    nats = [(1 + 9) / 4, 2.0, (6 + 6) / 4, 4.0]
-    assert bits == pytest.approx([value / math.log(2.0) for value in nats])
-
-
-def test_positions_come_from_the_shortest_segments_and_rare_ones_are_pooled():
-    records = [
-        {"test_length": 1, "loss_by_position": [1.0], "count_by_position": [400]},
-        {
-            "test_length": 4,
-            "loss_by_position": [9.0, 2.0, 3.0, 4.0],
-            "count_by_position": [60, 60, 60, 60],
-        },
-    ]
-    x, bits = figures.by_position(records)
-    # position 1 of the short segments; then 2 and 3 pooled; 4 alone is too rare to be shown
-    assert x == pytest.approx([1.0, math.sqrt(6)])
-    assert bits == pytest.approx([1.0 / math.log(2.0), 2.5 / math.log(2.0)])
-
-
-def test_labels_at_line_ends_do_not_overlap():
-    methods = ["alibi", "sinusoidal", "rotary", "learned", "t5", "none"]
-    records = [record(m, n, 3.0 + 0.001 * i) for i, m in enumerate(methods) for n in (4, 64)]
-    figure = figures.loss_by_length(records)
-    figures.png(figure)  # draws it
-    names = tuple(figures.NAMES.values())
-    labels = [text for text in figure.axes[0].texts if text.get_text().startswith(names)]
-    boxes = [label.get_window_extent() for label in labels]
-    assert len(boxes) == 6
-    overlaps = [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b)]
-    assert not overlaps

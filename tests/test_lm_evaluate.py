@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from linbias.lm.evaluate import evaluate, load_model, windows
+from linbias.lm.evaluate import Evaluation, evaluate, windows
+from linbias.models.load import load_model
 
 VOCAB = 37
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}  # the defaults lie beyond the vocabulary
@@ -160,6 +161,7 @@ def test_reports_speed_memory_progress_and_leaves_the_mode_alone(gpt2):
     record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert record["perplexity"] == result.perplexity
     assert record["count_by_position"] == [4, 4, 4, 4, 4, 4, 3, 3]
+    assert Evaluation.from_dict(record) == result
 
 
 @pytest.mark.parametrize(

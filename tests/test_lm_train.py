@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import linbias.lm.train as trainer_module
+import linbias.lm.train as train_module
+from interrupting import Kill, Stop, StopAt, die, torchrun
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
-from linbias.lm.train import TrainSettings, train
+from linbias.lm.settings import TrainSettings
+from linbias.lm.train import LanguageModelMetrics, train
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does
@@ -52,7 +52,13 @@ def corpus(text: str) -> Corpus:
 
 @pytest.fixture(scope="session")
 def unbroken(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run", progress=False)
+    return train_into(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run")
+
+
+def train_into(settings: TrainSettings, corpus: Corpus, output: Path) -> Path:
+    """Trains without a progress bar; returns the run's folder."""
+    train(settings, corpus, output, progress=False)
+    return output
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -81,16 +87,20 @@ def test_every_segment_is_read_once_per_pass_and_predicts_its_next_tokens() -> N
     assert torch.equal(again["input_ids"], batch["input_ids"][[15, 27, 28]])
 
 
-def test_result_loads_by_auto_classes_and_metrics_tell_the_run(unbroken: Path) -> None:
+def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(unbroken)
     assert (model.config.train_length, model.config.vocab_size) == (16, 256)
     assert model.config.use_cache
     assert AutoTokenizer.from_pretrained(unbroken)("ab").input_ids == [97, 98]
-    told = metrics(unbroken)
-    assert (told["steps"], told["tokens"], told["num_processes"]) == (12, 12 * 6 * 16, 1)
-    assert told["num_parameters"] == model.num_parameters()
-    assert told["tokens_per_second"] == pytest.approx(told["tokens"] / told["seconds"])
-    assert told["peak_memory_bytes"] > 0
+    measured = metrics(unbroken)
+    assert (measured["steps"], measured["tokens"], measured["num_processes"]) == (
+        12,
+        12 * 6 * 16,
+        1,
+    )
+    assert measured["num_parameters"] == model.num_parameters()
+    assert measured["tokens_per_second"] == pytest.approx(measured["tokens"] / measured["seconds"])
+    assert measured["peak_memory_bytes"] > 0
     names = {path.name for path in unbroken.iterdir()}
     assert names == {
         *("settings.json", "metrics.json", "config.json", "generation_config.json"),
@@ -101,31 +111,15 @@ def test_result_loads_by_auto_classes_and_metrics_tell_the_run(unbroken: Path) -
 def test_finished_run_is_returned_as_it_is(
     unbroken: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_module, "Trainer", None)
+    monkeypatch.setattr(train_module, "Trainer", None)
     before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
-    assert train(SETTINGS, corpus, unbroken) == unbroken
+    assert train(SETTINGS, corpus, unbroken) == LanguageModelMetrics.read(unbroken)
     assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
 
 
 def test_training_learns(corpus: Corpus, tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=TINY, steps=60, learning_rate=1e-2, save_steps=60)
-    assert metrics(train(settings, corpus, tmp_path, progress=False))["loss"] < 3.0  # from 5.5
-
-
-class Kill(TrainerCallback):
-    """Kills its process, as `kill -9` would, at one event of one step."""
-
-    def __init__(self, event: str, step: int) -> None:
-        self.step = step
-        setattr(self, event, self.look)
-
-    def look(self, args, state, *_, **__) -> None:
-        if state.global_step == self.step:
-            die()
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    assert train(settings, corpus, tmp_path, progress=False).loss < 3.0  # from 5.5
 
 
 def train_until_killed(text: str, output: Path, event: str, step: int) -> None:
@@ -175,20 +169,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         process.join()
         assert process.exitcode == -signal.SIGKILL
         assert not (tmp_path / "metrics.json").exists()
-    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **_) -> None:
-        if state.global_step == self.step:
-            raise Stop
+    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
 def interrupt(corpus: Corpus, output: Path, step: int, settings: TrainSettings = SETTINGS) -> Path:
@@ -207,7 +188,7 @@ def test_damaged_checkpoint_is_passed_over_for_the_one_before(
         os.truncate(newest / "optimizer.pt", 1000)
     else:
         (newest / {"missing": "rng_state.pth", "unmarked": "complete.json"}[damage]).unlink()
-    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
 @pytest.mark.parametrize("full_at", ["optimizer.pt", "model.safetensors"])
@@ -235,10 +216,10 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
             "safe_save_file",
             lambda x, f, **kw: fail(f) if full(f) else tensors_save(x, f, **kw),
         )
-        with pytest.raises(OSError, match=r"train: could not write a checkpoint .*No space left"):
+        with pytest.raises(OSError, match=r"train: could not write to .*No space left"):
             train(SETTINGS, corpus, tmp_path, progress=False)
     assert (tmp_path / "checkpoints" / "checkpoint-5" / "complete.json").exists()
-    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
 def test_full_disk_at_the_end_leaves_no_half_model(
@@ -252,7 +233,7 @@ def test_full_disk_at_the_end_leaves_no_half_model(
         with pytest.raises(OSError, match="No space left"):
             train(SETTINGS, corpus, tmp_path, progress=False)
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_run(train(SETTINGS, corpus, tmp_path, progress=False), unbroken)
+    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
 def test_other_settings_and_other_text_are_refused_with_the_difference(
@@ -309,7 +290,7 @@ def test_parts_of_a_batch_add_up_to_it(corpus: Corpus, tmp_path: Path) -> None:
     weights = []
     for accumulation in (1, 3):
         settings = replace(SETTINGS, model=TINY, accumulation=accumulation)
-        output = train(settings, corpus, tmp_path / str(accumulation), progress=False)
+        output = train_into(settings, corpus, tmp_path / str(accumulation))
         weights.append(load_file(output / "model.safetensors"))
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=1e-4, rtol=0)
@@ -319,7 +300,11 @@ IN_EACH_PROCESS = """
 import sys
 from dataclasses import replace
 from torch import distributed, save
-from test_lm_train import SETTINGS, TINY, Stop, StopAt, TrainerCallback, load_corpus, train
+from transformers import TrainerCallback
+from interrupting import Stop, StopAt
+from linbias.data.corpus import load_corpus
+from linbias.lm.train import train
+from test_lm_train import SETTINGS, TINY
 
 text, folder = sys.argv[1:]
 settings = replace(SETTINGS, model=TINY, accumulation=1)
@@ -344,25 +329,6 @@ distributed.destroy_process_group()
 """
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script in two processes that talk over the loopback device."""
-    options = "--nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
-    command = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [*command, "--local-addr=127.0.0.1", *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
 def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)
@@ -374,9 +340,7 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
 
     alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
-    alone = load_file(
-        train(alone_settings, corpus, tmp_path / "alone", progress=False) / "model.safetensors"
-    )
+    alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
     for kind in ("unbroken", "sharded"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():
@@ -389,13 +353,13 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_tokens = replace(SETTINGS, steps=None, tokens=4 * 96 + 1)
-    assert metrics(train(by_tokens, corpus, tmp_path / "tokens", progress=False))["steps"] == 5
+    assert train(by_tokens, corpus, tmp_path / "tokens", progress=False).steps == 5
 
     by_seconds = replace(SETTINGS, steps=None, seconds=0.2)
     interrupt(corpus, tmp_path / "s", 1, by_seconds)
     steps = json.loads((tmp_path / "s" / "settings.json").read_text())["steps"]
-    monkeypatch.setattr(trainer_module, "StopWatch", None)  # a second measurement would fail
-    assert metrics(train(by_seconds, corpus, tmp_path / "s", progress=False))["steps"] == steps
+    monkeypatch.setattr(train_module, "StopWatch", None)  # a second measurement would fail
+    assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
 
 
 def test_progress_is_one_bar_on_stderr_or_nothing(
@@ -421,7 +385,7 @@ def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -
 
 
 def test_bfloat16_trains_float32_weights(corpus: Corpus, tmp_path: Path) -> None:
-    output = train(replace(SETTINGS, precision="bf16"), corpus, tmp_path, progress=False)
+    output = train_into(replace(SETTINGS, precision="bf16"), corpus, tmp_path)
     assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {
         torch.float32
     }
@@ -431,7 +395,7 @@ def test_learned_positions_train_at_the_full_length_of_their_table(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, model={**TINY, "position": "learned"}, steps=1)
-    assert train(settings, corpus, tmp_path, progress=False)
+    assert train(settings, corpus, tmp_path, progress=False).steps == 1
 
 
 BAD_SETTINGS = [

@@ -275,14 +275,14 @@ def test_a_dictionary_of_another_size_is_refused(golden_file, tmp_path):
 
 def test_a_folder_that_holds_a_model_is_not_overwritten(golden_file, tmp_path):
     convert(golden_file, tmp_path)
-    with pytest.raises(ValueError, match="convert: out must not hold a model already, got"):
+    with pytest.raises(ValueError, match="convert: output must not hold a model already, got"):
         convert(golden_file, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
 def test_foreign_weights_are_not_overwritten(name, golden_file, tmp_path):
     (tmp_path / name).write_bytes(b"precious")
-    message = rf"convert: out must not hold a model already, got {tmp_path} \(it has {name}\)"
+    message = rf"convert: output must not hold a model already, got {tmp_path} \(it has {name}\)"
     with pytest.raises(ValueError, match=message):
         convert(golden_file, tmp_path)
     assert (tmp_path / name).read_bytes() == b"precious"

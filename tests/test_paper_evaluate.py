@@ -12,9 +12,9 @@ import torch
 
 import paper_original as original
 from linbias.models import PaperConfig, PaperForCausalLM
-from linbias.paper import evaluate
+from linbias.paper import score as scoring
 from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import Scores, score, windows
+from linbias.paper.score import Scores, score, windows
 
 VOCAB = 41
 RUNS = original.SHARED / "eval" / "perplexities.json"
@@ -258,7 +258,7 @@ def test_a_finished_run_is_not_computed_again(model, tmp_path, monkeypatch):
 
 
 def test_scores_are_saved_while_they_are_made(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "_SECONDS_BETWEEN_WRITES", -1.0)
+    monkeypatch.setattr(scoring, "_SECONDS_BETWEEN_WRITES", -1.0)
     path, there = tmp_path / "scores.npz", []
     score(
         model,
@@ -328,7 +328,7 @@ def test_a_foreign_file_is_not_resumed(model, tmp_path, content):
         ({"ids": np.zeros(3)}, r"ids must be one row of at least 1 integer, got float64 \[3\]"),
         (
             {"ids": np.array([3, VOCAB])},
-            r"ids must lie in \[0, 41\), the model's dictionary; got 3",
+            r"ids must lie in \[0, 41\), the model's vocabulary; got 3",
         ),
         ({"ids": np.array([-1, 3])}, r"ids must lie in \[0, 41\).*; got -1 to 3"),
         ({"length": 0}, "length must be at least 1, got 0"),
@@ -373,4 +373,4 @@ def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
         with PeakMemory("cpu") as memory:
             model.log_probs(ids, ids)
     used = memory.peak_bytes - before.peak_bytes
-    assert used < 1.5 * evaluate._pass_bytes(model, rows, width, width) + 2**26
+    assert used < 1.5 * scoring._pass_bytes(model, rows, width, width) + 2**26

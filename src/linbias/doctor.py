@@ -9,7 +9,7 @@ from linbias._checks import Described, check
 # A part of linbias, and what has to be installed for it.
 PARTS = {
     "linbias.torch": "linbias[torch]",
-    "linbias.lm": "linbias[lm]",
+    "linbias.lm.extrapolate": "linbias[lm]",
     "linbias.jax": "linbias[jax]",
 }
 

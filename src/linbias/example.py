@@ -76,6 +76,15 @@ def find(query: str | None, tokens: list[str], num_queries: int) -> list[int]:
     return [number % num_queries]
 
 
+def find_heads(head: int | None, num_heads: int) -> list[int]:
+    """The one head that was asked for, or all."""
+    if head is None:
+        return list(range(num_heads))
+    if not 0 <= head < num_heads:
+        raise ValueError(f"explain: head must be in [0, {num_heads}), got {head}")
+    return [head]
+
+
 def steps(
     trace: Explanation, tokens: list[str], queries: list[int], heads: list[int]
 ) -> dict[str, Any]:

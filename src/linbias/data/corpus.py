@@ -4,7 +4,7 @@
 
 Every source ends as three texts that share no document, so that a test measures what a model has
 learned and not what it has memorised. The embedded corpus, "stdlib", is the source of Python's
-standard library: about 9 MB that every machine has, so that nothing need be downloaded.
+standard library: about 9 MB that every machine has, so that nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from linbias.data.tokenizers import Ids, Tokenizer, byte_tokenizer, train_bpe
+from linbias.data import SPLITS
+from linbias.data.hub import WIKITEXT, as_line, open_data_set
+from linbias.data.tokenizers import TokenIds, Tokenizer, byte_tokenizer, train_bpe
 
-SPLITS = ("train", "valid", "test")
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 
-_KNOWN_DATA_SETS = {
-    "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
-    "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
-}
-_TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name that ends so is a file, perhaps a missing one
+_TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name with such an ending is that of a file
 _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
-# Parts of the standard library that some distributions package apart, that later versions drop, or
-# that are data rather than source; without them the corpus is much the same on every machine.
+# Parts of the standard library that some distributions leave out, that later versions drop, or that
+# are data rather than source. Without them, the corpus is much the same on every machine.
 _NOT_STDLIB = {
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "distutils"),
     *("tkinter", "turtledemo", "ensurepip", "pydoc_data", "sitecustomize.py"),
@@ -49,8 +46,8 @@ class Corpus:
     """A tokenised text in three splits.
 
     Attributes:
-        name: What `load_corpus` was asked for.
-        source: Where the text came from, in words.
+        name: The name that `load_corpus` was given.
+        source: Where the text comes from, in words.
         tokenizer: Turns text into the ids below and back.
         train: [tokens], unsigned integers; likewise `valid` and `test`.
         valid: Text to choose settings by.
@@ -62,9 +59,9 @@ class Corpus:
     name: str
     source: str
     tokenizer: Tokenizer
-    train: Ids
-    valid: Ids
-    test: Ids
+    train: TokenIds
+    valid: TokenIds
+    test: TokenIds
     num_bytes: dict[str, int]
     fingerprint: str
 
@@ -81,7 +78,7 @@ def load_corpus(
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
-    Files are dealt out whole, in the order of a hash of their path: 5 % of them to test, 5 % to
+    Each file goes to one split as a whole, by a hash of its path: 5 % of the files to test, 5 % to
     valid, the others to train; a file that repeats another's content is left out. Fewer than three
     files, or a data set without splits of its own, are one text cut in the same proportions.
 
@@ -117,7 +114,7 @@ def load_corpus(
         source = f"{len(paths)} file{'s' * (len(paths) > 1)} of {name}"
     elif _DATA_SET_ID.fullmatch(name) and Path(name).suffix not in _TEXT_SUFFIXES:
         texts = _data_set_texts(name, column, stream, max_bytes, cache_dir)
-        source = f"Hugging Face data set {_KNOWN_DATA_SETS.get(name, name)}"
+        source = f"Hugging Face data set {WIKITEXT.get(name, name)}"
     else:
         raise ValueError(
             "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
@@ -167,8 +164,8 @@ def _read_text(path: Path) -> bytes:
 
 
 def _why_binary(text: bytes) -> str | None:
-    if (at := text.find(0)) >= 0:
-        return f"a NUL at byte {at}"
+    if (offset := text.find(0)) >= 0:
+        return f"a NUL at byte {offset}"
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -177,17 +174,17 @@ def _why_binary(text: bytes) -> str | None:
 
 
 def _split_files(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Deals out whole files; the hash makes the choice arbitrary, yet the same everywhere."""
+    """Gives each file to a split; by the hash, the choice is arbitrary, yet the same everywhere."""
     unique = {text: path for path, text in sorted(files.items(), reverse=True) if text}
     order = sorted(unique, key=lambda text: hashlib.sha256(unique[text].encode()).digest())
     if len(order) < len(SPLITS):
-        return _cut(_join(order))
+        return _cut_into_splits(_join(order))
     held_out = max(1, round(HELD_OUT * len(order)))
     parts = (order[2 * held_out :], order[:held_out], order[held_out : 2 * held_out])
     return {split: _join(part) for split, part in zip(SPLITS, parts, strict=True)}
 
 
-def _cut(text: bytes) -> dict[str, bytes]:
+def _cut_into_splits(text: bytes) -> dict[str, bytes]:
     """Cuts one text into a first part to train on and two shorter ones that follow it."""
     ends = (_before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
     first, second = ends
@@ -199,7 +196,7 @@ def _clip(text: bytes, max_bytes: int | None) -> bytes:
 
 
 def _before_character(text: bytes, end: int) -> int:
-    """The last place at or before `end` that does not divide a UTF-8 character."""
+    """The last byte offset at or before `end` that does not divide a UTF-8 character."""
     while 0 < end < len(text) and text[end] & 0xC0 == 0x80:
         end -= 1
     return end
@@ -216,22 +213,15 @@ def _data_set_texts(
     max_bytes: int | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> dict[str, bytes]:
-    import datasets  # takes a second to import, and most corpora do without
-
-    path, _, configuration = _KNOWN_DATA_SETS.get(name, name).partition(":")
-    folder = None if cache_dir is None else str(cache_dir)
     try:
-        data = datasets.load_dataset(
-            path, configuration or None, streaming=stream, cache_dir=folder
-        )
-    except (OSError, ValueError) as error:
+        rows = open_data_set(WIKITEXT.get(name, name), stream=stream, cache_dir=cache_dir)
+    except ValueError as error:
         raise ValueError(
             "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
             f"a Hugging Face data set that can be reached, got {name!r} ({error})"
         ) from error
-    rows = {"valid" if split == "validation" else split: data[split] for split in data}
     if not all(split in rows for split in SPLITS):
-        return _cut(
+        return _cut_into_splits(
             _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
         )
     return {split: _column_text(rows[split], column, max_bytes) for split in SPLITS}
@@ -246,7 +236,7 @@ def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
             raise ValueError(
                 f"load_corpus: column must be one of text, got {column!r} of {', '.join(row)}"
             )
-        parts.append(_join([row[column].encode()]))
+        parts.append(as_line(row[column]))
         size += len(parts[-1])
         if max_bytes is not None and size >= max_bytes:
             break
@@ -276,15 +266,15 @@ def _tokenise(
     return Corpus(name, source, tokenizer, **ids, num_bytes=num_bytes, fingerprint=fingerprint)
 
 
-def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, Ids]]:
+def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, TokenIds]]:
     tokenizer = train_bpe(texts["train"], vocab_size)
     return tokenizer, {split: tokenizer.encode(texts[split]) for split in SPLITS}
 
 
 def _cached_bpe(
     texts: dict[str, bytes], vocab_size: int, folder: Path
-) -> tuple[Tokenizer, dict[str, Ids]]:
-    """As `_learn_bpe`, but once: the folder appears whole, or not at all."""
+) -> tuple[Tokenizer, dict[str, TokenIds]]:
+    """As `_learn_bpe`, but only once: later calls read the folder, which is there whole or not at all."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         tokenizer, ids = _learn_bpe(texts, vocab_size)

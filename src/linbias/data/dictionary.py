@@ -1,4 +1,4 @@
-"""The words of a text and their ids, numbered and stored as the original does it."""
+"""The words of a text and their ids, numbered and stored as the paper's code does it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from linbias.data.store import new_file
+from linbias.runs.files import new_file
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 _OVERWRITE = "#fairseq:overwrite"
@@ -18,7 +18,7 @@ class Dictionary:
 
         <s> 0   <pad> 1   </s> 2, at the end of each line   <unk> 3, for a word that is not here
 
-    A special word that stands in a text has its special id.
+    A special word that occurs in a text has its special id.
 
     Attributes:
         symbols: The word of each id.
@@ -56,8 +56,8 @@ class Dictionary:
             counts: How often each word occurs.
             threshold: Leaves out words that are rarer.
             nwords: Size of the dictionary, specials included; 0 or less: all words.
-            padding_factor: The size is made a multiple of this by words of count 0 that no text
-                has: madeupword0000, madeupword0001, ...
+            padding_factor: Words of count 0 that no text has (madeupword0000, madeupword0001, ...)
+                make the size a multiple of this.
 
         Raises:
             ValueError: `padding_factor` is below 1.
@@ -99,16 +99,16 @@ class Dictionary:
             raise ValueError(f"Dictionary.read: line {number} of {path} must be UTF-8") from error
         dictionary = cls()
         for number, line in enumerate(io.StringIO(text, newline=None), 1):
-            place = f"line {number} of {path}"
+            where = f"line {number} of {path}"
             entry = _parse(line)
             if entry is None:
                 raise ValueError(
-                    f"Dictionary.read: {place} must be a word and its count, got {line[:60]!r}"
+                    f"Dictionary.read: {where} must be a word and its count, got {line[:60]!r}"
                 )
             word, count, overwrite = entry
             if word in dictionary.ids and not overwrite:
                 raise ValueError(
-                    f"Dictionary.read: {place} must be a new word, or end in {_OVERWRITE}, "
+                    f"Dictionary.read: {where} must be a new word, or end in {_OVERWRITE}, "
                     f"got {word!r} again"
                 )
             dictionary._add(word, count)
@@ -124,7 +124,7 @@ class Dictionary:
                 seen.add(word)
 
     def encode_line(self, line: str) -> list[int]:
-        """The ids of a line's words, parted by white space of any kind, then that of </s>."""
+        """The ids of a line's words, which white space of any kind separates, then that of </s>."""
         return [*map(self.ids.__getitem__, line.split()), self.EOS]
 
     def __len__(self) -> int:
@@ -147,29 +147,32 @@ def _parse(line: str) -> tuple[str, int, bool] | None:
         return None
 
 
-def check_words(own: Path, other: Path) -> None:
-    """Refuse a dict.txt of a text whose words are not those that a model was trained with.
+def check_words(own: Path, other: Path, function: str) -> None:
+    """Refuses a dict.txt whose words are not those that a model was trained with.
+
+    Only the words that both have are compared: the sizes are compared elsewhere.
 
     Args:
         own: The model's dict.txt.
-        other: The text's. That it has as many words is checked elsewhere; if it is missing, too.
+        other: The dict.txt of the text to read. If it is missing, nothing is compared.
+        function: The function that the error names.
 
     Raises:
-        ValueError: An id stands for another word; the first one is named.
+        ValueError: An id stands for another word; the first such id is named.
     """
     if not other.is_file():
         return
-    words, found = Dictionary.read(own).symbols, Dictionary.read(other).symbols
-    for number, (word, instead) in enumerate(zip(words, found, strict=False)):
+    expected, found = Dictionary.read(own).symbols, Dictionary.read(other).symbols
+    for id, (word, instead) in enumerate(zip(expected, found, strict=False)):
         if word != instead:
             raise ValueError(
-                f"evaluate: data must have the words of {own}, where {number} is {word!r}; "
+                f"{function}: data must have the words of {own}, where {id} is {word!r}; "
                 f"got {instead!r} in {other}"
             )
 
 
 class _Ids(dict[str, int]):
-    """Word -> id; any other word has the id of <unk>, and is counted."""
+    """The id of each word. Any other word has the id of <unk>, and is counted in `misses`."""
 
     misses = 0
 

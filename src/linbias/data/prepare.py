@@ -2,47 +2,36 @@
 
     text  ->  counts of words  ->  dictionary  ->  ids of each line
 
-The folder is the same, byte for byte, as that of the original's preprocessing, and either may stand
-for the other. Text is read line by line, by as many processes as are asked for: each takes the next
-few megabytes, cut at a line end, and what they find is put together in the order of the text. So the
-result does not depend on the number of processes, and memory grows with the words, not the text.
+The folder is the same, byte for byte, as that of the original's preprocessing, and either can be
+used instead of the other. Text is read line by line, by several processes (see `ranges`), so
+that memory grows with the number of words and not with the text.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
-import signal
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from linbias.data import SPLITS
 from linbias.data.dictionary import Dictionary
-from linbias.data.store import Ids, check_ids, ids_dtype, read_ids, write_ids
-
-SPLITS = ("train", "valid", "test")
-DATA_SETS = {  # texts with rare words already replaced by <unk>, as the paper uses them
-    "wikitext-2": ("Salesforce/wikitext", "wikitext-2-v1"),
-    "wikitext-103": ("Salesforce/wikitext", "wikitext-103-v1"),
-}
+from linbias.data.hub import WIKITEXT_WORDS, as_line, open_data_set
+from linbias.data.ranges import Range, cut_into_ranges, in_processes
+from linbias.data.store import ids_dtype, write_ids
 
 Progress = Callable[[int, int | None], None]
 Result = TypeVar("Result")
-
-_RANGE_BYTES = 4 << 20  # text that a process takes at a time
 
 
 @dataclass(frozen=True)
@@ -74,10 +63,15 @@ class Prepared:
     dictionary_size: int
     splits: dict[str, Split]
 
+    def to_dict(self) -> dict[str, Any]:
+        """All but the folder as JSON values."""
+        splits = {name: asdict(split) for name, split in self.splits.items()}
+        return {"dictionary": self.dictionary_size, **splits}
+
 
 def prepare(
     texts: Mapping[str, str | Path],
-    out: str | Path,
+    output: str | Path,
     *,
     dictionary: str | Path | None = None,
     workers: int = 1,
@@ -89,25 +83,26 @@ def prepare(
     """Numbers the words of texts, and writes a folder of ids.
 
     A line ends at a line feed, a carriage return or both; the last may lack its end. Words are
-    parted by white space of any kind, Unicode's included. The folder appears once it is complete:
+    separated by white space of any kind, Unicode's included. The folder appears once it is complete:
     an interrupted run leaves nothing.
 
     Args:
         texts: Files of UTF-8 text by split: any of "train", "valid" and "test".
-        out: The folder to make; it must not exist, or be empty.
+        output: The folder to make; it must not exist, or be empty.
         dictionary: A dict.txt to use; None makes one from the train text.
-        workers: Processes to read text with. With more than one, a script that calls this must
-            stand under `if __name__ == "__main__"`, as always with multiprocessing.
+        workers: Processes that read text. With more than one, a script must call this under
+            `if __name__ == "__main__"`, as always with multiprocessing.
         nwords: As for `Dictionary.from_counts`, as are `threshold` and `padding_factor`.
         threshold: See there.
         padding_factor: See there.
-        progress: Called with bytes read and bytes to read; text is read twice if it is counted.
+        progress: Called with the bytes read and the bytes to read. The train text is read twice
+            where its words are counted.
 
     Raises:
         ValueError: An argument breaks a rule above, or a text is missing, empty or not UTF-8.
 
     Example:
-        >>> import tempfile
+        >>> from linbias.data.store import read_ids
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     text = Path(folder, "train.txt")
         ...     _ = text.write_text("the cat\\n\\nthe end\\n")
@@ -118,34 +113,36 @@ def prepare(
     """
     paths = {split: Path(path) for split, path in texts.items()}
     _check_texts(paths, dictionary)
-    _check_settings(out, dictionary, workers, nwords, threshold, padding_factor)
-    out = Path(out).resolve()
-    known = None if dictionary is None else Dictionary.read(dictionary)
-    ranges = {split: _ranges(paths[split]) for split in SPLITS if split in paths}
-    counting = ranges["train"] if known is None else []
-    bar = _Bar(progress, [*counting, *itertools.chain(*ranges.values())])
-    with _folder_for_now(out, "partial") as folder:
-        if known is None:
+    _check_settings(output, dictionary, workers, nwords, threshold, padding_factor)
+    output = Path(output).resolve()
+    words = None if dictionary is None else Dictionary.read(dictionary)
+    ranges = {split: cut_into_ranges(paths[split]) for split in SPLITS if split in paths}
+    counting = ranges["train"] if words is None else []
+    reporter = _Reporter(progress, [*counting, *itertools.chain(*ranges.values())])
+    with _temporary_folder(output, "partial") as folder:
+        if words is None:
             counts: Counter[str] = Counter()
-            with _workers(_count, workers) as count:
-                for found in bar.watch(counting, count(counting)):
+            with in_processes(_count, workers) as count:
+                for found in reporter.report(counting, count(counting)):
                     counts.update(found)
-            known = Dictionary.from_counts(counts, threshold, nwords, padding_factor)
-        known.write(folder / "dict.txt")
-        with _workers(partial(_encode, known), workers) as encode:
+            words = Dictionary.from_counts(counts, threshold, nwords, padding_factor)
+        words.write(folder / "dict.txt")
+        with in_processes(partial(_encode, words), workers) as encode:
             splits = {
-                split: _write_split(folder / split, bar.watch(parts, encode(parts)), len(known))
+                split: _write_split(
+                    folder / split, reporter.report(parts, encode(parts)), len(words)
+                )
                 for split, parts in ranges.items()
             }
-        if out.exists():
-            out.rmdir()
-        os.replace(folder, out)
-    return Prepared(out, len(known), splits)
+        if output.exists():
+            output.rmdir()
+        os.replace(folder, output)
+    return Prepared(output, len(words), splits)
 
 
 def prepare_dataset(
     name: str,
-    out: str | Path,
+    output: str | Path,
     *,
     dictionary: str | Path | None = None,
     workers: int = 1,
@@ -158,23 +155,23 @@ def prepare_dataset(
 
     Args:
         name: "wikitext-103" or "wikitext-2".
-        out: As for `prepare`, as is all that follows.
+        output: As for `prepare`, as is all that follows.
         dictionary: See there.
         workers: See there.
         nwords: See there.
         threshold: See there.
         padding_factor: See there.
-        progress: See there; first called with the bytes that have come, and None.
+        progress: See there; while the text is fetched, called with the bytes so far and None.
 
     Raises:
         ValueError: As `prepare`; or the data set is another, or cannot be reached.
     """
-    if name not in DATA_SETS:
+    if name not in WIKITEXT_WORDS:
         raise ValueError(
-            f"prepare_dataset: name must be one of {', '.join(DATA_SETS)}, got {name!r}"
+            f"prepare_dataset: name must be one of {', '.join(WIKITEXT_WORDS)}, got {name!r}"
         )
-    _check_settings(out, dictionary, workers, nwords, threshold, padding_factor)
-    with _folder_for_now(Path(out).resolve(), "text") as folder:
+    _check_settings(output, dictionary, workers, nwords, threshold, padding_factor)
+    with _temporary_folder(Path(output).resolve(), "text") as folder:
         try:
             texts = _fetch(name, folder, progress)
         except (OSError, ValueError) as error:
@@ -184,7 +181,7 @@ def prepare_dataset(
             ) from error
         return prepare(
             texts,
-            out,
+            output,
             dictionary=dictionary,
             workers=workers,
             nwords=nwords,
@@ -194,52 +191,24 @@ def prepare_dataset(
         )
 
 
-def read_data(folder: str | Path, split: str) -> tuple[Dictionary, Ids]:
-    """Opens a folder that `prepare`, or the original, made.
+def prepare_any(
+    texts: Mapping[str, str | Path], dataset: str | None, output: str | Path, **options: Any
+) -> Prepared:
+    """`prepare` for texts, or `prepare_dataset` for the name of a data set.
 
     Args:
-        folder: Holds dict.txt, and .bin and .idx of the split.
-        split: "train", "valid" or "test".
+        texts: As for `prepare`; empty where `dataset` is given.
+        dataset: As for `prepare_dataset`, or None.
+        output: As for `prepare`, as are the options.
 
     Raises:
-        ValueError: A file is missing or damaged, or an id is outside the dictionary.
+        ValueError: As these functions; or both are given, or neither.
     """
-    if not Path(folder, "dict.txt").is_file():
-        raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
-    if not Path(folder, f"{split}.idx").is_file():
-        there = ", ".join(sorted(path.stem for path in Path(folder).glob("*.idx"))) or "none"
-        raise ValueError(f"read_data: split must be one of {folder} ({there}), got {split!r}")
-    dictionary, ids = Dictionary.read(Path(folder, "dict.txt")), read_ids(Path(folder, split))
-    check_ids(ids.tokens, len(dictionary), str(Path(folder, f"{split}.bin")))
-    return dictionary, ids
-
-
-class _Range(NamedTuple):
-    """Whole lines of a file: bytes start to stop."""
-
-    path: Path
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-    def lines(self) -> Iterator[str]:
-        """The lines that a text file has here: a carriage return ends one, too."""
-        with open(self.path, "rb") as file:
-            place = file.seek(self.start)
-            while place < self.stop:
-                data = file.readline()
-                try:
-                    yield from io.StringIO(data.decode(), newline=None)
-                except UnicodeDecodeError as error:
-                    at = error.start
-                    raise ValueError(
-                        f"prepare: texts must be UTF-8, got 0x{data[at]:02x} at byte {place + at} "
-                        f"of {self.path}"
-                    ) from error
-                place += len(data)
+    if bool(texts) == bool(dataset):
+        raise ValueError("prepare: give either texts or --dataset, and not both")
+    if dataset:
+        return prepare_dataset(dataset, output, **options)
+    return prepare(texts, output, **options)
 
 
 class _Encoded(NamedTuple):
@@ -250,14 +219,14 @@ class _Encoded(NamedTuple):
     num_replaced: int
 
 
-class _Bar:
-    """Passes results on, and reports the bytes that they stand for."""
+class _Reporter:
+    """Reports the bytes that are done while it passes the results on."""
 
-    def __init__(self, progress: Progress | None, ranges: Iterable[_Range]) -> None:
+    def __init__(self, progress: Progress | None, ranges: Iterable[Range]) -> None:
         self.progress, self.done = progress, 0
         self.total = sum(part.num_bytes for part in ranges)
 
-    def watch(self, ranges: Sequence[_Range], results: Iterable[Result]) -> Iterator[Result]:
+    def report(self, ranges: Sequence[Range], results: Iterable[Result]) -> Iterator[Result]:
         for part, result in zip(ranges, results, strict=True):
             self.done += part.num_bytes
             if self.progress is not None:
@@ -265,26 +234,14 @@ class _Bar:
             yield result
 
 
-def _ranges(path: Path) -> list[_Range]:
-    ranges: list[_Range] = []
-    with open(path, "rb") as file:
-        size, start = file.seek(0, os.SEEK_END), 0
-        while start < size:
-            file.seek(start + _RANGE_BYTES - 1)
-            file.readline()
-            ranges.append(_Range(path, start, min(file.tell(), size)))
-            start = file.tell()
-    return ranges
-
-
-def _count(part: _Range) -> Counter[str]:
+def _count(part: Range) -> Counter[str]:
     counts: Counter[str] = Counter()
     for line in part.lines():
         counts.update(line.split())
     return counts
 
 
-def _encode(dictionary: Dictionary, part: _Range) -> _Encoded:
+def _encode(dictionary: Dictionary, part: Range) -> _Encoded:
     ids: list[int] = []
     sizes = array("i")
     misses = dictionary.ids.misses
@@ -311,80 +268,30 @@ def _write_split(prefix: Path, parts: Iterable[_Encoded], dictionary_size: int) 
     return Split(len(sizes), sum(sizes), num_replaced)
 
 
-@contextmanager
-def _workers(
-    function: Callable[[_Range], Result], number: int
-) -> Iterator[Callable[[Sequence[_Range]], Iterable[Result]]]:
-    """As map with that function, by so many processes."""
-    if number == 1:
-        yield partial(map, function)
-        return
-    pool = ProcessPoolExecutor(number, get_context("spawn"), _start_worker, (function,))
-    try:
-        yield partial(_map, pool, 2 * number)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _map(pool: Executor, ahead: int, ranges: Sequence[_Range]) -> Iterator[Any]:
-    """Results in order; only so many are made ahead, lest they pile up."""
-    waiting: deque[Future[Any]] = deque()
-    for part in ranges:
-        waiting.append(pool.submit(_do, part))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-_function: Callable[[_Range], Any]  # what this worker does
-
-
-def _start_worker(function: Callable[[_Range], Any]) -> None:
-    global _function  # noqa: PLW0603 (a worker process does one thing)
-    _function = function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process says when to stop
-    Thread(target=_end_with_main_process, daemon=True).start()
-
-
-def _end_with_main_process() -> None:
-    main = parent_process()
-    assert main is not None
-    main.join()
-    os._exit(1)
-
-
-def _do(part: _Range) -> Any:
-    return _function(part)
-
-
 def _fetch(name: str, folder: Path, progress: Progress | None) -> dict[str, Path]:
-    """Writes a data set's splits as text, a row a line; an empty row is a blank line."""
-    import datasets  # takes a second to import
-
-    path, configuration = DATA_SETS[name]
-    data = datasets.load_dataset(path, configuration, streaming=True)
+    """Writes a data set's splits as text, each row as a line; an empty row is a blank line."""
+    rows = open_data_set(WIKITEXT_WORDS[name], stream=True)
     texts = {split: folder / f"{split}.txt" for split in SPLITS}
     num_bytes = 0
     for split, text in texts.items():
         with open(text, "wb") as file:
-            for number, row in enumerate(data["validation" if split == "valid" else split]):
-                num_bytes += file.write(row["text"].removesuffix("\n").encode() + b"\n")
+            for number, row in enumerate(rows[split]):
+                num_bytes += file.write(as_line(row["text"]))
                 if progress is not None and number % 10_000 == 0:
                     progress(num_bytes, None)
     return texts
 
 
 @contextmanager
-def _folder_for_now(beside: Path, purpose: str) -> Iterator[Path]:
-    """An empty folder that is there for the block only; what a killed run left in it goes."""
+def _temporary_folder(beside: Path, purpose: str) -> Iterator[Path]:
+    """An empty folder beside another, deleted when the block ends or by the next run."""
     folder = beside.with_name(f".{beside.name}.{purpose}")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ValueError(
-            f"prepare: out must be a folder that can be made, got {str(beside)!r} ({error})"
+            f"prepare: output must be a folder that can be made, got {str(beside)!r} ({error})"
         ) from error
     try:
         yield folder
@@ -404,7 +311,7 @@ def _check_texts(paths: Mapping[str, Path], dictionary: str | Path | None) -> No
 
 
 def _check_settings(
-    out: str | Path,
+    output: str | Path,
     dictionary: str | Path | None,
     workers: int,
     nwords: int,
@@ -419,5 +326,6 @@ def _check_settings(
             "prepare: nwords and threshold must be left alone where dictionary is given, "
             f"got {nwords} and {threshold}"
         )
-    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
-        raise ValueError(f"prepare: out must be a new or empty folder, got {str(out)!r}")
+    output = Path(output)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"prepare: output must be a new or empty folder, got {str(output)!r}")

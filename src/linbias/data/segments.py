@@ -1,4 +1,4 @@
-"""The training sequences of a run, as a data set."""
+"""The training sequences of a run, as a data set of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linbias.data.tokenizers import Ids
+from linbias.data.tokenizers import TokenIds
 
 
 class Segments(Dataset[dict[str, Tensor]]):
     """All segments that a run trains on, one after another, pass after pass over the text.
 
     Segment i of the text reads tokens i * length to (i + 1) * length - 1 and predicts the token
-    after each; what is left over at the end is not used. Every pass has its own shuffle, drawn
-    from the seed and the number of the pass, so the order needs no state to be saved: to go on at
-    step n is to read from place n * batch_size.
+    after each; the tokens left over at the end are not used. Every pass has an order of its own,
+    drawn from the seed and the number of the pass. So there is no state to save: step n reads the
+    segments from n * batch_size on.
 
     Args:
         ids: [tokens], more than `length`.
@@ -35,17 +35,17 @@ class Segments(Dataset[dict[str, Tensor]]):
         [[1, 1, 1]]
     """
 
-    def __init__(self, ids: Ids, *, length: int, num_segments: int, seed: int) -> None:
+    def __init__(self, ids: TokenIds, *, length: int, num_segments: int, seed: int) -> None:
         self.ids, self.length, self.num_segments, self.seed = ids, length, num_segments, seed
         self.per_pass = (len(ids) - 1) // length
 
     def __len__(self) -> int:
         return self.num_segments
 
-    def __getitems__(self, places: list[int]) -> dict[str, Tensor]:
-        """A whole batch at once, which leaves nothing to collate."""
-        turns = [divmod(place, self.per_pass) for place in places]
-        order = [_shuffle(self.seed, number, self.per_pass)[index] for number, index in turns]
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """The segments of a whole batch at once: `input_ids` and `labels`, int64 [batch, length]."""
+        in_passes = [divmod(index, self.per_pass) for index in indices]
+        order = [_shuffle(self.seed, number, self.per_pass)[index] for number, index in in_passes]
         starts = np.array(order)[:, None] * self.length
         tokens = self.ids[starts + np.arange(self.length + 1)].astype(np.int64)
         segments = torch.from_numpy(tokens)
@@ -53,5 +53,5 @@ class Segments(Dataset[dict[str, Tensor]]):
 
 
 @lru_cache(maxsize=2)  # a batch may end one pass and begin the next
-def _shuffle(seed: int, number: int, size: int) -> npt.NDArray[np.integer[Any]]:
-    return np.random.default_rng((seed, number)).permutation(size)
+def _shuffle(seed: int, pass_number: int, size: int) -> npt.NDArray[np.integer[Any]]:
+    return np.random.default_rng((seed, pass_number)).permutation(size)

@@ -9,16 +9,17 @@ All numbers are little-endian.
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from linbias.data.dictionary import Dictionary
+from linbias.runs.files import new_file
 
 _MAGIC, _OLDER_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, number of lines
@@ -26,8 +27,8 @@ _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u
 
 
 @dataclass(frozen=True)
-class Ids:
-    """The ids of a text.
+class StoredIds:
+    """The ids of a text, as files hold them.
 
     Attributes:
         sizes: [lines], int32, ids in each line.
@@ -101,7 +102,7 @@ def write_ids(
         index.write(((ends - lengths) * stored.itemsize).tobytes())
 
 
-def read_ids(prefix: str | Path) -> Ids:
+def read_ids(prefix: str | Path) -> StoredIds:
     """Opens prefix.bin and prefix.idx.
 
     A file is truncated where it is shorter than the number of lines (.idx) or their sizes (.bin)
@@ -127,7 +128,27 @@ def read_ids(prefix: str | Path) -> Ids:
     num_ids = int(ends[-1]) if num_lines else 0
     _check_bytes(data, num_ids * dtype.itemsize, f"the {num_ids} ids of {index.name}")
     tokens = np.memmap(data, dtype, "r") if num_ids else np.empty(0, dtype)
-    return Ids(sizes, tokens)
+    return StoredIds(sizes, tokens)
+
+
+def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
+    """Opens a split of a folder that `prepare`, or the original, made.
+
+    Args:
+        folder: Holds dict.txt, and .bin and .idx of the split.
+        split: "train", "valid" or "test".
+
+    Raises:
+        ValueError: A file is missing or damaged, or an id is outside the dictionary.
+    """
+    if not Path(folder, "dict.txt").is_file():
+        raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
+    if not Path(folder, f"{split}.idx").is_file():
+        there = ", ".join(sorted(path.stem for path in Path(folder).glob("*.idx"))) or "none"
+        raise ValueError(f"read_data: split must be one of {folder} ({there}), got {split!r}")
+    dictionary, ids = Dictionary.read(Path(folder, "dict.txt")), read_ids(Path(folder, split))
+    check_ids(ids.tokens, len(dictionary), str(Path(folder, f"{split}.bin")))
+    return dictionary, ids
 
 
 def check_ids(ids: NDArray[Any], dictionary_size: int, name: str) -> None:
@@ -136,31 +157,17 @@ def check_ids(ids: NDArray[Any], dictionary_size: int, name: str) -> None:
     Args:
         ids: [N], integers.
         dictionary_size: Ids must be below it.
-        name: What to call the ids in the message, such as their file.
+        name: The ids' name in the error, such as their file.
 
     Raises:
-        ValueError: An id is outside; the first is named.
+        ValueError: An id is outside; the first such id is named.
     """
     if len(ids) and (ids.min() < 0 or ids.max() >= dictionary_size):
-        place = int(np.argmax((ids < 0) | (ids >= dictionary_size)))
+        index = int(np.argmax((ids < 0) | (ids >= dictionary_size)))
         raise ValueError(
             f"check_ids: {name} must hold ids in [0, {dictionary_size}), the dictionary; "
-            f"got {ids[place]} at place {place}"
+            f"got {ids[index]} at index {index}"
         )
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that appears under its name when the block ends, and not if it fails."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-        os.replace(partial, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:

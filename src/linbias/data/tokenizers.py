@@ -1,8 +1,8 @@
 """Text to numbers and back: bytes, or byte pairs learned from a corpus.
 
-Both are byte-level, so every text has an encoding and decodes to itself, and no token stands for
-"unknown". Byte pair encoding without any merge *is* the byte tokenizer, so one class and one file
-format (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
+Both are byte-level: every text has an encoding and decodes to itself, and there is no token for
+"unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
+(`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-Ids = npt.NDArray[np.unsignedinteger[Any]]
+TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
-# Text goes to the library in batches of pieces that end with a line: it works on the pieces of a
-# batch in parallel, and holds much more than the ids of a batch in memory.
+# The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
+# in memory. So a text goes to it in batches of pieces, each of whole lines.
 _PIECE_BYTES = 1 << 14
 _BATCH_PIECES = 64
 
@@ -51,7 +51,7 @@ class Tokenizer:
         """Number of tokens; ids are 0 to vocab_size - 1."""
         return int(self.backend.get_vocab_size())
 
-    def encode(self, text: str | bytes) -> Ids:
+    def encode(self, text: str | bytes) -> TokenIds:
         """Encodes text.
 
         Args:
@@ -74,12 +74,12 @@ class Tokenizer:
         ]
         return np.concatenate(ids) if ids else np.empty(0, dtype)
 
-    def decode(self, ids: Iterable[int] | Ids) -> str:
+    def decode(self, ids: Iterable[int] | TokenIds) -> str:
         """Decodes ids; bytes that form no UTF-8 character become U+FFFD."""
         return str(self.backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer asks for."""
+        """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer needs."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -145,8 +145,11 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level files print for each byte: itself if visible in Latin-1,
-    else the next one from 256 on."""
+    """The character that stands for each byte in a tokenizer's file.
+
+    A byte that is a visible character of Latin-1 stands for itself; the others take the characters
+    from 256 on, in order.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = count(256)
     return [chr(byte if byte in visible else next(spare)) for byte in range(256)]

@@ -1,1 +1,1 @@
-"""Experiments: language models trained short and tested long."""
+"""Language models that are trained short and tested long: train, evaluate, extrapolate, generate."""

@@ -1,7 +1,7 @@
 """How well a language model predicts a text when it reads `length` tokens at a time.
 
-A text of N tokens asks N - 1 questions: prediction i reads tokens up to i and names token i + 1.
-Both modes ask every question exactly once, so their numbers, and those of all lengths, compare:
+A text of N tokens has N - 1 predictions: prediction i reads tokens up to i and scores token i + 1.
+Both modes score every prediction exactly once, so their numbers, and those of all lengths, compare:
 
     segments (stride=None), length 4          sliding window, length 4, stride 2
     predictions 0 1 2 3|4 5 6 7|8 9           0 1 2 3 4 5 6 7 8 9
@@ -10,19 +10,21 @@ Both modes ask every question exactly once, so their numbers, and those of all l
                                 * *                   . . * *
                                                           . . * *       (. read, * scored)
 
-Segments are the cheap mode of the paper: whatever opens a segment is predicted from almost nothing
-(the "early token curse", appendix B). A sliding window gives each prediction at least
-length - stride + 1 tokens of context; with stride 1 it has the last `length` tokens, always. An
+Segments are the cheap mode of the paper: the first tokens of a segment are predicted from almost
+no context (the "early token curse", appendix B). A sliding window gives each prediction at least
+length - stride + 1 tokens of context; with stride 1 it always has the last `length` tokens. An
 exact window cannot be read from a cache, since a deep state depends on tokens that have left the
-window: each is read anew. Reading many windows in one batch is what makes that affordable.
+window: each window is read anew, and many windows are read in one batch.
 """
+
+from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby, islice
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +33,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.models.load import load_model as load_model
+from linbias.data.corpus import load_corpus
+from linbias.data.reading import Window, check_tokens, equal_windows
+from linbias.models.load import encode
+from linbias.runs.files import Record
 from linbias.runs.memory import PeakMemory
 
-# float32 logits held at once: 2^24 of them are 64 MiB, beyond which a larger matmul gains nothing.
-_LOGITS_AT_ONCE = 2**24
+# Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
+_MAX_LOGITS = 2**24
+_DEFAULT_LENGTH = 1024  # of a model that does not know its training length
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,16 @@ class Evaluation:
     """What `evaluate` measured.
 
     Attributes:
-        length: tokens read at a time.
-        stride: tokens by which the window moves; None for segments without overlap.
-        num_tokens: predictions scored.
+        length: Tokens read at a time.
+        stride: Tokens by which the window moves; None for segments without overlap.
+        num_tokens: Predictions scored.
         num_bytes: UTF-8 bytes of the scored tokens; None where the text's size was not given.
-        nll: mean negative log likelihood, nats per token.
-        tokens_per_second: predictions scored per second of wall time.
-        peak_memory_bytes: most memory held meanwhile (of the process, or of the CUDA device).
+        nll: Mean negative log likelihood, nats per token.
+        tokens_per_second: Predictions scored per second of wall time.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
         loss_by_position: [length], mean nll of the predictions made from 1, 2, ... length tokens
             of context; None where there was no such prediction.
-        count_by_position: [length], how many predictions that mean is over.
+        count_by_position: [length], how many predictions that is the mean of.
     """
 
     length: int
@@ -77,8 +83,8 @@ class Evaluation:
             return None
         return self.nll * self.num_tokens / (math.log(2.0) * self.num_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+    def to_dict(self) -> Record:
+        """All fields and both properties as JSON values."""
         return {
             **asdict(self),
             "perplexity": self.perplexity,
@@ -87,17 +93,57 @@ class Evaluation:
             "count_by_position": list(self.count_by_position),
         }
 
+    @classmethod
+    def from_dict(cls, record: Record) -> Evaluation:
+        """The reverse of `to_dict`; entries that are no fields are ignored."""
+        values = {f.name: record[f.name] for f in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
 
-class Window(NamedTuple):
-    """The model reads ids[start:stop]; its last `keep` predictions are scored."""
 
-    start: int
-    stop: int
-    keep: int
+@dataclass(frozen=True)
+class TokenText:
+    """A text as a model's tokens.
+
+    Attributes:
+        ids: [N], integers.
+        num_bytes: UTF-8 bytes of the text.
+    """
+
+    ids: NDArray[Any]
+    num_bytes: int
+
+
+def read_split(
+    path: str | Path, corpus: str, split: str = "test", *, max_bytes: int | None = None
+) -> TokenText:
+    """Reads a split of a corpus as the tokens of a model.
+
+    Args:
+        path: The model, as for `load_model`.
+        corpus: As for `load_corpus`.
+        split: "train", "valid" or "test".
+        max_bytes: As for `load_corpus`.
+
+    Raises:
+        ValueError: There is no such corpus or split, or the model has no readable tokenizer.
+    """
+    text = load_corpus(corpus, max_bytes=max_bytes)
+    if split not in text.num_bytes:
+        raise ValueError(
+            f"read_split: split must be one of {', '.join(text.num_bytes)}, got {split!r}"
+        )
+    content = getattr(text, split).tobytes()  # the ids of the byte tokenizer are the bytes
+    return TokenText(encode(path, content), len(content))
+
+
+def default_length(model: PreTrainedModel) -> int:
+    """The length that a model was trained with, or 1,024 where it does not say."""
+    return int(getattr(model.config, "train_length", _DEFAULT_LENGTH))
 
 
 def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
-    """The windows that ask each of `num_predictions` questions once, as drawn above.
+    """The windows that score each of `num_predictions` predictions once, as drawn above.
 
     The last segment may be shorter than `length`. The last sliding window may score fewer than
     `stride` predictions, but reads `length` tokens like the others (if the text has so many).
@@ -133,7 +179,7 @@ def evaluate(
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Score a causal language model on a text, `length` tokens at a time.
+    """Scores a causal language model on a text, `length` tokens at a time.
 
         nll = mean over i of -log p(ids[i + 1] | ids[window start .. i])
 
@@ -141,22 +187,22 @@ def evaluate(
     top of this module). The losses are float32, their sums float64.
 
     Args:
-        model: any Transformers causal language model, of linbias or not.
+        model: Any Transformers causal language model, of linbias or not.
         ids: [N], integers, N >= 2: the text as the model's tokens.
-        length: tokens read at a time; may be more than N.
+        length: Tokens read at a time; may be more than N.
         stride: None for segments without overlap, else 1 <= stride <= length.
-        num_bytes: UTF-8 bytes of the text that `ids` stands for; needed for bits per byte. Where
+        num_bytes: UTF-8 bytes of the text that `ids` encodes; needed for bits per byte. Where
             fewer than N tokens are scored, the bytes are counted in proportion.
-        batch_tokens: tokens read in one forward pass (at least one window).
-        limit_tokens: score only so many predictions, from the start of the text.
-        device: where to compute; None stays where the model is.
-        progress: called with (predictions scored, predictions to score) after each batch.
+        batch_tokens: Tokens read in one forward pass (at least one window).
+        limit_tokens: Score at most this many predictions, from the start of the text.
+        device: Where to compute; None leaves the model where it is.
+        progress: Called with (predictions scored, predictions to score) after each batch.
 
     Returns:
         The Evaluation.
 
     Raises:
-        ValueError: an argument breaks a rule above, an id is beyond the vocabulary, or `length` is
+        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, or `length` is
             beyond the model's table of positions.
 
     Example:
@@ -182,11 +228,11 @@ def evaluate(
     num_done, start_time = 0, time.perf_counter()
     try:
         with PeakMemory(model.device) as memory:
-            split = _head_is_separate(model, ids[:8])
+            separate = _head_is_separate(model, ids[:8])
             for inputs, targets in _batches(
-                model, ids, num_tokens, length, stride, batch_tokens, split
+                model, ids, num_tokens, length, stride, batch_tokens, separate
             ):
-                losses = _losses(model, inputs, targets, split).double().sum(0).cpu().numpy()
+                losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
                 rows, keep = targets.shape
                 scored = slice(inputs.shape[1] - keep, inputs.shape[1])
                 loss_sum[scored] += losses
@@ -221,17 +267,7 @@ def _check(
     batch_tokens: int,
     limit_tokens: int | None,
 ) -> None:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < 2:
-        raise ValueError(
-            f"evaluate: ids must be one row of at least 2 integers, "
-            f"got {ids.dtype} {list(ids.shape)}"
-        )
-    vocab_size = model.config.get_text_config().vocab_size
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(
-            f"evaluate: ids must lie in [0, {vocab_size}), the model's vocabulary; "
-            f"got {ids.min()} to {ids.max()}"
-        )
+    check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
     for name, value in [
         ("length", length),
         ("batch_tokens", batch_tokens),
@@ -268,24 +304,22 @@ def _batches(
     length: int,
     stride: int | None,
     batch_tokens: int,
-    split: bool,
+    head_is_separate: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of one shape: inputs [rows, width], and targets [rows, keep] of their ends."""
-    if not split:  # every window's logits are made whole
+    """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
+    if not head_is_separate:  # all logits of a batch are held at once
         vocab_size = model.config.get_text_config().vocab_size
-        batch_tokens = min(batch_tokens, _LOGITS_AT_ONCE // vocab_size)
-    same_shape = groupby(windows(num_tokens, length, stride), lambda w: (w.stop - w.start, w.keep))
-    for (width, keep), group in same_shape:
-        while batch := list(islice(group, max(1, batch_tokens // width))):
-            tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
-            rows = torch.from_numpy(tokens).to(model.device)
-            yield rows[:, :-1], rows[:, -keep:]
+        batch_tokens = min(batch_tokens, _MAX_LOGITS // vocab_size)
+    for batch in equal_windows(windows(num_tokens, length, stride), batch_tokens):
+        tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
+        rows = torch.from_numpy(tokens).to(model.device)
+        yield rows[:, :-1], rows[:, -batch[0].keep :]
 
 
 def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
-    """Whether logits are just head(hidden): then they can be made and used up part by part.
+    """Whether logits are head(hidden), so that they can be computed and scored part by part.
 
-    Some models scale or cap their logits after the head. A few tokens tell.
+    Some models scale or cap their logits after the head. A few tokens are enough to see it.
     """
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
@@ -296,18 +330,20 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
     return torch.equal(head(hidden).to(logits.dtype), logits)
 
 
-def _losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, split: bool) -> Tensor:
+def _losses(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
+) -> Tensor:
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
     rows, keep = targets.shape
-    if not split:
+    if not head_is_separate:
         logits = model(input_ids=inputs, use_cache=False).logits[:, -keep:]
         return F.cross_entropy(logits.float().mT, targets, reduction="none")
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[:, -keep:]
     head: nn.Module = model.get_output_embeddings()
-    at_once = max(1, _LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+    part_rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
     parts = zip(
-        torch.split(hidden.reshape(rows * keep, -1), at_once),
-        torch.split(targets.reshape(-1), at_once),
+        torch.split(hidden.reshape(rows * keep, -1), part_rows),
+        torch.split(targets.reshape(-1), part_rows),
         strict=True,
     )
     losses = [F.cross_entropy(head(h).float(), t, reduction="none") for h, t in parts]

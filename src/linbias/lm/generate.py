@@ -1,4 +1,4 @@
-"""Let a model go on writing a text."""
+"""Text that a language model writes after a prompt."""
 
 from pathlib import Path
 
@@ -18,22 +18,22 @@ def generate(
     seed: int = 0,
     stream: bool = False,
 ) -> str:
-    """Continue a prompt with a model from a folder or the Hugging Face Hub.
+    """Continues a prompt with a model from a folder or the Hugging Face Hub.
 
     Args:
-        path: as for `load_model`.
-        prompt: not empty.
-        max_new_tokens: tokens to write, unless the model ends earlier by itself.
-        temperature: divides the logits before sampling; 0 always takes the likeliest token.
-        top_k: choose among the k likeliest tokens; 0 means among all.
-        seed: sets PyTorch's generator; the same seed writes the same text.
-        stream: print the text as it comes, prompt included.
+        path: As for `load_model`.
+        prompt: Not empty.
+        max_new_tokens: Tokens to write at most; the model may end the text earlier.
+        temperature: Divides the logits before sampling; 0 always takes the likeliest token.
+        top_k: Sample among the k likeliest tokens; 0: among all.
+        seed: Sets PyTorch's generator; the same seed writes the same text.
+        stream: Print the text as it is written, with the prompt.
 
     Returns:
         The prompt and its continuation.
 
     Raises:
-        ValueError: an argument breaks a rule above, or there is no such model.
+        ValueError: An argument breaks a rule above, or there is no such model.
     """
     if not prompt:
         raise ValueError("generate: prompt must not be empty")

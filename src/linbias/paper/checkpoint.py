@@ -1,7 +1,7 @@
 """Checkpoints of the paper's repository: read, checked, and kept as Transformers folders.
 
 The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
-tied weight twice. Reading it runs nothing that it may hold. Here a model is a folder of config.json,
+tied weight twice. Reading it never runs code from the file. Here a model is a folder of config.json,
 model.safetensors with every weight once, and dict.txt.
 """
 
@@ -23,9 +23,9 @@ from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 from linbias.paper.pickled import read_original
-from linbias.runs.checkpoints import check_writable
+from linbias.runs.files import check_writable, move_into_place
 
-# The original's name of each number that says what a model is.
+# The original's names of the numbers that determine the shapes.
 _SIZES = {
     "hidden_size": "decoder_embed_dim",
     "num_hidden_layers": "decoder_layers",
@@ -39,7 +39,7 @@ _RATES = {
     "attention_dropout": "attention_dropout",
     "softmax_dropout": "adaptive_softmax_dropout",
 }
-# What the original can do otherwise and this model cannot. A setting that is absent is as here.
+# Settings that the original can have otherwise and this model cannot. An absent one has this value.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
     "adaptive_input": True,
@@ -55,7 +55,7 @@ _FIXED: dict[str, Any] = {
     "tie_adaptive_weights": True,
 }
 _CUTOFFS = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
-# Settings that must be as another one is.
+# Settings that must equal another one.
 _EQUAL = {
     "adaptive_softmax_cutoff": "adaptive_input_cutoff",
     "adaptive_softmax_factor": "adaptive_input_factor",
@@ -65,17 +65,17 @@ _EQUAL = {
 
 
 def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
-    """Load a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
+    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
 
     Args:
-        path: a file, read as by `load_original`, or a folder with config.json and safetensors.
-        position: as for `load_original`; a folder knows its own, and may be asked for no other.
+        path: A file, read as by `load_original`, or a folder with config.json and safetensors.
+        position: As for `load_original`. A folder has a position of its own, and no other is allowed.
 
     Returns:
         The model, float32 from a file, on the CPU, in evaluation mode.
 
     Raises:
-        ValueError: it cannot be read, has another position, or tensors are missing, unexpected or
+        ValueError: It cannot be read, has another position, or tensors are missing, unexpected or
             misshapen (all named).
     """
     path = Path(path)
@@ -97,21 +97,21 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
 def load_original(
     path: str | Path, *, position: str = "alibi"
 ) -> tuple[PaperConfig, dict[str, Tensor]]:
-    """Read a checkpoint of the paper's repository.
+    """Reads a checkpoint of the paper's repository.
 
     Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
     float32, as it evaluates them.
 
     Args:
-        path: a `.pt` file.
-        position: what the model adds for order: "alibi", or "sinusoidal" or "none" for models of
+        path: A `.pt` file.
+        position: How the model represents order: "alibi", or "sinusoidal" or "none" for models of
             unchanged fairseq, whose files look the same.
 
     Returns:
         The configuration, and the tensors by the names of `PaperForCausalLM`, each weight once.
 
     Raises:
-        ValueError: it is no such file, it holds code, it describes a model that this is not (the
+        ValueError: It is no such file, it holds code, it describes a model that this is not (the
             setting is named), or tensors are missing, unexpected, misshapen, not finite or differ
             from those that they are tied to (all named).
     """
@@ -145,65 +145,62 @@ def load_original(
 
 def convert(
     path: str | Path,
-    out: str | Path,
+    output: str | Path,
     *,
     dictionary: str | Path | None = None,
     position: str | None = None,
 ) -> None:
-    """Turn a checkpoint of the paper's repository into a folder that Transformers loads.
+    """Turns a checkpoint of the paper's repository into a folder that Transformers loads.
 
     Args:
-        path: as for `load`.
-        out: the folder; made where it is missing, refused where it holds config.json or
+        path: As for `load`.
+        output: The folder; made where it is missing, refused where it holds config.json or
             safetensors already.
-        dictionary: the dict.txt that the model was trained with, to be checked and copied.
-        position: as for `load`.
+        dictionary: The dict.txt that the model was trained with, to be checked and copied.
+        position: As for `load`.
 
     Raises:
-        ValueError: as `load`; the dictionary does not fit; `out` is not to be written.
-        OSError: a file could not be written (disk full); `out` holds no model then.
+        ValueError: As `load`; the dictionary does not fit; `output` is not to be written.
+        OSError: A file could not be written (disk full); `output` holds no model then.
     """
-    out = Path(out)
+    output = Path(output)
     held = sorted(
-        file.name for name in ("config.json", "*.safetensors") for file in out.glob(name)
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
     )
     if held:
         raise ValueError(
-            f"convert: out must not hold a model already, got {out} (it has {', '.join(held)})"
+            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
         )
     model = load(path, position=position)
     words = None
     if dictionary is not None:
         words = Dictionary.read(Path(dictionary))
         check_dictionary(words, model.config, dictionary, "convert")
-    check_writable(out, "convert")
+    check_writable(output, "convert")
     try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=out) as partial:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
             with no_bars():
                 model.save_pretrained(partial)
             if words is not None:
                 words.write(Path(partial, "dict.txt"))
-            # Without its config.json a folder is no model yet.
-            made = sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json")
-            for file in made:
-                file.replace(out / file.name)
+            move_into_place(Path(partial), output)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"convert: could not write to {out} ({error})") from error
+        raise OSError(f"convert: could not write to {output} ({error})") from error
 
 
 def check_dictionary(
     dictionary: Dictionary, config: PaperConfig, path: str | Path, function: str
 ) -> None:
-    """Refuse a dictionary of another size than the model's.
+    """Refuses a dictionary of another size than the model's.
 
     Args:
         dictionary: What was read.
         config: The model's.
         path: Where the dictionary was read, for the error.
-        function: Whom the error names.
+        function: The function that the error names.
 
     Raises:
-        ValueError: the sizes differ.
+        ValueError: The sizes differ.
     """
     if len(dictionary) != config.vocab_size:
         raise ValueError(
@@ -230,18 +227,18 @@ def _as_dict(settings: object) -> dict[str, Any]:
 
 
 def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The checkpoint's tensors but those that say nothing: versions, uninitialised numbers, sinusoids."""
+    """The checkpoint's tensors, without versions, uninitialised numbers and sinusoids."""
     weights = {
         name: tensor
         for name, tensor in record["model"].items()
         if not str(name).endswith((".version", "._float_tensor", ".embed_positions.weights"))
     }
-    foreign = [
+    no_floats = [
         f"{name} is no tensor of floating-point numbers"
         for name, tensor in weights.items()
         if not (isinstance(tensor, Tensor) and tensor.is_floating_point())
     ]
-    _refuse("load_original", path, foreign)
+    _refuse("load_original", path, no_floats)
     return weights
 
 
@@ -283,11 +280,11 @@ def _wrong(settings: dict[str, Any], position: str) -> list[str]:
     if position == "sinusoidal" and settings.get(none):
         wrong.append(f"{none} must be False for position {position!r}, got {settings[none]!r}")
     cutoffs = {name: _cutoffs(settings[name]) for name in _CUTOFFS if name in settings}
-    told = settings | cutoffs
+    converted = settings | cutoffs
     wrong += [
-        f"{name} must be {other}, {told[other]!r}, got {told[name]!r}"
+        f"{name} must be {other}, {converted[other]!r}, got {converted[name]!r}"
         for name, other in _EQUAL.items()
-        if name in told and other in told and told[name] != told[other]
+        if name in converted and other in converted and converted[name] != converted[other]
     ]
     wrong += [
         f"{name} must be ids with commas between, got {settings[name]!r}"
@@ -298,13 +295,13 @@ def _wrong(settings: dict[str, Any], position: str) -> list[str]:
 
 
 def _rate(settings: dict[str, Any], name: str) -> float:
-    """A rate of dropout: 0 where it is absent, None or 1, as evaluation does not need it."""
+    """A rate of dropout: 0 where it is absent, None or 1, since evaluation has no dropout."""
     rate: float | None = settings.get(name)
     return 0.0 if rate is None or rate == 1 else rate
 
 
 def _cutoffs(written: Any) -> list[int] | None:
-    """Read "20000,60000"; very old files hold a list."""
+    """The numbers in "20000,60000"; very old files hold a list instead."""
     parts = written.split(",") if isinstance(written, str) else written
     try:
         return [int(part) for part in parts]
@@ -313,7 +310,10 @@ def _cutoffs(written: Any) -> list[int] | None:
 
 
 def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
-    """One past the last band's ids: no setting says it, and without a last band a cutoff does."""
+    """One past the largest id, from the last band's weights or, without those, the last cutoff.
+
+    No setting of the original says it.
+    """
     start, band = ([0, *cutoffs])[-1], len(cutoffs)
     for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
         if name in weights and weights[name].dim() > 0:
@@ -322,13 +322,13 @@ def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
 
 
 def _empty(config: PaperConfig) -> PaperForCausalLM:
-    """The model in shapes alone: no weights are drawn, only to be replaced."""
+    """A model without values in its tensors, so that no weights are drawn only to be replaced."""
     with torch.device("meta"):
         return PaperForCausalLM(config)
 
 
 def _original_names(name: str) -> list[str]:
-    """The original's names of one of our tensors: two, equal ones, where it is tied."""
+    """The original's names of one of our tensors; two names where it is tied to another."""
     if name == "adaptive_softmax.class_proj":
         return ["decoder.adaptive_softmax.head.class_proj.weight"]
     original = "decoder." + name.removeprefix("model.")

@@ -1,323 +1,118 @@
-"""Score a text as the original does, many windows at a time, and go on where a run was stopped.
+"""How well a model predicts a split of the paper's data: `score` on a folder of ids, as a record."""
 
-The original cuts N ids into blocks of length - context_window. The inputs are the ids shifted right by
-one, with </s> first, so every id is predicted once. A block's input is preceded by up to
-context_window inputs of the blocks before it. Length 4 (. read, * scored):
+from __future__ import annotations
 
-    context_window 0                 context_window 2              context_window 3
-    * * * *                          * *                           *
-            * * * *                  . . * *                       . *
-                    * *                  . . * *                   . . *
-                                             . . * *               . . . *
-                                                 . . * *             . . . *
-
-The blocks that reach back to the start are scored in one pass: a causal model cannot tell. All others
-but the last have one shape, and are scored `batch_tokens` at a time.
-"""
-
-import hashlib
-import io
-import json
-import math
-import time
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import dropwhile, groupby, islice
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import psutil  # type: ignore[import-untyped]
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from linbias.lm.evaluate import Window
+from linbias.data.dictionary import check_words
+from linbias.data.store import read_data
 from linbias.models.paper import PaperForCausalLM
-from linbias.models.paper_config import PaperConfig
-from linbias.runs.checkpoints import check_writable, write_whole
-from linbias.runs.memory import PeakMemory
-
-_SECONDS_BETWEEN_WRITES = 30.0
+from linbias.paper.checkpoint import check_dictionary, load
+from linbias.paper.score import score
+from linbias.runs.files import Record
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What `score` found.
+class PaperEvaluation:
+    """How well a model predicts a split of the paper's data.
 
     Attributes:
-        log_probs: [N], float32: log p of each id in nats, in the order of the text.
-        length: most inputs that a prediction read.
-        context_window: inputs of them that were read again from blocks before.
-        tokens_per_second: ids scored per second of wall time; 0 where a resumed run was complete.
-        peak_memory_bytes: most memory held meanwhile (of the process, or of the CUDA device).
+        split: "train", "valid" or "test".
+        length: Most inputs that a prediction reads.
+        context_window: Inputs among them that belong to the blocks before.
+        num_tokens: Ids that were scored: all.
+        loss_base2: Mean bits per id.
+        perplexity: 2^loss_base2.
+        line: What the original prints.
+        tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
     """
 
-    log_probs: NDArray[np.float32]
+    split: str
     length: int
     context_window: int
+    num_tokens: int
+    loss_base2: float
+    perplexity: float
+    line: str
     tokens_per_second: float
     peak_memory_bytes: int
 
-    @property
-    def loss_base2(self) -> float:
-        """Mean bits per id, summed in float64."""
-        return float(-self.log_probs.mean(dtype=np.float64) / math.log(2.0))
-
-    @property
-    def perplexity(self) -> float:
-        """2^loss_base2; infinite where that is beyond a float."""
-        return math.inf if self.loss_base2 >= 1024.0 else 2.0**self.loss_base2
-
-    @property
-    def original_line(self) -> str:
-        """What the original prints, to its last digit.
-
-        It adds up in float32, each block and then the blocks, in the order in which its batches
-        come: that of the text with a context window; without one, the short last block first and
-        the others shuffled by seed 1. The fifth digit of the perplexity can depend on it.
-        """
-        blocks = torch.from_numpy(self.log_probs).split(self.length - self.context_window)
-        order = np.arange(len(blocks))
-        if self.context_window == 0:
-            shuffled = np.random.RandomState(1).permutation(len(blocks))
-            order = np.lexsort((shuffled, np.array([len(block) for block in blocks])))
-        total = torch.zeros(())
-        for index in order:
-            total = total + blocks[index].sum()
-        loss = -total / len(self.log_probs) / math.log(2)
-        return f"Loss (base 2): {loss:.4f}, Perplexity: {2**loss:.2f}"
+    def to_dict(self) -> Record:
+        """All fields as JSON values."""
+        return asdict(self)
 
 
-def windows(num_ids: int, length: int, context_window: int = 0) -> Iterator[Window]:
-    """The windows that predict each of `num_ids` ids once, as drawn above.
+def load_for(
+    path: str | Path, data: str | Path, *, position: str | None = None
+) -> PaperForCausalLM:
+    """Loads a model to evaluate on some data, and checks that both have the same words.
 
-    Example:
-        >>> [tuple(window) for window in windows(7, length=4, context_window=2)]
-        [(0, 4, 4), (2, 6, 2), (4, 7, 1)]
+    Args:
+        path: As for `linbias.paper.checkpoint.load`.
+        data: Folder that `prepare` or the original made.
+        position: As for `linbias.paper.checkpoint.load`.
+
+    Raises:
+        ValueError: There is no such model, or it was trained with other words.
     """
-    block = length - context_window
-    stop = min(num_ids, block * (context_window // block + 1))
-    yield Window(0, stop, stop)
-    while stop < num_ids:
-        scored, stop = stop, min(stop + block, num_ids)
-        yield Window(scored - context_window, stop, stop - scored)
+    model = load(path, position=position)
+    if Path(path, "dict.txt").is_file():
+        check_words(Path(path, "dict.txt"), Path(data, "dict.txt"), "evaluate")
+    return model
 
 
-@torch.inference_mode()
-def score(
+def evaluate(
     model: PaperForCausalLM,
-    ids: NDArray[Any],
+    data: str | Path,
+    split: str,
     *,
-    length: int,
+    length: int | None = None,
     context_window: int = 0,
     batch_tokens: int = 16384,
     resume: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Scores:
-    """Score every id of a text, from its own block and context_window inputs before it.
+) -> PaperEvaluation:
+    """Scores a split of a folder of data, on a GPU where there is one.
 
     Args:
-        model: where it stands, on the CPU or a GPU.
-        ids: [N], integers, N >= 1: all lines of a split, one after another.
-        length: inputs of a window, the block and its context; may be more than N.
-        context_window: 0 for blocks without overlap; length - 1 predicts every id from the
-            length - 1 inputs before its own.
-        batch_tokens: inputs read in one forward pass (at least one window).
-        resume: a file that keeps the scores while they are made, and from which a stopped run goes
-            on. It is written every half minute, and when the run ends or is stopped.
-        progress: called with (ids scored, N) after each batch.
-
-    Returns:
-        The Scores.
+        model: Moved to the GPU where there is one.
+        data: Folder that `prepare` or the original made.
+        split: "train", "valid" or "test".
+        length: As for `score`; None is the length that the model was trained with.
+        context_window: As for `score`, as is all that follows.
+        batch_tokens: See there.
+        resume: See there.
+        progress: See there.
 
     Raises:
-        ValueError: an argument breaks a rule above, an id is beyond the vocabulary, a window does
-            not fit in memory, or `resume` is of other settings, another model or another text.
-
-    Example:
-        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
-        >>> ids = np.arange(20, 50)
-        >>> score(PaperForCausalLM(config), ids, length=8, context_window=4).log_probs.shape
-        (30,)
-
-    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its repository.
+        ValueError: The data is damaged, or its dictionary has another size than the model's; or as
+            `score`.
     """
-    ids = np.asarray(ids)
-    _check(model.config, ids, length, context_window, batch_tokens)
-    _check_memory(model, len(ids), length, context_window, batch_tokens)
-    log_probs = np.empty(len(ids), np.float32)
-    kept = None
-    if resume is not None:
-        kept = _Kept(Path(resume), _settings(model, ids, length, context_window), log_probs)
-    known = num_done = kept.read() if kept else 0
-    was_training = model.training
-    model.eval()
-
-    start_time = time.perf_counter()
-    try:
-        with PeakMemory(model.device) as memory:
-            for inputs, targets in _batches(
-                model, ids, length, context_window, batch_tokens, num_done
-            ):
-                scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
-                log_probs[num_done : num_done + len(scored)] = scored
-                num_done += len(scored)
-                if kept and kept.is_due():
-                    kept.write(num_done)
-                if progress is not None:
-                    progress(num_done, len(ids))
-    finally:
-        model.train(was_training)
-        if kept and num_done > known:
-            kept.write(num_done)
-    seconds = time.perf_counter() - start_time
-    return Scores(
-        log_probs=log_probs,
-        length=length,
+    dictionary, ids = read_data(data, split)
+    check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    scores = score(
+        model,
+        ids.tokens,
+        length=model.config.train_length if length is None else length,
         context_window=context_window,
-        tokens_per_second=(num_done - known) / seconds,
-        peak_memory_bytes=memory.peak_bytes,
+        batch_tokens=batch_tokens,
+        resume=resume,
+        progress=progress,
     )
-
-
-def _batches(
-    model: PaperForCausalLM,
-    ids: NDArray[Any],
-    length: int,
-    context_window: int,
-    batch_tokens: int,
-    num_done: int,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of one shape: inputs [rows, width], and targets [rows, keep] of their ends."""
-    numbers = np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64)
-    stream = torch.from_numpy(numbers).to(model.device)
-    left = dropwhile(lambda w: w.stop <= num_done, windows(len(ids), length, context_window))
-    for (width, keep), group in groupby(left, lambda w: (w.stop - w.start, w.keep)):
-        while batch := list(islice(group, max(1, batch_tokens // width))):
-            first, last = batch[0], batch[-1]
-            inputs = stream[first.start : last.stop].unfold(0, width, keep)
-            yield inputs, stream[first.stop - keep + 1 : last.stop + 1].view(-1, keep)
-
-
-def _check(
-    config: PaperConfig, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
-) -> None:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < 1:
-        raise ValueError(
-            f"score: ids must be one row of at least 1 integer, got {ids.dtype} {list(ids.shape)}"
-        )
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"score: ids must lie in [0, {config.vocab_size}), the model's dictionary; "
-            f"got {ids.min()} to {ids.max()}"
-        )
-    for name, value in [("length", length), ("batch_tokens", batch_tokens)]:
-        if value < 1:
-            raise ValueError(f"score: {name} must be at least 1, got {value}")
-    if not 0 <= context_window < length:
-        raise ValueError(
-            f"score: context_window must lie in [0, length = {length}), got {context_window}"
-        )
-
-
-def _check_memory(
-    model: PaperForCausalLM, num_ids: int, length: int, context_window: int, batch_tokens: int
-) -> None:
-    """Refuse what cannot work before it has worked for an hour: one pass, about, and the free memory."""
-    width, keep = min(length, num_ids), min(length - context_window, num_ids)
-    rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
-    needed = _pass_bytes(model, rows, width, keep)
-    free = _free_bytes(model.device)
-    if needed > free:
-        raise ValueError(
-            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: a pass "
-            f"needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-        )
-
-
-def _pass_bytes(model: PaperForCausalLM, rows: int, width: int, keep: int) -> int:
-    """About the most that a forward pass over [rows, width] holds beside the weights.
-
-    Measured on 16,384 tokens: 5 to 14 times hidden_size numbers a token, with intermediate_size 1 to
-    4 times hidden_size; on 3,000 tokens with "t5", 3 biases.
-    """
-    config = model.config
-    numbers = rows * width * (8 * config.hidden_size + 2 * config.intermediate_size)
-    squares = config.num_attention_heads * width * width
-    if config.position == "t5":
-        numbers += 3 * squares
-    elif config.position == "alibi" and config.attention_implementation == "dense":
-        numbers += 4 * rows * squares
-    elif config.position != "alibi" and 1 < keep < width:
-        numbers += 2 * keep * width  # the causal mask of the last block
-    return numbers * model.dtype.itemsize
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return psutil.virtual_memory().available
-
-
-def _settings(
-    model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int
-) -> dict[str, Any]:
-    """What the scores depend on."""
-    weights = hashlib.sha256()
-    for name in PaperConfig.__annotations__:
-        weights.update(f"{name}={getattr(model.config, name)!r}".encode())
-    for tensor in model.state_dict().values():
-        weights.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-    return {
-        "length": length,
-        "context_window": context_window,
-        "num_ids": len(ids),
-        "ids": hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest(),
-        "model": weights.hexdigest(),
-    }
-
-
-class _Kept:
-    """The file that keeps the scores of a run, with the settings that they were made with."""
-
-    def __init__(
-        self, path: Path, settings: dict[str, Any], log_probs: NDArray[np.float32]
-    ) -> None:
-        check_writable(path.parent, "score")
-        self.path, self.settings, self.log_probs = path, settings, log_probs
-        self.last_write = time.perf_counter()
-
-    def read(self) -> int:
-        """Take over the scores that a run has left; return how many there are."""
-        if not self.path.exists():
-            return 0
-        try:
-            with self.path.open("rb") as file:
-                content = np.load(file, allow_pickle=False)
-                there, done = json.loads(str(content["settings"])), content["log_probs"]
-        except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
-            raise ValueError(f"score: resume must be a file of scores, got {self.path}") from error
-        changes = [
-            f"{name} is {there.get(name)!r} there and {value!r} here"
-            for name, value in self.settings.items()
-            if there.get(name) != value
-        ]
-        if changes:
-            raise ValueError(
-                f"score: resume must be of this run, got {self.path} ({'; '.join(changes)})"
-            )
-        self.log_probs[: len(done)] = done
-        return len(done)
-
-    def is_due(self) -> bool:
-        return time.perf_counter() - self.last_write > _SECONDS_BETWEEN_WRITES
-
-    def write(self, num_done: int) -> None:
-        buffer = io.BytesIO()
-        settings = json.dumps(self.settings)
-        np.savez(buffer, settings=settings, log_probs=self.log_probs[:num_done])
-        write_whole(self.path, buffer.getvalue())
-        self.last_write = time.perf_counter()
+    return PaperEvaluation(
+        split=split,
+        length=scores.length,
+        context_window=context_window,
+        num_tokens=len(scores.log_probs),
+        loss_base2=scores.loss_base2,
+        perplexity=scores.perplexity,
+        line=scores.original_line,
+        tokens_per_second=scores.tokens_per_second,
+        peak_memory_bytes=scores.peak_memory_bytes,
+    )

@@ -66,10 +66,10 @@ class NAG(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates the parameters once.
+        """Takes one step.
 
         Args:
-            closure: Computes the loss and its gradients anew; for the schedulers' sake only.
+            closure: Computes the loss and its gradients anew; part of PyTorch's interface.
 
         Returns:
             What the closure returns.
@@ -114,21 +114,21 @@ def cosine_lr(
     t_mult: float = 1.0,
     shrink: float = 1.0,
 ) -> float:
-    """The learning rate after n updates: linear warmup, then cosines that restart.
+    """The learning rate after n steps: linear warmup, then cosines that restart.
 
-        n < warmup:       init + n (lr - init) / warmup
-        t of T updates:   low + (high - low) (1 + cos(pi t / T)) / 2
+        n < warmup:     init + n (lr - init) / warmup
+        t of T steps:   low + (high - low) (1 + cos(pi t / T)) / 2
 
     Period i = 0, 1, ... has T = period * t_mult^i, high = lr * shrink^i, low = min_lr * shrink^i.
-    The update number k uses the value after k - 1 updates. A period's last value is never quite
-    `low`: at its end the next one begins.
+    Step number k uses the value after k - 1 steps. The last value of a period is a little above
+    `low`, as the next period begins at its end.
 
     Args:
-        n: Updates done, at least 0.
+        n: Steps done, at least 0.
         init: Where the warmup starts.
         lr: Where it ends, and the peak of the first cosine.
-        warmup: Updates of the warmup; 0 has none.
-        period: Updates of the first cosine, above 0.
+        warmup: Steps of the warmup; 0 has none.
+        period: Steps of the first cosine, above 0.
         min_lr: The floor of the first cosine.
         t_mult: Factor on the length of every further cosine, at least 1.
         shrink: Factor on the height of every further cosine.

@@ -13,7 +13,7 @@ import torch
 
 
 class _Unread:
-    """Stands for an object that says nothing about the model: its content is passed over."""
+    """Replaces an object that does not matter for the model; its content is ignored."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -38,8 +38,8 @@ def _dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-# What the original saves beside tensors and plain values: its options, and metrics of NumPy, of which
-# numbers are read and nothing is called.
+# What the original saves besides tensors and plain values: its options, and metrics of NumPy. Numbers
+# are read, and nothing is called.
 _HARMLESS: list[Any] = [
     Namespace,
     (_dict, "collections.defaultdict"),
@@ -55,10 +55,10 @@ _HARMLESS: list[Any] = [
 
 
 def read_original(path: Path) -> Mapping[str, Any]:
-    """The file's record, of tensors and plain values.
+    """Reads the file's content: a record of tensors and plain values.
 
     Raises:
-        ValueError: It is missing, damaged, or no such file, or asks for code to be run.
+        ValueError: It is missing, damaged, or no such file, or needs code to be run.
     """
     if not path.is_file():
         raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
@@ -67,11 +67,11 @@ def read_original(path: Path) -> Mapping[str, Any]:
         with warnings.catch_warnings(), torch.serialization.safe_globals(_HARMLESS):
             warnings.simplefilter("ignore")  # about the pickle's protocol
             record = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # garbled bytes can lead anywhere
-        asked = re.search(r"GLOBAL (\S+)", str(error))
+    except Exception as error:  # damaged bytes can raise anything
+        code = re.search(r"GLOBAL (\S+)", str(error))
         raise _no_checkpoint(
             path,
-            f"it asks for {asked[1]}, which was not run" if asked else "it is damaged or foreign",
+            f"it asks for {code[1]}, which was not run" if code else "it is damaged or foreign",
         ) from error
     if damaged:
         raise _no_checkpoint(path, f"its entry {damaged} is damaged")
@@ -83,9 +83,9 @@ def read_original(path: Path) -> Mapping[str, Any]:
 
 
 def _damaged_entry(path: Path) -> str | None:
-    """The first entry of a zip file whose checksum is wrong: torch does not look at them.
+    """The first entry of a zip file whose checksum is wrong; torch does not check them.
 
-    The format before that has none.
+    The format before zip files has no checksums.
     """
     with path.open("rb") as file:
         if file.read(4) != b"PK\3\4":

@@ -1,22 +1,17 @@
-"""One update of the paper's recipe, in the terms of Transformers' Trainer: which tokens, which loss,
-which step, and what is logged of it."""
+"""One step of the paper's recipe, in the terms of Transformers' Trainer: its loss, its update of the
+weights, and what is logged of it."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Dataset
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -25,86 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from linbias.data.batches import block_tokens, blocks
-from linbias.data.dictionary import Dictionary
 from linbias.paper.optimizer import NAG, cosine_lr
 from linbias.paper.recipe import Recipe
-from linbias.runs.checkpoints import write_whole
-
-
-class Batches(Dataset[dict[str, Any]]):
-    """All batches of a run, one after another: item i belongs to update i // per_update.
-
-    Every pass over the text has an order of its own. The last update of a pass may lack batches;
-    empty ones, a single target that is not scored, stand for them, so that every process has its
-    share. To go on at update n is to read from place n * per_update.
-
-    Args:
-        ids: [N], the ids of a split.
-        length: Tokens per block.
-        order: The number of a pass, from 1, to its batches, each a list of block numbers. All
-            passes have as many batches.
-        per_update: Batches per update.
-        updates: Updates of the run; None: those of one pass.
-
-    Example:
-        >>> ids = np.arange(4, 11, dtype=np.uint16)
-        >>> batches = Batches(ids, 3, lambda number: [[0, 2], [1]], per_update=2)
-        >>> batches[0]["input_ids"].tolist(), batches[0]["targets"].tolist()
-        ([[2, 4, 5], [9, 1, 1]], [[4, 5, 6], [10, -100, -100]])
-    """
-
-    def __init__(
-        self,
-        ids: NDArray[Any],
-        length: int,
-        order: Callable[[int], list[list[int]]],
-        *,
-        per_update: int,
-        updates: int | None = None,
-    ) -> None:
-        self.ids, self.spans, self.per_update = ids, blocks(len(ids), length), per_update
-        self.order = lru_cache(maxsize=2)(order)
-        self.updates_per_pass = math.ceil(len(order(1)) / per_update)
-        self.updates = updates or self.updates_per_pass
-
-    def __len__(self) -> int:
-        return self.updates * self.per_update
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        """A batch: input_ids and targets, int64 [rows, longest block], and the update's targets.
-
-        Rows are padded on the right: <pad> is read there, and -100, which is not scored, predicted.
-        """
-        update, slot = divmod(place, self.per_update)
-        batches = self._batches(update)
-        batch = batches[slot] if slot < len(batches) else []
-        rows = [block_tokens(self.ids, *self.spans[block]) for block in batch]
-        shape = max(1, len(rows)), max((len(asked) for _, asked in rows), default=1)
-        inputs, targets = np.full(shape, Dictionary.PAD), np.full(shape, -100)
-        for row, (read, asked) in enumerate(rows):
-            inputs[row, : len(read)], targets[row, : len(asked)] = read, asked
-        return {
-            "input_ids": torch.from_numpy(inputs),
-            "targets": torch.from_numpy(targets),
-            "num_items_in_batch": self.num_targets(update),
-        }
-
-    def num_targets(self, update: int) -> int:
-        """Tokens that an update predicts, over all its batches."""
-        numbers = [block for batch in self._batches(update) for block in batch]
-        return int(np.diff(self.spans[numbers]).sum())
-
-    def num_tokens(self) -> int:
-        """Tokens that the run predicts."""
-        passes, rest = divmod(self.updates, self.updates_per_pass)
-        first = self.updates - rest
-        return passes * len(self.ids) + sum(map(self.num_targets, range(first, self.updates)))
-
-    def _batches(self, update: int) -> list[list[int]]:
-        number, place = divmod(update, self.updates_per_pass)
-        first = place * self.per_update
-        return self.order(number + 1)[first : first + self.per_update]
+from linbias.runs.files import JsonLog, Record
 
 
 class PaperTrainer(Trainer):
@@ -116,7 +34,7 @@ class PaperTrainer(Trainer):
         arguments: The Trainer's own.
     """
 
-    loss_is_scaled_for_ga = True  # it is a share of the update's mean from the start
+    loss_is_scaled_for_ga = True  # `compute_loss` returns a share of the step's mean loss
     control: TrainerControl
 
     def __init__(
@@ -126,7 +44,7 @@ class PaperTrainer(Trainer):
         self.recipe, self.publish = recipe, publish
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """NAG on all parameters; its learning rate 1 is the factor that the schedule multiplies."""
+        """NAG on all parameters; its learning rate of 1 is multiplied by the schedule."""
         recipe = self.recipe
         parameters = (self.model if model is None else model).parameters()
         self.optimizer = NAG(
@@ -141,13 +59,13 @@ class PaperTrainer(Trainer):
             self.optimizer,
             lambda n: cosine_lr(
                 n,
-                init=recipe.warmup_init_lr,
-                lr=recipe.lr,
-                warmup=recipe.warmup,
+                init=recipe.initial_learning_rate,
+                lr=recipe.learning_rate,
+                warmup=recipe.warmup_steps,
                 period=recipe.cosine_period,
-                min_lr=recipe.min_lr,
+                min_lr=recipe.min_learning_rate,
                 t_mult=recipe.t_mult,
-                shrink=recipe.lr_shrink,
+                shrink=recipe.shrink,
             ),
         )
         return self.lr_scheduler
@@ -159,17 +77,19 @@ class PaperTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """A batch's share of the mean over all tokens of the update, of whatever process.
+        """A batch's share of the mean loss over all tokens of the step, of all processes.
 
-        Gradients are averaged over the processes, but shares add up: hence the factor.
+        The Trainer averages gradients over the processes, but shares add up: hence the factor.
         """
         loss: Tensor = model(**inputs, use_cache=False).loss
         return loss * self.accelerator.num_processes
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measures, logs and returns the validation loss: nats per token, the training loss without
-        dropout. A model that is better than all before it is published."""
+        """Measures, logs and returns the validation loss, and publishes the best model so far.
+
+        The loss is the training loss without dropout, in nats per token.
+        """
         self.model.eval()
         total, count = 0.0, 0
         for inputs in self.get_eval_dataloader():
@@ -187,14 +107,14 @@ class PaperTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs the learning rate of the next update, as the original does."""
+        """Logs the learning rate of the next step, as the original does."""
         if "learning_rate" in logs:
             logs["learning_rate"] = self._get_learning_rate()
         super().log(logs, start_time)
 
 
-class SeedEachUpdate(TrainerCallback):
-    """Seeds PyTorch with seed + updates done, in every process alike, as the original does."""
+class SeedEachStep(TrainerCallback):
+    """Seeds PyTorch with seed + steps done, in every process alike, as the original does."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -205,9 +125,12 @@ class SeedEachUpdate(TrainerCallback):
         torch.manual_seed(self.seed + state.global_step)
 
 
-class Log(TrainerCallback):
-    """Writes log.jsonl in the original's words; a run that goes on first drops lines from beyond
-    its checkpoint. The last update is always logged. For the callbacks of every process."""
+class LogFile(TrainerCallback):
+    """Writes log.jsonl, with the columns that the original logs; the last step is always logged.
+
+    A run that continues first drops the lines from after its checkpoint. Every process has this
+    callback, and the first one writes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -216,8 +139,9 @@ class Log(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         if state.is_world_process_zero:
-            lines = [_line(entry, entry["step"]) for entry in state.log_history]
-            write_whole(self.path, "".join(lines).encode())
+            self.log = JsonLog(self.path)
+            lines = (_columns(entry, entry["step"]) for entry in state.log_history)
+            self.log.restart(line for line in lines if line is not None)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -232,26 +156,28 @@ class Log(TrainerCallback):
         logs: dict[str, float],
         **_: Any,
     ) -> None:
-        if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(logs, state.global_step))
+        line = _columns(logs, state.global_step)
+        if state.is_world_process_zero and line is not None:
+            self.log.append(line)
 
 
-def _line(logs: dict[str, float], update: int) -> str:
-    """A line of log.jsonl, or nothing for what else the Trainer logs."""
+def _columns(logs: dict[str, float], step: int) -> Record | None:
+    """A line of log.jsonl, or None for what else the Trainer logs."""
     if "loss" in logs:
         loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
-        columns: dict[str, float | None] = {"loss_base2": loss, "ppl": perplexity(loss)}
-        columns["gnorm"] = norm if math.isfinite(norm) else None  # float16 overflowed: no step
-        columns["lr"] = logs["learning_rate"]
-    elif "eval_loss" in logs:
+        return {
+            "step": step,
+            "loss_base2": loss,
+            "ppl": perplexity(loss),
+            "gnorm": norm if math.isfinite(norm) else None,  # float16 overflowed: no step
+            "lr": logs["learning_rate"],
+        }
+    if "eval_loss" in logs:
         loss = logs["eval_loss"] / math.log(2)
-        columns = {"valid_loss_base2": loss, "valid_ppl": perplexity(loss)}
-    else:
-        return ""
-    return json.dumps({"update": update, **columns}) + "\n"
+        return {"step": step, "valid_loss_base2": loss, "valid_ppl": perplexity(loss)}
+    return None
 
 
 def perplexity(loss_base2: float) -> float:
-    """2 to the power of a loss; a loss beyond any float counts as the largest that is not."""
+    """2 to the power of a loss, or the largest power of two that is a float."""
     return 2.0 ** min(loss_base2, 1023.0)

@@ -1,1 +1,14 @@
-"""What every run needs: folders, whole files, checkpoints, resuming, watching, memory."""
+"""What every run needs, written once: files, folders, checkpoints, training, progress and memory.
+
+files        whole files, logs that grow line by line, fingerprints     (standard library only)
+progress     a progress bar on standard error                          (Rich only)
+processes    which of several processes this is
+folders      a run's folder: new, or of the very same run
+checkpoints  which checkpoints are complete, and which may go
+training     what every run on Transformers' Trainer does alike
+watch        callbacks: a progress bar, a check for a finite loss, a stop watch
+memory       peak and available memory
+"""
+
+PRECISIONS = ("fp32", "bf16", "fp16")  # of matrix products in training
+DEVICES = ("auto", "cpu")  # "auto" takes an accelerator where there is one

@@ -1,119 +1,36 @@
-"""A run's folder: whose it is, and which of its checkpoints can be trusted.
+"""Which of a run's checkpoints are complete, and which are no longer needed.
 
 Transformers' Trainer writes a checkpoint as a folder of many files, straight under its final name.
 A run that is killed, or a disk that fills up, leaves a folder that looks like a checkpoint and is
-none. So a checkpoint counts only once `complete.json` stands in it: a list of its files and their
-sizes, written when every process has saved its part. Until then its predecessors are kept.
+none. So a checkpoint counts only if it has a `complete.json`: a list of its files and their sizes,
+written when every process has saved its part. Until then the checkpoints before it are kept.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from linbias.runs.files import Record, read_json, write_json
+from linbias.runs.processes import is_main, wait_for_all
+
 _MARK = "complete.json"
-_KEPT = 2  # the newest, and one before it in case the newest is damaged later
-
-
-def is_main() -> bool:
-    """Whether this process writes the files: the only one, or the first under torchrun."""
-    return not distributed.is_initialized() or distributed.get_rank() == 0
-
-
-def wait_for_all() -> None:
-    """Returns when every process has come here."""
-    if distributed.is_initialized():
-        distributed.barrier()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file under another name, then rename it: whoever reads `path` finds it whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that is there whole or not at all."""
-    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def check_writable(folder: Path, function: str = "train") -> None:
-    """Makes the folder and a file in it, so that a long job fails at its start, not at its end.
-
-    Args:
-        folder: Made with its parents where it is missing.
-        function: Whom the error names.
-
-    Raises:
-        ValueError: That did not work.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(
-            f"{function}: output must be a folder to write in, got {folder} ({error})"
-        ) from error
-
-
-def check_same(
-    there: dict[str, Any], here: dict[str, Any], folder: Path, function: str = "train"
-) -> None:
-    """Refuses a folder that was made with other settings, and lists the difference.
-
-    Args:
-        there: What the folder was made with, as read from its JSON.
-        here: What is asked for now.
-        folder: For the error.
-        function: Whom the error names.
-
-    Raises:
-        ValueError: Something in `there`, read from the folder, is not as it is `here`.
-    """
-    old, new = dict(_flat(there)), dict(_flat(json.loads(json.dumps(here))))
-    changes = [
-        f"{name} is {old.get(name)!r} there and {new.get(name)!r} here"
-        for name in sorted(old | new)
-        if old.get(name) != new.get(name)
-    ]
-    if changes:
-        raise ValueError(
-            f"{function}: output must not be another run's, got {folder} ({'; '.join(changes)})"
-        )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+_NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged later
 
 
 class Checkpoints(TrainerCallback):
-    """Marks finished checkpoints, deletes what they replace, and finds the one to go on from.
+    """Marks complete checkpoints, deletes those that they replace, and finds the newest.
+
+    Args:
+        folder: Where the Trainer puts its `checkpoint-<step>` folders.
 
     Attributes:
-        folder: Where the Trainer puts its `checkpoint-<step>` folders.
         seconds: Training time up to the newest complete checkpoint, over all sessions.
-        saving: Whether a checkpoint is being written now.
+        saving: Whether a checkpoint, or the model, is being written now.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,17 +40,21 @@ class Checkpoints(TrainerCallback):
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint; those that are not complete are deleted."""
-        found = sorted(self.folder.glob("checkpoint-*"), key=_step)
+        found = self._list()
         complete = [checkpoint for checkpoint in found if _is_complete(checkpoint)]
-        wait_for_all()  # every process has looked before the first one deletes
+        wait_for_all()  # the first process deletes only when all processes have listed the folder
         if is_main():
             for checkpoint in set(found) - set(complete):
                 shutil.rmtree(checkpoint)
         if not complete:
             return None
-        mark = json.loads((complete[-1] / _MARK).read_text(encoding="utf-8"))
-        self.seconds = mark["seconds"]
+        self.seconds = _read_mark(complete[-1])["seconds"]
         return complete[-1]
+
+    def delete(self) -> None:
+        """Deletes them all, once the model itself is saved."""
+        if is_main():
+            shutil.rmtree(self.folder)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._start = time.perf_counter() - self.seconds
@@ -151,25 +72,28 @@ class Checkpoints(TrainerCallback):
         if is_main():
             newest = self.folder / f"checkpoint-{state.global_step}"
             write_json(newest / _MARK, {"seconds": self.seconds, "bytes": _file_sizes(newest)})
-            for old in sorted(self.folder.glob("checkpoint-*"), key=_step)[:-_KEPT]:
-                shutil.rmtree(old)
+            for replaced in self._list()[:-_NUM_KEPT]:
+                shutil.rmtree(replaced)
         self.saving = False
 
+    def _list(self) -> list[Path]:
+        """All checkpoints, complete or not, oldest first."""
+        return sorted(self.folder.glob("checkpoint-*"), key=lambda c: int(c.name.split("-")[1]))
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
+
+def _read_mark(checkpoint: Path) -> Record:
+    return read_json(checkpoint / _MARK, "train")
 
 
 def _is_complete(checkpoint: Path) -> bool:
     try:
-        mark = json.loads((checkpoint / _MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return bool(_read_mark(checkpoint)["bytes"] == _file_sizes(checkpoint))
+    except (OSError, ValueError, LookupError):
         return False
-    return bool(mark["bytes"] == _file_sizes(checkpoint))
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Relative path -> bytes of every file but the mark (FSDP checkpoints have sub-folders)."""
+    """Bytes of every file but the mark, by relative path (FSDP checkpoints have sub-folders)."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))

@@ -1,18 +1,24 @@
-"""Peak memory of a piece of work: CUDA's count on a GPU, else the process's resident peak."""
+"""Peak memory of a block of code, and the memory that is available: of a GPU, or of the process."""
 
 import resource
 import sys
 from pathlib import Path
 from types import TracebackType
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 
 class PeakMemory:
-    """A `with` block's highest memory, in `peak_bytes` once the block is left.
+    """Measures the highest memory of a `with` block: `peak_bytes`, once the block is left.
+
+    On a CUDA device that is what PyTorch allocated there, else the resident memory of the process.
 
     On Linux the kernel's high-water mark is set back when the block is entered, so that an earlier
-    peak is not counted. Where that is not possible, the peak is the process's since its start.
+    peak is not counted. Where that is not possible, the peak is that of the process since its start.
+
+    Args:
+        device: Whose memory is measured.
 
     Example:
         >>> with PeakMemory("cpu") as memory:
@@ -45,11 +51,19 @@ class PeakMemory:
             self.peak_bytes = _resident_peak()
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated: on the CUDA device, or on this machine."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return int(psutil.virtual_memory().available)
+
+
 def _reset_resident_peak() -> None:
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM alone, no page is touched
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
     except OSError:
-        pass  # not Linux, or a container that forbids it: documented above
+        pass  # not Linux, or a container that forbids it: see PeakMemory
 
 
 def _resident_peak() -> int:

@@ -1,4 +1,4 @@
-"""Callbacks that look on while the Trainer works: a progress bar, a guard, and a stop watch."""
+"""Callbacks that watch the Trainer work: a progress bar, a check of the loss, and a stop watch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class StopWatch(TrainerCallback):
-    """Notes when each step ended."""
+    """Keeps the time at which each step ended, in seconds, in `times`."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -25,7 +25,7 @@ class StopWatch(TrainerCallback):
 
 
 class FiniteLoss(TrainerCallback):
-    """Ends a run that diverged, before it costs more time."""
+    """Ends a run whose loss is no longer a finite number."""
 
     def on_log(
         self,
@@ -43,7 +43,15 @@ class FiniteLoss(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Steps done, loss, speed and time left, on standard error."""
+    """Shows the steps done, the loss, the speed and the time left on standard error.
+
+    Args:
+        tokens_per_step: Tokens that a step predicts; the mean, where steps differ.
+        visible: Whether to show anything.
+
+    Attributes:
+        bar: The bar, to be entered as a context while the Trainer works.
+    """
 
     def __init__(self, tokens_per_step: int, visible: bool) -> None:
         self.tokens_per_step = tokens_per_step
@@ -65,13 +73,13 @@ class ProgressBar(TrainerCallback):
         self.task = self.bar.add_task(
             "training", total=state.max_steps, completed=done, loss=math.nan, speed=math.nan
         )
-        self._first, self._start = done, time.perf_counter()
+        self._first_step, self._start_time = done, time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        steps = state.global_step - self._first
-        speed = steps * self.tokens_per_step / (time.perf_counter() - self._start)
+        steps = state.global_step - self._first_step
+        speed = steps * self.tokens_per_step / (time.perf_counter() - self._start_time)
         self.bar.update(self.task, completed=state.global_step, speed=speed)
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:

@@ -1,0 +1,60 @@
+"""The command line: `linbias`, or `python -m linbias`.
+
+A command checks and computes nothing: it turns words into a call, and the result into text.
+Results go to standard output, progress and errors to standard error. Heavy imports are inside
+the commands, so that `linbias --help` is quick.
+
+    start     explain, extrapolate, doctor
+    models    train, evaluate, generate
+    paper     paper prepare, paper train, paper convert, paper evaluate, paper run
+    console   what they share: output, errors, progress, tables
+    options   the options that they have in common
+"""
+
+from typing import Annotated
+
+import typer
+
+from linbias.cli import models, paper, start
+from linbias.cli.console import new_group, out
+
+app = new_group()
+for name, panel, command in (
+    ("explain", "Start here", start.explain),
+    ("extrapolate", "Start here", start.extrapolate),
+    ("doctor", "Start here", start.doctor),
+    ("train", "Models", models.train),
+    ("evaluate", "Models", models.evaluate),
+    ("generate", "Models", models.generate),
+):
+    app.command(name, rich_help_panel=panel)(command)
+app.add_typer(paper.app, name="paper", rich_help_panel="The paper")
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="linbias")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from linbias import __version__
+
+        out.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _linbias(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Attention with linear biases (ALiBi): train short, test long.
+
+    New here? [bold cyan]linbias explain[/] shows the idea on five words, and
+    [bold cyan]linbias extrapolate[/] the paper's result on real text, within minutes.
+    """

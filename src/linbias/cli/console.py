@@ -1,0 +1,85 @@
+"""What all commands share: where text goes, how errors end, tables, and the groups' settings."""
+
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from linbias.runs.progress import Advance, progress_bar
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+_RESUMABLE = ("train", "extrapolate", "run")
+
+
+class _Commands(TyperGroup):
+    """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:
+            raise  # the reader of a pipe went away, which is no error of the command
+        except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
+            line = " ".join(str(error).split()) or type(error).__name__
+            err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as interrupt:
+            resumable = context.invoked_subcommand in _RESUMABLE
+            advice = " The same command continues from here." if resumable else ""
+            err.print(f"\nStopped.{advice}")
+            raise typer.Exit(130) from interrupt
+
+
+def new_group() -> typer.Typer:
+    """A group of commands with the settings that all groups share."""
+    return typer.Typer(
+        cls=_Commands,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_show_locals=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def print_json(value: Any) -> None:
+    """Prints a result for scripts, on one line."""
+    print(json.dumps(value))
+
+
+def print_path(words: str, path: Path) -> None:
+    """Prints where a result is, on one line however long the path is."""
+    out.print(f"{words} [bold]{escape(str(path))}[/]", soft_wrap=True)
+
+
+def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
+    """A progress bar on standard error."""
+    return progress_bar(task, visible=not quiet, console=err)
+
+
+def number_table(*titles: str) -> Table:
+    """A table whose columns are aligned on the right."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table
+
+
+def mebibytes(num_bytes: int) -> str:
+    """A number of bytes for a table."""
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def is_first_process() -> bool:
+    """Whether this process prints results: under torchrun, the first one does."""
+    return int(os.environ.get("RANK", "0")) == 0

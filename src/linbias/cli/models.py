@@ -1,0 +1,210 @@
+"""The commands for language models: train, evaluate, generate."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linbias.cli.console import (
+    bar,
+    is_first_process,
+    mebibytes,
+    number_table,
+    out,
+    print_json,
+    print_path,
+)
+from linbias.cli.options import (
+    BatchSize,
+    BatchTokens,
+    Corpus,
+    Fields,
+    Fsdp,
+    Json,
+    LearningRate,
+    Length,
+    LimitTokens,
+    MaxBytes,
+    Model,
+    Position,
+    Precision,
+    Quiet,
+    RunFolder,
+    SaveSteps,
+    Seconds,
+    Seed,
+    Split,
+    Steps,
+    Stride,
+    Tensorboard,
+    Threads,
+    Tokenizer,
+    Tokens,
+    VocabSize,
+    budget,
+    parse_fields,
+    parse_numbers,
+    training_option,
+)
+
+
+def train(
+    output: RunFolder = Path("output/train"),
+    position: Position = "alibi",
+    fields: Fields = None,
+    corpus: Corpus = "stdlib",
+    tokenizer: Tokenizer = "bytes",
+    vocab_size: VocabSize = 4096,
+    max_bytes: MaxBytes = None,
+    length: Length = 128,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    seconds: Seconds = None,
+    batch_size: BatchSize = 32,
+    accumulation: Annotated[
+        int, training_option("Parts of a batch computed one after another.")
+    ] = 1,
+    learning_rate: LearningRate = 1e-3,
+    precision: Precision = "fp32",
+    save_steps: SaveSteps = 100,
+    seed: Seed = 0,
+    threads: Threads = None,
+    tensorboard: Tensorboard = False,
+    fsdp: Fsdp = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train a language model, for 1,000 steps unless another budget is given.
+
+    Interrupted, the same command continues the run.
+
+    \b
+    [dim]linbias train --seconds 100[/]
+    [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
+    """
+    from linbias.data.corpus import load_corpus
+    from linbias.lm.settings import TrainSettings
+    from linbias.lm.train import train as run
+
+    settings = TrainSettings(
+        model={"position": position, **parse_fields(fields)},
+        length=length,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        **budget(steps, tokens, seconds, default=1000),
+        learning_rate=learning_rate,
+        precision=precision,
+        save_steps=save_steps,
+        seed=seed,
+        threads=threads,
+        tensorboard=tensorboard,
+        fsdp={} if fsdp else None,
+    )
+    text = load_corpus(corpus, tokenizer=tokenizer, vocab_size=vocab_size, max_bytes=max_bytes)
+    metrics = run(settings, text, output, progress=not quiet)
+    if not is_first_process():
+        return
+    if as_json:
+        print_json({"model": str(output), **metrics.to_dict()})
+        return
+    out.print(
+        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
+        f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
+        f"loss {metrics.loss:.3f} nats per token"
+    )
+    print_path("model in", output)
+
+
+def evaluate(
+    model: Model,
+    length: Annotated[
+        str | None,
+        typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
+    ] = None,
+    stride: Stride = None,
+    limit_tokens: LimitTokens = None,
+    batch_tokens: BatchTokens = 16384,
+    corpus: Corpus = "stdlib",
+    split: Split = "test",
+    max_bytes: MaxBytes = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Measure how well a model predicts a text, at any length. Works with every causal model.
+
+    \b
+    [dim]linbias evaluate output/train --length 128,512,2048[/]
+    [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
+    [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
+    """
+    from linbias.lm.evaluate import default_length, read_split
+    from linbias.lm.evaluate import evaluate as measure
+    from linbias.models.load import load_model
+
+    lengths = parse_numbers("--length", length)
+    loaded = load_model(model)
+    text = read_split(model, corpus, split, max_bytes=max_bytes)
+    results = []
+    for tokens in lengths or (default_length(loaded),):
+        with bar(f"reading {tokens:,} tokens at a time", quiet) as advance:
+            result = measure(
+                loaded,
+                text.ids,
+                length=tokens,
+                stride=stride,
+                num_bytes=text.num_bytes,
+                batch_tokens=batch_tokens,
+                limit_tokens=limit_tokens,
+                progress=advance,
+            )
+        results.append(result)
+    if as_json:
+        print_json([{"model": model, "corpus": corpus, **r.to_dict()} for r in results])
+        return
+    table = number_table(
+        *("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
+    )
+    for r in results:
+        table.add_row(
+            f"{r.length:,}",
+            "-" if r.stride is None else f"{r.stride:,}",
+            f"{r.nll:.4f}",
+            f"{r.perplexity:,.3f}",
+            f"{r.bits_per_byte:.4f}",
+            f"{r.num_tokens:,}",
+            f"{r.tokens_per_second:,.0f}",
+            mebibytes(r.peak_memory_bytes),
+        )
+    out.print(table)
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "def ",
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")
+    ] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: among all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Continue a text with a model.
+
+    \b
+    [dim]linbias generate output/train --prompt "import " -n 400[/]
+    """
+    from linbias.lm.generate import generate as run
+
+    text = run(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        stream=not as_json,
+    )
+    if as_json:
+        print_json({"model": model, "prompt": prompt, "text": text})

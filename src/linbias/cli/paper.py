@@ -1,0 +1,335 @@
+"""The commands `linbias paper ...`: the paper's path, from token files to perplexity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from linbias.cli.console import (
+    bar,
+    is_first_process,
+    mebibytes,
+    new_group,
+    number_table,
+    out,
+    print_json,
+    print_path,
+)
+from linbias.cli.options import (
+    BatchTokens,
+    CheckpointPosition,
+    Fields,
+    Fsdp,
+    Json,
+    NewFolder,
+    PaperData,
+    PaperPosition,
+    Preset,
+    PresetSteps,
+    Quiet,
+    RunFolder,
+    Split,
+    Workers,
+    parse_fields,
+    text_option,
+    training_option,
+)
+from linbias.paper.recipe import recipe_from_preset
+
+if TYPE_CHECKING:  # these modules load torch
+    from linbias.paper.evaluate import PaperEvaluation
+    from linbias.paper.train import PaperMetrics
+
+ALL_CORES = os.cpu_count() or 1
+
+app = new_group()
+
+
+@app.callback()
+def _paper() -> None:
+    """The paper's own path on WikiText: its data format, recipe, checkpoints and numbers.
+
+    [bold cyan]linbias paper run[/] does all of it on two cores, from token files to perplexity.
+    """
+
+
+def _text_file(help: str) -> Any:
+    return typer.Argument(help=help, exists=True, dir_okay=False)
+
+
+@app.command()
+def prepare(
+    output: NewFolder,
+    train: Annotated[Path | None, text_option("Text to train on.")] = None,
+    valid: Annotated[Path | None, text_option("Text to validate on.")] = None,
+    test: Annotated[Path | None, text_option("Text to test on.")] = None,
+    dataset: Annotated[
+        str | None,
+        text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
+    ] = None,
+    dictionary: Annotated[
+        Path | None, text_option("A dict.txt to use. Default: count the words.", "--dict")
+    ] = None,
+    workers: Workers = ALL_CORES,
+    nwords: Annotated[int, text_option("Size of the dictionary; -1: all words.")] = -1,
+    threshold: Annotated[int, text_option("Leave out words that are rarer.")] = -1,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Turn texts into ids: dict.txt, and .bin and .idx files as fairseq makes and reads them.
+
+    \b
+    [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
+    [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
+    """
+    from linbias.data.prepare import prepare_any
+
+    texts = {"train": train, "valid": valid, "test": test}
+    with bar("reading text", quiet) as advance:
+        made = prepare_any(
+            {split: path for split, path in texts.items() if path},
+            dataset,
+            output,
+            dictionary=dictionary,
+            workers=workers,
+            nwords=nwords,
+            threshold=threshold,
+            progress=advance,
+        )
+    if as_json:
+        print_json({"data": str(output), **made.to_dict()})
+        return
+    for name, split in made.splits.items():
+        out.print(
+            f"{name}: {split.num_lines:,} lines, {split.num_ids:,} ids, "
+            f"{split.num_replaced:,} words replaced by <unk>"
+        )
+    print_path(f"{made.dictionary_size:,} types; data in", output)
+
+
+@app.command()
+def train(
+    data: PaperData,
+    output: RunFolder,
+    preset: Preset = "L512",
+    position: PaperPosition = "alibi",
+    length: Annotated[int | None, training_option("Tokens per block.")] = None,
+    max_tokens: Annotated[int | None, training_option("Most tokens in a batch.")] = None,
+    batches_per_step: Annotated[
+        int | None, training_option("Batches per step, over all processes together.")
+    ] = None,
+    steps: PresetSteps = None,
+    warmup_steps: Annotated[
+        int | None, training_option("Steps that raise the learning rate.")
+    ] = None,
+    learning_rate: Annotated[float | None, training_option("Peak of the schedule.")] = None,
+    fields: Fields = None,
+    precision: Annotated[
+        str | None, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")
+    ] = None,
+    seed: Annotated[
+        int | None, training_option("Fixes weights, order of the text and dropout.")
+    ] = None,
+    validate_steps: Annotated[
+        int | None, training_option("Steps between validations; 0: none.")
+    ] = None,
+    save_steps: Annotated[int | None, training_option("Steps between checkpoints.")] = None,
+    log_steps: Annotated[int | None, training_option("Steps between lines of log.jsonl.")] = None,
+    device: Annotated[
+        str | None, training_option("'auto' takes a GPU where there is one; or 'cpu'.")
+    ] = None,
+    fsdp: Fsdp = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train with the paper's recipe. Interrupted, the same command continues the run.
+
+    The presets L64 to L3072 are the rows of the paper's table. A step reads
+    what eight GPUs of the original read, and any number of processes may
+    share that work. Options that are not given have the preset's value.
+
+    \b
+    [dim]linbias paper train data -o wt2 --preset tiny[/]
+    [dim]linbias paper train data -o wt103 --preset L512 --precision bf16[/]
+    [dim]torchrun --nproc-per-node 8 -m linbias paper train data -o wt103[/]
+    """
+    from linbias.paper.train import train as run
+
+    recipe = recipe_from_preset(
+        preset,
+        steps=steps,
+        model=parse_fields(fields),
+        position=position,
+        length=length,
+        max_tokens=max_tokens,
+        batches_per_step=batches_per_step,
+        warmup_steps=warmup_steps,
+        learning_rate=learning_rate,
+        precision=precision,
+        seed=seed,
+        validate_steps=validate_steps,
+        save_steps=save_steps,
+        log_steps=log_steps,
+        device=device,
+        fsdp={} if fsdp else None,
+    )
+    metrics = run(data, output, recipe, progress=not quiet)
+    if not is_first_process():
+        return
+    if as_json:
+        print_json({"model": str(output), **metrics.to_dict()})
+        return
+    out.print(_training_summary(metrics), soft_wrap=True)
+    print_path("model in", output)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="The original's .pt file.")],
+    output: NewFolder,
+    dictionary: Annotated[
+        Path | None,
+        text_option("The dict.txt that the model was trained with, to go along.", "--dict"),
+    ] = None,
+    position: CheckpointPosition = None,
+) -> None:
+    """Turn a checkpoint of the paper's code into a folder that Transformers loads.
+
+    Nothing in the file is run.
+
+    \b
+    [dim]linbias paper convert checkpoint_best.pt -o alibi-512 --dict data/dict.txt[/]
+    """
+    from linbias.paper.checkpoint import convert as run
+
+    run(checkpoint, output, dictionary=dictionary, position=position)
+    print_path("model in", output)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
+    ],
+    data: PaperData,
+    split: Split = "valid",
+    length: Annotated[
+        int | None, typer.Option(help="Tokens read at a time. Default: as trained.")
+    ] = None,
+    context_window: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of the blocks before that are read again; length - 1: a sliding window."
+        ),
+    ] = 0,
+    batch_tokens: BatchTokens = 16384,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep scores in this file, and continue from it.")
+    ] = None,
+    position: CheckpointPosition = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Score a text as the original does, and print what it prints.
+
+    \b
+    [dim]linbias paper evaluate wt103 data --length 1024[/]
+    [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
+    """
+    from linbias.paper.evaluate import evaluate as measure
+    from linbias.paper.evaluate import load_for
+
+    loaded = load_for(model, data, position=position)
+    with bar(f"scoring {split}", quiet) as advance:
+        result = measure(
+            loaded,
+            data,
+            split,
+            length=length,
+            context_window=context_window,
+            batch_tokens=batch_tokens,
+            resume=resume,
+            progress=advance,
+        )
+    if as_json:
+        print_json({"model": str(model), "data": str(data), **result.to_dict()})
+        return
+    out.print(_evaluation_table([result]))
+    out.print(result.line)
+
+
+@app.command()
+def run(
+    train: Annotated[Path, _text_file("Text to train on.")],
+    valid: Annotated[Path, _text_file("Text to validate on.")],
+    test: Annotated[Path, _text_file("Text to test on.")],
+    output: RunFolder,
+    preset: Preset = "tiny",
+    position: PaperPosition = "alibi",
+    steps: PresetSteps = None,
+    fields: Fields = None,
+    workers: Workers = ALL_CORES,
+    batch_tokens: BatchTokens = 16384,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Do it all: prepare, train, evaluate without overlap and with a sliding window.
+
+    Interrupted, the same command continues the run.
+
+    \b
+    [dim]linbias paper run wiki.train.tokens wiki.valid.tokens wiki.test.tokens -o output/paper[/]
+    """
+    from linbias.paper.pipeline import run as run_path
+
+    results = run_path(
+        {"train": train, "valid": valid, "test": test},
+        output,
+        recipe_from_preset(preset, steps=steps, model=parse_fields(fields), position=position),
+        workers=workers,
+        batch_tokens=batch_tokens,
+        progress=not quiet,
+    )
+    if as_json:
+        print_json(results.to_dict())
+        return
+    out.print(_training_summary(results.training), soft_wrap=True)
+    out.print(_evaluation_table(results.evaluations))
+
+
+def _training_summary(metrics: PaperMetrics) -> str:
+    validation = ""
+    if metrics.valid_ppl is not None:
+        validation = (
+            f"; validation {metrics.valid_loss_base2:.3f} bits, perplexity "
+            f"{metrics.valid_ppl:.2f}, at step {metrics.best_step:,}"
+        )
+    return (
+        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
+        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
+        f"({metrics.tokens_per_second:,.0f} tokens/s); "
+        f"training {metrics.loss_base2:.3f} bits per token{validation}"
+    )
+
+
+def _evaluation_table(results: Sequence[PaperEvaluation]) -> Table:
+    table = number_table(
+        *("split", "length", "context", "tokens", "bits", "perplexity", "tokens/s", "memory")
+    )
+    for r in results:
+        table.add_row(
+            r.split,
+            f"{r.length:,}",
+            f"{r.context_window:,}",
+            f"{r.num_tokens:,}",
+            f"{r.loss_base2:.4f}",
+            f"{r.perplexity:,.2f}",
+            f"{r.tokens_per_second:,.0f}",
+            mebibytes(r.peak_memory_bytes),
+        )
+    return table

@@ -1,0 +1,181 @@
+"""The commands to start with: explain, extrapolate, doctor."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from linbias.cli.console import out, print_json, print_path
+from linbias.cli.options import (
+    BatchSize,
+    Corpus,
+    Fields,
+    Json,
+    LearningRate,
+    LimitTokens,
+    MaxBytes,
+    Precision,
+    Quiet,
+    RunFolder,
+    SaveSteps,
+    Seconds,
+    Steps,
+    Stride,
+    Tensorboard,
+    Threads,
+    Tokenizer,
+    Tokens,
+    VocabSize,
+    budget,
+    parse_fields,
+    parse_numbers,
+)
+
+
+def explain(
+    arrays: Annotated[
+        Path | None,
+        typer.Argument(
+            help="An .npz file with q, k, v, each [heads, length, size], and optionally left, "
+            "right (slopes) and tokens (names). Default: 'The cat sat on mat'."
+        ),
+    ] = None,
+    query: Annotated[
+        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the first.")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Hide the keys after the query.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show every step of attention: q.k, scaled, minus the penalty, softmax, output.
+
+    \b
+    [dim]linbias explain[/]
+    [dim]linbias explain --query cat --head 0[/]
+    [dim]linbias explain arrays.npz --causal --query -1 --json[/]
+    """
+    from linbias import example
+
+    trace, tokens = example.trace(arrays, causal)
+    num_heads, num_queries, _ = trace.weight.shape
+    queries = example.find(query, tokens, num_queries)
+    heads = example.find_heads(head, num_heads)
+    if as_json:
+        print_json(example.steps(trace, tokens, queries, heads))
+        return
+    blocks = [trace.table(query=q, head=h, tokens=tokens) for q in queries for h in heads]
+    out.print("\n\n".join(blocks), markup=False, soft_wrap=True)
+
+
+def extrapolate(
+    output: RunFolder = Path("output/extrapolate"),
+    methods: Annotated[
+        str, typer.Option(help="Any of alibi, sinusoidal, rotary, learned, t5, none.")
+    ] = "alibi,sinusoidal,rotary",
+    train_lengths: Annotated[str, typer.Option(help="Tokens per training sequence.")] = "128",
+    test_lengths: Annotated[
+        str | None, typer.Option(help="Default: 1, 2, 4, 8, 16 x each training length.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="One model of each kind per seed.")] = "0",
+    stride: Stride = None,
+    limit_tokens: LimitTokens = 32768,
+    fields: Fields = None,
+    corpus: Corpus = "stdlib",
+    tokenizer: Tokenizer = "bytes",
+    vocab_size: VocabSize = 4096,
+    max_bytes: MaxBytes = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    seconds: Seconds = None,
+    batch_size: BatchSize = 8,
+    learning_rate: LearningRate = 1e-3,
+    precision: Precision = "fp32",
+    save_steps: SaveSteps = 100,
+    threads: Threads = None,
+    tensorboard: Tensorboard = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Train short, test long: the paper's experiment, with plots and a report.
+
+    The defaults take about four minutes on two cores.
+    Interrupted, the same command continues the run.
+
+    \b
+    [dim]linbias extrapolate[/]
+    [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
+    """
+    from linbias.lm import terminal
+    from linbias.lm.extrapolate import extrapolate as run
+    from linbias.lm.findings import findings
+    from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+
+    settings = ExtrapolateSettings(
+        methods=tuple(methods.split(",")),
+        train_lengths=parse_numbers("--train-lengths", train_lengths) or (),
+        test_lengths=parse_numbers("--test-lengths", test_lengths),
+        seeds=parse_numbers("--seeds", seeds) or (),
+        corpus=corpus,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_bytes=max_bytes,
+        stride=stride,
+        limit_tokens=limit_tokens,
+        training=TrainSettings(
+            model=parse_fields(fields),
+            batch_size=batch_size,
+            **budget(steps, tokens, seconds, default=ExtrapolateSettings().training.steps),
+            learning_rate=learning_rate,
+            precision=precision,
+            save_steps=save_steps,
+            threads=threads,
+            tensorboard=tensorboard,
+        ),
+    )
+    command = shlex.join(["linbias", *sys.argv[1:]])
+    results = run(settings, output, command=command, progress=not quiet)
+    if as_json:
+        print_json(results.to_dict())
+        return
+    for table in terminal.tables(results):
+        out.print(table)
+    for finding in findings(results.evaluations):
+        out.print(terminal.sentence(finding), soft_wrap=True)
+    print_path("\nreport:", output / "report.html")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine can run, and why not the rest."""
+    from linbias.doctor import diagnose
+
+    found = diagnose()
+    broken = any(found["parts"].values())
+    if as_json:
+        print_json(found)
+        raise typer.Exit(broken)
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for name, value in found["machine"].items():
+        shown = ", ".join(value) if isinstance(value, list) else str(value)
+        table.add_row(f"[bold]{name}[/]", escape(shown or "unknown"))
+    for name, version in found["versions"].items():
+        table.add_row(f"[bold]{name}[/]", version or "[dim]not installed[/]")
+    for part, reason in found["parts"].items():
+        table.add_row(f"[bold]import {part}[/]", _state(reason))
+    out.print(table)
+    for device in found["machine"].get("devices", []):
+        table = Table("attention on " + device, "", box=box.SIMPLE_HEAD)
+        for name, reasons in found["implementations"].items():
+            table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
+        out.print(table)
+    raise typer.Exit(broken)
+
+
+def _state(reason: str | None) -> str:
+    return "[green]ready[/]" if reason is None else f"[yellow]off:[/] {escape(reason)}"

@@ -1,0 +1,47 @@
+"""Text data sets of the Hugging Face Hub, by splits named as everywhere here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
+WIKITEXT = {
+    "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
+    "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
+}
+WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
+
+
+def open_data_set(
+    id: str, *, stream: bool, cache_dir: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Opens a data set.
+
+    Args:
+        id: "owner/name" or "owner/name:configuration".
+        stream: Read it over the network, without storing it.
+        cache_dir: Folder for what is stored; None is the default of the `datasets` library.
+
+    Returns:
+        The rows by split; the validation split is "valid".
+
+    Raises:
+        ValueError: There is no such data set, or it cannot be reached.
+    """
+    import datasets  # takes a second to import, and most texts do without
+
+    path, _, configuration = id.partition(":")
+    folder = None if cache_dir is None else str(cache_dir)
+    try:
+        data = datasets.load_dataset(
+            path, configuration or None, streaming=stream, cache_dir=folder
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(str(error)) from error
+    return {"valid" if split == "validation" else split: data[split] for split in data}
+
+
+def as_line(text: str) -> bytes:
+    """A row's text as UTF-8 with a line end; WikiText has rows with and without one."""
+    return text.removesuffix("\n").encode() + b"\n"

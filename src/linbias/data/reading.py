@@ -1,0 +1,67 @@
+"""How a model reads a text that is longer than its input: windows, and batches of equal windows.
+
+Prediction i of a text is made from the tokens before it. A window reads some tokens and scores the
+predictions at its end; all windows together score every prediction exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+
+class Window(NamedTuple):
+    """The model reads tokens [start, stop) of its inputs; the last `keep` predictions are scored."""
+
+    start: int
+    stop: int
+    keep: int
+
+    @property
+    def width(self) -> int:
+        """Tokens that are read."""
+        return self.stop - self.start
+
+
+def equal_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Neighbouring windows of the same width and keep, in batches.
+
+    Args:
+        windows: In the order of the text.
+        batch_tokens: Tokens that a batch reads; a batch has at least one window.
+
+    Example:
+        >>> windows = [Window(0, 4, 4), Window(2, 6, 2), Window(4, 8, 2), Window(6, 10, 2)]
+        >>> [len(batch) for batch in equal_windows(windows, batch_tokens=8)]
+        [1, 2, 1]
+    """
+    for (width, _), group in groupby(windows, lambda window: (window.width, window.keep)):
+        while batch := list(islice(group, max(1, batch_tokens // width))):
+            yield batch
+
+
+def check_tokens(function: str, ids: NDArray[Any], vocab_size: int, at_least: int) -> None:
+    """Refuses what is no text for a model to read.
+
+    Args:
+        function: The function that the error names.
+        ids: [N], integers.
+        vocab_size: Ids must be below it.
+        at_least: The smallest N.
+
+    Raises:
+        ValueError: `ids` breaks a rule above.
+    """
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < at_least:
+        raise ValueError(
+            f"{function}: ids must be one row of at least {at_least} integer"
+            f"{'s' * (at_least > 1)}, got {ids.dtype} {list(ids.shape)}"
+        )
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{function}: ids must lie in [0, {vocab_size}), the model's vocabulary; "
+            f"got {ids.min()} to {ids.max()}"
+        )

@@ -1,0 +1,238 @@
+"""What the records of an extrapolation experiment say: numbers and sentences, without any layout.
+
+Terminal, page and figures (the modules of these names) show what is found here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
+from linbias.lm.settings import TrainSettings
+
+T = TypeVar("T")
+
+# A change of loss below this share is within what another seed would change.
+_CLEAR_CHANGE = 0.01
+# The mean loss over fewer predictions is mostly noise.
+_MIN_PREDICTIONS = 100
+
+
+class Point(NamedTuple):
+    """Bits per byte of one method at one test length: the mean over seeds, and the range."""
+
+    test_length: int
+    mean: float
+    low: float
+    high: float
+
+
+def curve(evaluations: Iterable[EvaluationRecord], method: str, train_length: int) -> list[Point]:
+    """Bits per byte of one method by test length, over the seeds that were measured."""
+    by_length: dict[int, list[float]] = {}
+    for record in evaluations:
+        if (record.method, record.train_length) == (method, train_length):
+            by_length.setdefault(record.test_length, []).append(record.bits_per_byte)
+    return [Point(n, fmean(bits), min(bits), max(bits)) for n, bits in sorted(by_length.items())]
+
+
+def unique(values: Iterable[T]) -> list[T]:
+    """The different values, in order of appearance."""
+    return list(dict.fromkeys(values))
+
+
+def methods(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[str]:
+    """The methods that were compared, in the order of the run."""
+    return unique(record.method for record in records)
+
+
+def train_lengths(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[int]:
+    """The training lengths, in the order of the run."""
+    return unique(record.train_length for record in records)
+
+
+def test_lengths(evaluations: Iterable[EvaluationRecord], train_length: int) -> list[int]:
+    """The test lengths of the models with a training length, shortest first."""
+    return sorted({r.test_length for r in evaluations if r.train_length == train_length})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How the loss of one method changed from the training length to its longest test length."""
+
+    method: str
+    train_length: int
+    at_training: Point
+    at_longest: Point
+
+    @property
+    def change(self) -> float:
+        """Relative change of bits per byte; negative is better."""
+        return self.at_longest.mean / self.at_training.mean - 1.0
+
+    @property
+    def verdict(self) -> str:
+        """The change in words."""
+        if self.at_longest.test_length == self.train_length:
+            return "limited to its training length"
+        if self.change <= 0.0:
+            return "no worse"
+        return "clearly worse" if self.change > _CLEAR_CHANGE else "slightly worse"
+
+    def __str__(self) -> str:
+        multiple = self.at_longest.test_length / self.train_length
+        first, last = self.at_training.mean, self.at_longest.mean
+        if multiple == 1:
+            return f"{self.verdict}: {first:.3f} bits per byte at {self.train_length:,} tokens"
+        return (
+            f"{self.verdict} at {multiple:g}x the training length of {self.train_length:,}: "
+            f"{first:.3f} to {last:.3f} bits per byte ({self.change:+.1%})"
+        )
+
+
+def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
+    """One finding per training length and method, in the order of the run."""
+    found = []
+    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
+        points = {point.test_length: point for point in curve(evaluations, method, train_length)}
+        if train_length in points:
+            longest = points[max(points)]
+            found.append(Finding(method, train_length, points[train_length], longest))
+    return found
+
+
+class LossRow(NamedTuple):
+    """One method's bits per byte at each test length; None where it cannot read so much."""
+
+    method: str
+    losses: list[float | None]
+    change: float | None
+
+    def cells(self) -> list[str | None]:
+        """The losses as text."""
+        return [None if loss is None else f"{loss:.3f}" for loss in self.losses]
+
+    def change_cell(self) -> str:
+        """The change from the training length to the longest test length as text."""
+        return "" if self.change is None else f"{self.change:+.1%}"
+
+
+def loss_rows(evaluations: Sequence[EvaluationRecord], train_length: int) -> list[LossRow]:
+    """The table of losses for one training length: a row per method, a column per test length."""
+    lengths, rows = test_lengths(evaluations, train_length), []
+    for method in methods(evaluations):
+        means = {p.test_length: p.mean for p in curve(evaluations, method, train_length)}
+        if means:
+            first, last = means.get(train_length), means.get(lengths[-1])
+            change = last / first - 1 if first and last else None
+            rows.append(LossRow(method, [means.get(n) for n in lengths], change))
+    return rows
+
+
+class Cost(NamedTuple):
+    """What training a method at a length took: means over the seeds."""
+
+    method: str
+    train_length: int
+    tokens: float
+    seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: float
+
+    def cells(self) -> list[str]:
+        """The numbers as text, in the order of `COST_TITLES`."""
+        return [
+            f"{self.train_length:,}",
+            f"{self.tokens / 1e6:.2f} M",
+            f"{self.seconds:.0f} s",
+            f"{self.tokens_per_second:,.0f}",
+            f"{self.peak_memory_bytes / 2**20:,.0f} MiB",
+        ]
+
+
+COST_TITLES = ("trained on", "tokens read", "time", "tokens/s", "peak memory")
+
+
+def costs(trainings: Sequence[TrainingRecord]) -> list[Cost]:
+    """The table of costs: a row per training length and method."""
+    rows = []
+    for train_length, method in product(train_lengths(trainings), methods(trainings)):
+        same = [
+            r.metrics for r in trainings if (r.method, r.train_length) == (method, train_length)
+        ]
+        if same:
+            rows.append(
+                Cost(
+                    method,
+                    train_length,
+                    tokens=fmean(m.tokens for m in same),
+                    seconds=fmean(m.seconds for m in same),
+                    tokens_per_second=fmean(m.tokens_per_second for m in same),
+                    peak_memory_bytes=fmean(m.peak_memory_bytes for m in same),
+                )
+            )
+    return rows
+
+
+def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:
+    """One method's mean bits per token by position: the positions (middles of pools), the bits.
+
+    What a causal model predicts at a position does not depend on the length of its segment. Each
+    position is therefore taken from the shortest segments that have it: there are most of those.
+    Neighbouring positions are pooled over half octaves, and further until there are enough
+    predictions.
+    """
+    total, count = np.zeros(0), np.zeros(0)
+    for length in sorted({record.test_length for record in records}):
+        same = [record.evaluation for record in records if record.test_length == length]
+        counts = np.array([evaluation.count_by_position for evaluation in same], dtype=float)
+        losses = np.array([evaluation.loss_by_position for evaluation in same], dtype=float)
+        new = slice(len(count), length)
+        total = np.append(total, (np.nan_to_num(losses) * counts).sum(0)[new])
+        count = np.append(count, counts.sum(0)[new])
+    ends = np.unique(np.round(2.0 ** np.arange(0.5, math.log2(len(count)) + 0.5, 0.5)).astype(int))
+    positions, bits, first = [], [], 0
+    for end in [*ends[ends < len(count)], len(count)]:
+        num = count[first:end].sum()
+        if num >= _MIN_PREDICTIONS:
+            positions.append(math.sqrt((first + 1) * end))  # positions count from 1
+            bits.append(float(total[first:end].sum() / num / math.log(2.0)))
+            first = end
+    return positions, bits
+
+
+def records_by_position(results: ExtrapolationResults) -> list[EvaluationRecord]:
+    """The records that `loss_by_position` may pool.
+
+    These are all records, unless the slopes depend on the segment's length: then a position has
+    another loss in a longer segment, and only the longest segments are taken.
+    """
+    evaluations = results.evaluations
+    if results.settings.training.model.get("slope_scale") != "interpolate":
+        return list(evaluations)
+    longest = {n: max(test_lengths(evaluations, n)) for n in train_lengths(evaluations)}
+    return [record for record in evaluations if record.test_length == longest[record.train_length]]
+
+
+def introduction(evaluations: Sequence[EvaluationRecord]) -> str:
+    """What was compared, in one sentence."""
+    lengths = " or ".join(f"{n:,}" for n in train_lengths(evaluations))
+    longest = max(record.test_length for record in evaluations)
+    return (
+        f"Language models that differ only in how they represent the order of tokens, trained on "
+        f"{lengths} tokens at a time and tested on up to {longest:,}."
+    )
+
+
+def budget(training: TrainSettings) -> str:
+    """What the models that are compared have in common, in words."""
+    if training.seconds is not None:
+        return "equal time for every method"
+    return "the same tokens in the same order for every method"

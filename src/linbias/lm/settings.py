@@ -1,0 +1,182 @@
+"""What determines a training run, and an extrapolation experiment: checked records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from linbias.models.config import POSITIONS, LinbiasConfig
+from linbias.runs import DEVICES, PRECISIONS
+
+_TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What determines a run, besides the corpus and the number of processes.
+
+    Exactly one of `steps`, `tokens` and `seconds` says how long to train.
+
+    Attributes:
+        model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
+            `train_length` follow from the corpus and `length`.
+        length: Tokens that a training sequence predicts, each from at most so many before it.
+        batch_size: Sequences per step, over all processes and accumulated parts together.
+        accumulation: Parts that a process computes one after another to save memory.
+        steps: Updates of the weights.
+        tokens: Tokens to predict, rounded up to whole steps.
+        seconds: Training time; a few steps of a throw-away model are timed to find the steps.
+        learning_rate: Peak of the schedule: linear warmup, then a cosine down to zero.
+        warmup: Share of the steps that raise the learning rate.
+        weight_decay: Of AdamW, on matrices only.
+        clip: Largest norm of the gradient.
+        precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
+        save_steps: Steps between checkpoints.
+        seed: Fixes the initial weights, the order of the text, and dropout.
+        threads: CPU threads; None leaves PyTorch's choice.
+        device: "auto" takes a GPU where there is one; or "cpu".
+        tensorboard: Also write the loss curve to `<output>/tensorboard`.
+        fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
+
+    Raises:
+        ValueError: A field breaks its rule.
+
+    Example:
+        >>> TrainSettings(model={"position": "rotary"}, length=64, steps=100).batch_size
+        32
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    length: int = 128
+    batch_size: int = 32
+    accumulation: int = 1
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: str = "fp32"
+    save_steps: int = 100
+    seed: int = 0
+    threads: int | None = None
+    device: str = "auto"
+    tensorboard: bool = False
+    fsdp: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        budget = (self.steps, self.tokens, self.seconds)
+        is_one = sum(amount is not None for amount in budget) == 1
+        self._require("steps, tokens, seconds", is_one, "given one at a time", budget)
+        for name in ("length", "batch_size", "accumulation", "save_steps"):
+            self._require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
+        for name in ("steps", "tokens", "threads"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "at least 1", value)
+        self._require(
+            "seconds", self.seconds is None or self.seconds > 0, "positive", self.seconds
+        )
+        self._require("learning_rate", self.learning_rate > 0, "positive", self.learning_rate)
+        self._require("warmup", 0 <= self.warmup < 1, "in [0, 1)", self.warmup)
+        for name in ("weight_decay", "clip"):
+            self._require(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
+        self._require(
+            "precision", self.precision in PRECISIONS, f"one of {PRECISIONS}", self.precision
+        )
+        self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
+        given = set(self.model) & {"vocab_size", "train_length"}
+        self._require("model", not given, "without vocab_size and train_length", self.model)
+        unknown = sorted(set(self.model) - set(LinbiasConfig().to_dict()))
+        self._require("model", not unknown, "made of LinbiasConfig's fields", unknown)
+
+    def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
+        if not holds:
+            raise ValueError(f"TrainSettings: {name} must be {rule}, got {given!r}")
+
+
+@dataclass(frozen=True)
+class ExtrapolateSettings:
+    """What to compare. The defaults show the paper's result on two cores within minutes.
+
+    Attributes:
+        methods: Values of `LinbiasConfig.position`.
+        train_lengths: Tokens per training sequence.
+        test_lengths: Tokens per test segment, besides the training length; None: 2, 4, 8 and 16
+            times each training length.
+        seeds: One model of each kind per seed; figures show their mean and range.
+        corpus: What `load_corpus` reads.
+        tokenizer: "bytes" or "bpe".
+        vocab_size: Of "bpe".
+        max_bytes: Read at most this many bytes of each split; None reads all.
+        stride: None tests segments without overlap, else a sliding window (see `evaluate`).
+        limit_tokens: Score at most this many tokens of the test split; None scores all.
+        training: How to train. The position and length of its model and its seed are set for each
+            model, and its batch size so that a step reads equally many tokens at every length.
+
+    Raises:
+        ValueError: A field breaks its rule.
+    """
+
+    methods: tuple[str, ...] = ("alibi", "sinusoidal", "rotary")
+    train_lengths: tuple[int, ...] = (128,)
+    test_lengths: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] = (0,)
+    corpus: str = "stdlib"
+    tokenizer: str = "bytes"
+    vocab_size: int = 4096
+    max_bytes: int | None = None
+    stride: int | None = None
+    limit_tokens: int | None = 32768
+    # With so few tokens, many small steps are better. Bits per byte of ALiBi after 500 k tokens:
+    # 2.94 with batches of 8 sequences (learning rate 1e-3; 3.06 with 2e-3), 3.28 with 16 (2e-3).
+    training: TrainSettings = field(default_factory=lambda: TrainSettings(steps=450, batch_size=8))
+
+    def __post_init__(self) -> None:
+        for name in ("methods", "train_lengths", "test_lengths", "seeds"):
+            values = getattr(self, name)
+            differ = values is None or (values and len(set(values)) == len(values))
+            self._require(name, bool(differ), "one or more different values", values)
+        unknown = [method for method in self.methods if method not in POSITIONS]
+        self._require("methods", not unknown, f"among {', '.join(POSITIONS)}", ", ".join(unknown))
+        for name in ("train_lengths", "test_lengths"):
+            shortest = min(getattr(self, name) or (1,))
+            self._require(name, shortest >= 1, "at least 1", shortest)
+        limit = self.limit_tokens
+        self._require("limit_tokens", limit is None or limit >= 1, "at least 1", limit)
+        shortest = min(min(self.test_lengths_of(length)) for length in self.train_lengths)
+        in_range = self.stride is None or 1 <= self.stride <= shortest
+        self._require(
+            "stride", in_range, f"in [1, shortest test length = {shortest}]", self.stride
+        )
+
+    def test_lengths_of(self, train_length: int) -> list[int]:
+        """The test lengths of a model trained on `train_length`, which is one of them."""
+        multiples = [train_length * multiple for multiple in _TEST_MULTIPLES]
+        return sorted({train_length, *(self.test_lengths or multiples)})
+
+    def train_settings_of(self, method: str, train_length: int, seed: int) -> TrainSettings:
+        """The settings of one model."""
+        step_tokens = self.training.batch_size * self.training.length
+        return replace(
+            self.training,
+            model={**self.training.model, "position": method},
+            length=train_length,
+            batch_size=max(1, step_tokens // train_length),
+            seed=seed,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> ExtrapolateSettings:
+        """The reverse of `to_dict`, also when it went through JSON."""
+        lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
+        training = TrainSettings(**record["training"])
+        return cls(**{**record, **lists, "training": training})
+
+    def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
+        if not holds:
+            raise ValueError(f"ExtrapolateSettings: {name} must be {rule}, got {given}")

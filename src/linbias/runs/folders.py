@@ -1,0 +1,94 @@
+"""A run's folder: new, or of the very same run, which then continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linbias.runs.files import Record, check_writable, read_json, write_json
+from linbias.runs.processes import is_main, wait_for_all
+
+
+def open_run_folder(
+    path: Path,
+    settings: Mapping[str, Any],
+    function: str,
+    *,
+    first_time: Mapping[str, Callable[[], Any]] | None = None,
+) -> Record:
+    """Opens the folder of a new run, or of a run with the very same settings.
+
+    A JSON file in the folder holds the settings. A new run writes it before anything else; a
+    run that continues compares it. Under torchrun every process calls this.
+
+    Args:
+        path: The settings file; its folder is that of the run, made where it is missing.
+        settings: What determines the run, as JSON values.
+        function: The function that errors name.
+        first_time: Further entries that are computed when the run is new, and afterwards read from
+            the file: they are not compared. By name, the function that computes them.
+
+    Returns:
+        What the settings file holds.
+
+    Raises:
+        ValueError: The folder cannot be written, holds other files, or belongs to another run, in
+            which case the differences are listed.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "run", "settings.json")
+        ...     _ = open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 7})
+        ...     open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 8})
+        {'seed': 1, 'steps': 7}
+    """
+    folder, first_time = path.parent, first_time or {}
+    check_writable(folder, function)
+    is_new = not path.exists()
+    if is_new and any(not child.name.startswith(".") for child in folder.iterdir()):
+        raise ValueError(f"{function}: output must be empty or hold this run, got {folder}")
+    wait_for_all()  # the first process writes only when all processes have seen an empty folder
+    if is_new:
+        computed = {name: compute() for name, compute in first_time.items()}
+        if is_main():
+            write_json(path, {**settings, **computed})
+        wait_for_all()
+    record = read_json(path, function)
+    compared = {name: value for name, value in record.items() if name not in first_time}
+    differences = list_differences(compared, settings)
+    if differences:
+        raise ValueError(
+            f"{function}: output must not be another run's, got {folder} ({differences})"
+        )
+    return record
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The settings in which two runs differ, in words; empty where they are the same.
+
+    Args:
+        there: Settings as read from a file.
+        here: The settings of this run.
+
+    Example:
+        >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 32, "model": {}})
+        'length is 64 there and 32 here; model.size is 8 there and None here'
+    """
+    old = dict(_flatten(there))
+    new = dict(_flatten(json.loads(json.dumps(here))))  # tuples are lists in a file
+    return "; ".join(
+        f"{name} is {old.get(name)!r} there and {new.get(name)!r} here"
+        for name in [*old, *(name for name in new if name not in old)]
+        if old.get(name) != new.get(name)
+    )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as names with dots and their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

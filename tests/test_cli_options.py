@@ -1,0 +1,141 @@
+"""One thing has one name: the options of all commands, and what each of them means."""
+
+from typing import Any
+
+import pytest
+import typer
+
+from linbias import cli
+
+# Every option of every command, and its meaning. An option that is new comes here, with a meaning
+# that no other option has: if there is one with the same meaning, use its name.
+MEANINGS = {
+    "--accumulation": "parts of a batch, computed one after another",
+    "--batch-size": "sequences per step of training",
+    "--batch-tokens": "tokens per forward pass of an evaluation",
+    "--batches-per-step": "batches per step of training",
+    "--causal": "hide later keys",
+    "--context-window": "tokens of earlier blocks that are read again",
+    "--corpus": "text to train and test on",
+    "--dataset": "data set that is fetched instead of texts",
+    "--device": "where to compute",
+    "--dict": "dictionary file",
+    "--fsdp": "shard the model",
+    "--head": "head to show",
+    "--json": "print the result as JSON",
+    "--learning-rate": "peak of the schedule",
+    "--length": "tokens that a model reads at a time",
+    "--limit-tokens": "most tokens to score",
+    "--log-steps": "steps between lines of the log",
+    "--max-bytes": "most bytes of text to read",
+    "--max-new-tokens": "tokens to write",
+    "--max-tokens": "most tokens in a batch of training",
+    "--methods": "position methods to compare",
+    "--nwords": "size of the dictionary of words",
+    "--output": "folder to write",
+    "--position": "position method of a model",
+    "--precision": "number format of matrix products",
+    "--preset": "recipe to start from",
+    "--prompt": "text to continue",
+    "--query": "query to show",
+    "--quiet": "show no progress",
+    "--resume": "file of scores to continue from",
+    "--save-steps": "steps between checkpoints",
+    "--seconds": "training time",
+    "--seed": "seed",
+    "--seeds": "seeds of several models",
+    "--set": "field of the model",
+    "--split": "train, valid or test",
+    "--steps": "updates of the weights",
+    "--stride": "tokens by which a window moves",
+    "--temperature": "divisor of logits",
+    "--tensorboard": "write a TensorBoard log",
+    "--test": "text file to test on",
+    "--test-lengths": "lengths to test at",
+    "--threads": "CPU threads",
+    "--threshold": "least count of a word",
+    "--tokenizer": "kind of tokenizer",
+    "--tokens": "tokens to train on",
+    "--top-k": "tokens to sample among",
+    "--train": "text file to train on",
+    "--train-lengths": "lengths to train at",
+    "--valid": "text file to validate on",
+    "--validate-steps": "steps between validations",
+    "--version": "version",
+    "--vocab-size": "tokens of byte pair encoding",
+    "--warmup-steps": "steps that raise the learning rate",
+    "--workers": "processes that read text",
+}
+# Words for the same thing, of which the options use at most one.
+SYNONYMS = [
+    {"output", "out", "folder", "dir", "directory", "dest"},
+    {"split", "subset", "part"},
+    {"steps", "updates", "update", "iterations", "every", "interval"},
+    {"limit", "eval", "only"},
+    {"rate", "lr"},
+    {"json", "as-json"},
+    {"quiet", "silent", "progress", "verbose"},
+    {"corpus", "text", "input"},
+    {"length", "block", "sequence"},
+    {"position", "encoding"},
+    {"precision", "dtype"},
+    {"workers", "jobs", "processes"},
+    {"valid", "validation", "dev"},
+    {"dict", "dictionary"},
+    {"checkpoint", "model"},
+]
+SHORT = {
+    "--output": "-o",
+    "--quiet": "-q",
+    "--prompt": "-p",
+    "--max-new-tokens": "-n",
+}
+
+
+def commands(command: Any, path: str = "linbias") -> list[tuple[str, Any]]:
+    children = getattr(command, "commands", {}).items()
+    found = [commands(child, f"{path} {name}") for name, child in children]
+    return [(path, command), *(pair for pairs in found for pair in pairs)]
+
+
+COMMANDS = commands(typer.main.get_command(cli.app))
+
+
+def options_of(command: Any) -> list[Any]:
+    return [p for p in command.params if p.opts[0].startswith("-") and p.name != "help"]
+
+
+def test_there_are_all_commands():
+    assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {
+        *("explain", "extrapolate", "doctor", "train", "evaluate", "generate"),
+        *(f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")),
+    }
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS])
+def test_every_option_is_known_by_one_name(path, command):
+    for option in options_of(command):
+        (name,) = (word for word in option.opts if word.startswith("--"))
+        assert not option.secondary_opts  # no --no-quiet
+        assert name in MEANINGS, f"{path} {name}: give it a meaning that no other option has"
+        short = [word for word in option.opts if not word.startswith("--")]
+        assert short == [SHORT[name]] if name in SHORT else not short
+
+
+def test_no_two_options_mean_the_same():
+    assert len(set(MEANINGS.values())) == len(MEANINGS)
+    used = {
+        word
+        for _, command in COMMANDS
+        for option in options_of(command)
+        for name in option.opts
+        for word in (name[2:], *name[2:].split("-"))
+        if name.startswith("--")
+    }
+    for synonyms in SYNONYMS:
+        assert len(used & synonyms) <= 1, f"two spellings of one thing: {used & synonyms}"
+
+
+def test_the_list_of_meanings_has_no_option_that_is_gone():
+    names = {name for _, c in COMMANDS for option in options_of(c) for name in option.opts}
+    assert set(MEANINGS) <= names

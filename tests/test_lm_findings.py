@@ -1,0 +1,104 @@
+"""What the records of an experiment say, and that the plots can be read."""
+
+import math
+
+import pytest
+
+from linbias.lm import figures, findings
+from linbias.lm.evaluate import Evaluation
+from linbias.lm.methods import NAMES
+from linbias.lm.records import EvaluationRecord, ExtrapolationResults
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+
+
+def record(method: str, test_length: int, bits: float, seed: int = 0) -> EvaluationRecord:
+    """Tokens are bytes, each of them predicted with so many bits."""
+    nats = bits * math.log(2.0)
+    return by_position([nats] * test_length, [10] * test_length, method=method, seed=seed)
+
+
+def by_position(
+    losses: list[float | None], counts: list[int], method: str = "alibi", seed: int = 0
+) -> EvaluationRecord:
+    total = sum((loss or 0.0) * count for loss, count in zip(losses, counts, strict=True))
+    evaluation = Evaluation(
+        length=len(losses),
+        stride=None,
+        num_tokens=sum(counts),
+        num_bytes=sum(counts),
+        nll=total / sum(counts),
+        tokens_per_second=1.0,
+        peak_memory_bytes=1,
+        loss_by_position=tuple(losses),
+        count_by_position=tuple(counts),
+    )
+    return EvaluationRecord(method, 4, seed, evaluation, date="today")
+
+
+def test_findings_compare_the_longest_test_with_the_training_length():
+    records = [
+        *(record("alibi", 4, 3.0), record("alibi", 64, 2.97)),
+        *(record("rotary", 4, 2.9), record("rotary", 64, 3.48)),
+        *(record("t5", 4, 3.0), record("t5", 64, 3.01)),
+        record("learned", 4, 3.2),
+    ]
+    verdicts = {found.method: found.verdict for found in findings.findings(records)}
+    assert verdicts == {
+        "alibi": "no worse",
+        "rotary": "clearly worse",
+        "t5": "slightly worse",
+        "learned": "limited to its training length",
+    }
+    alibi = findings.findings(records)[0]
+    assert str(alibi) == (
+        "no worse at 16x the training length of 4: 3.000 to 2.970 bits per byte (-1.0%)"
+    )
+
+
+def test_a_curve_is_the_mean_and_range_over_seeds():
+    records = [record("alibi", 4, 3.0), record("alibi", 4, 2.0, seed=1), record("none", 4, 9.0)]
+    (point,) = findings.curve(records, "alibi", 4)
+    assert point == pytest.approx((4, 2.5, 2.0, 3.0))
+
+
+def test_loss_by_position_is_pooled_by_count():
+    records = [
+        by_position([1.0, 2.0, 6.0, None], [100, 100, 100, 0]),
+        by_position([3.0, 2.0, 2.0, 4.0], [300, 100, 300, 100]),
+    ]
+    positions, bits = findings.loss_by_position(records)
+    assert positions == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    nats = [(1 + 9) / 4, 2.0, (6 + 6) / 4, 4.0]
+    assert bits == pytest.approx([value / math.log(2.0) for value in nats])
+
+
+def test_positions_come_from_the_shortest_segments_and_rare_ones_are_pooled():
+    records = [
+        by_position([1.0], [400]),
+        by_position([9.0, 2.0, 3.0, 4.0], [60, 60, 60, 60]),
+    ]
+    positions, bits = findings.loss_by_position(records)
+    # position 1 of the short segments; then 2 and 3 pooled; 4 alone is too rare to be shown
+    assert positions == pytest.approx([1.0, math.sqrt(6)])
+    assert bits == pytest.approx([1.0 / math.log(2.0), 2.5 / math.log(2.0)])
+
+
+def test_slopes_that_depend_on_the_segment_leave_the_longest_segments_only():
+    records = tuple(record("alibi", n, 3.0) for n in (4, 8, 16))
+    for model, kept in (({}, [4, 8, 16]), ({"slope_scale": "interpolate"}, [16])):
+        settings = ExtrapolateSettings(training=TrainSettings(model=model, steps=1))
+        results = ExtrapolationResults({}, settings, (), records)
+        assert [r.test_length for r in findings.records_by_position(results)] == kept
+
+
+def test_labels_at_line_ends_do_not_overlap():
+    methods = ["alibi", "sinusoidal", "rotary", "learned", "t5", "none"]
+    records = [record(m, n, 3.0 + 0.001 * i) for i, m in enumerate(methods) for n in (4, 64)]
+    figure = figures.loss_by_length(records)
+    figures.png(figure)  # draws it
+    names = tuple(NAMES.values())
+    labels = [text for text in figure.axes[0].texts if text.get_text().startswith(names)]
+    boxes = [label.get_window_extent() for label in labels]
+    assert len(boxes) == 6
+    overlaps = [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b)]
+    assert not overlaps

@@ -1,0 +1,161 @@
+"""Runs with the paper's recipe that are interrupted end like an unbroken one, also in two processes."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from interrupting import Kill, die, torchrun
+from linbias.paper.train import train
+from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
+
+
+def train_until_killed(paper_data: Path, output: Path, event: str, step: int) -> None:
+    callbacks = []
+    if event == "while saving":
+        torch_save = torch.save
+
+        def save_and_die(content: object, path: str) -> None:
+            if path.endswith(f"checkpoint-{step}/scheduler.pt"):
+                die()  # the model and the optimizer are written, the rest is not
+            torch_save(content, path)
+
+        torch.save = save_and_die
+    elif event == "while publishing":
+        os_replace = os.replace
+
+        def replace_and_die(source: Path, target: Path) -> None:
+            os_replace(source, target)
+            if Path(target).name == "model.safetensors":
+                die()
+
+        os.replace = replace_and_die
+    else:
+        callbacks = [Kill(event, step)]
+    train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("on_step_end", 1), ("while publishing", 4), ("while saving", 5), ("while saving", 10)],
+        [("on_step_begin", 5), ("on_evaluate", 8), ("on_step_end", 11), ("on_train_end", 14)],
+    ],
+    ids=lambda deaths: ", ".join(f"{event} {step}" for event, step in deaths),
+)
+def test_killed_run_ends_like_an_unbroken_one(
+    deaths: list[tuple[str, int]], paper_run: Path, paper_data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    context = multiprocessing.get_context("forkserver")  # imports once, dies often
+    context.set_forkserver_preload(["linbias.paper.train"])
+    for death in deaths:
+        process = context.Process(target=train_until_killed, args=(paper_data, output, *death))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not (output / "metrics.json").exists()
+    train(paper_data, output, RECIPE, progress=False, callbacks=[KeepMomentum(output)])
+    assert_same_run(output, paper_run)
+    ours, theirs = (
+        torch.load(folder.parent / "momentum.pt", weights_only=True)
+        for folder in (output, paper_run)
+    )
+    assert ours["param_groups"] == theirs["param_groups"]  # lr_old is there
+    for index, state in theirs["state"].items():
+        assert torch.equal(ours["state"][index]["momentum_buffer"], state["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    "full_at", ["checkpoint-10/optimizer.pt", "checkpoint-10/model.safetensors", ".partial"]
+)
+def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
+    full_at: str,
+    paper_run: Path,
+    paper_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import modeling_utils
+
+    def fail_if_full(path: object) -> None:
+        full = full_at in str(path) and (tmp_path / "checkpoints" / "checkpoint-5").exists()
+        if full:
+            Path(str(path)).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    torch_save, tensors_save = torch.save, modeling_utils.safe_save_file
+
+    def save(content: object, path: str) -> None:
+        fail_if_full(path)
+        torch_save(content, path)
+
+    def save_tensors(content: object, path: str, **kwargs: object) -> None:
+        fail_if_full(path)
+        tensors_save(content, path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        patch.setattr(modeling_utils, "safe_save_file", save_tensors)
+        with pytest.raises(OSError, match=r"train: could not write to .*No space left") as error:
+            train(paper_data, tmp_path, RECIPE, progress=False)
+        assert str(error.value).count("could not write") == 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)  # the best of the first steps
+    assert_same_run(train_into(paper_data, tmp_path), paper_run)
+
+
+def test_a_result_that_was_deleted_is_made_again(paper_data: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, steps=2, warmup_steps=1, validate_steps=0)
+    weights = train_into(paper_data, tmp_path / "run", recipe) / "model.safetensors"
+    made = weights.read_bytes()
+    weights.unlink()
+    train(paper_data, tmp_path / "run", recipe, progress=False)
+    assert weights.read_bytes() == made
+
+
+IN_EACH_PROCESS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from torch import distributed
+from interrupting import Stop, StopAt
+from linbias.paper.train import train
+from paper_training import SMOOTH
+
+data, folder = map(Path, sys.argv[1:])
+train(data, folder / "ddp", SMOOTH, progress=False)
+sharded = replace(SMOOTH, fsdp={})
+train(data, folder / "fsdp", sharded, progress=False)
+try:
+    train(data, folder / "resumed", sharded, progress=False, callbacks=[StopAt(7)])
+except Stop:
+    train(data, folder / "resumed", sharded, progress=False)
+distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_train_the_model_of_one(paper_data: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_EACH_PROCESS)
+    done = torchrun(script, paper_data, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and "missing keys" not in done.stderr
+    alone = train_into(paper_data, tmp_path / "alone", SMOOTH)
+    for kind in ("ddp", "fsdp"):
+        for line, theirs in zip(log(alone), log(tmp_path / kind), strict=True):
+            assert theirs == pytest.approx(line, rel=1e-4)
+        weights = load_file(tmp_path / kind / "model.safetensors")
+        for name, value in load_file(alone / "model.safetensors").items():
+            torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
+    assert_same_run(tmp_path / "resumed", tmp_path / "fsdp")
+    with pytest.raises(ValueError, match="num_processes is 2 there and 1 here"):
+        train(paper_data, tmp_path / "ddp", SMOOTH, progress=False)
