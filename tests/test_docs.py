@@ -17,7 +17,6 @@ import linbias
 import linbias.jax.flax
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 MODULES = sorted(
     name
@@ -45,7 +44,14 @@ def test_docstring_examples_run(name, tmp_path):
 PUBLIC = [(linbias, name) for name in linbias.__all__]
 PUBLIC += [
     (importlib.import_module("linbias.torch"), n)
-    for n in ("attention", "attention_varlen", "MultiheadAttention")
+    for n in (
+        "attention",
+        "attention_varlen",
+        "attention_weights",
+        "merge",
+        "visited",
+        "MultiheadAttention",
+    )
 ]
 PUBLIC += [(linbias.jax, "attention")]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
@@ -65,30 +71,59 @@ def test_public_docstrings_have_the_agreed_parts(module, name):
         assert part in text, f"{name} lacks {part}"
 
 
-def test_readme_python_examples_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda path: path.name)
+def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
+    """The blocks of a document follow each other, in a folder where a converted checkpoint lies."""
+    from linbias.models import PaperConfig, PaperForCausalLM
+
+    config = PaperConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, cutoffs=[20],
+    )  # fmt: skip
+    PaperForCausalLM(config).save_pretrained(tmp_path / "alibi-512")
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in blocks:
-        exec(compile(ast.parse(block), "README.md", "exec"), names)
+    for block in blocks(document, "python"):
+        exec(compile(ast.parse(block), document.name, "exec"), names)
 
 
-def test_readme_names_commands_that_exist():
+def test_there_are_examples_in_every_guide():
+    assert {"README.md", "torch.md", "jax.md", "models.md", "paper.md"} <= {
+        document.name for document in WITH_PYTHON
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_a_document_names_exist(document):
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)", README):
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"`make (\w+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     sources = sorted((ROOT / "src/linbias/cli").glob("*.py"))
     commands = "".join(path.read_text() for path in sources)
-    for command in re.findall(
-        r"\blinbias ([a-z]+)\b", " ".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-    ):
-        assert f"def {command}(" in commands, command
+    indented = "\n".join(re.findall(r"^    (.*)$", text, re.MULTILINE))
+    for block in (*blocks(document, "sh"), indented):
+        for command in re.findall(
+            r"^(?:.*-m )?linbias (?:paper )?([a-z]+)\b", block, re.MULTILINE
+        ):
+            assert f"def {command}(" in commands, command
 
 
 def test_files_that_documents_point_to_exist():
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+    for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
-            assert (ROOT / target).exists(), f"{document.name}: {target}"
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
 def test_no_file_in_the_tree_is_over_200_kb():
