@@ -22,7 +22,7 @@ from contract import SEED, check_case, check_certificate_holds, expected
 from linbias import _checks
 from linbias._checks import TOLERANCE
 from linbias.jax import attention, blocked, cpu, functional
-from linbias.jax.operator import Arguments, Numbers
+from linbias.jax.operator import Inputs
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]

@@ -1,6 +1,7 @@
 """The compiled CPU core as an XLA custom call. What it computes, and how: csrc/attention-inl.h."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import linbias.cpu as core
 from linbias import _machine
 from linbias._checks import Problem
 from linbias.jax import operator
-from linbias.jax.operator import Arguments, Gradients, Numbers
+from linbias.jax.operator import Gradients, Inputs
 
 NAME = core.NAME
 
@@ -22,23 +23,24 @@ try:
     _xla: Any = import_module("linbias._xla")
 except ImportError as error:  # not compiled here, or for another Python
     _xla = None
-    _REASON = (
-        f"the core's door to JAX cannot be imported ({error}); reinstall with a C++20 compiler"
-    )
+    _REASON = f"the binding of the core to XLA cannot be imported ({error}); reinstall with a C++20 compiler"
 
 
-def why_not(call: Problem) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
     if _xla is None:
         return _REASON
-    if call.mask:
+    # TO BE REMOVED when the core's binding takes query_start and a range for each head.
+    if problem.key_range or problem.query_start:
+        return "it takes neither key_range nor query_start"
+    if problem.mask:
         return "it takes a key_range but no mask"
-    if call.device.endswith("cpu devices"):
-        return f"the arrays lie in parts on {call.device}; call it inside jax.shard_map over batch and heads"
-    return core.why_not(call)
+    if problem.device.endswith("cpu devices"):
+        return f"the arrays lie in parts on {problem.device}; call it inside jax.shard_map over batch and heads"
+    return core.why_not(problem)
 
 
-class Kept(NamedTuple):
+class Results(NamedTuple):
     """What the core writes and backward reads: lse = row_max + log_sum."""
 
     out: Array  # [B, H, T, E], wide
@@ -47,55 +49,49 @@ class Kept(NamedTuple):
     visited: Array  # [B, H, tiles, 2], int32
 
 
-def _forward(call: Arguments, numbers: Numbers, precise: bool) -> tuple[Array, Array, Kept]:
-    (B, T, H, _), E, wide = call.q.shape, call.v.shape[3], call.left.dtype
+def _forward(inputs: Inputs) -> tuple[Array, Array, Results]:
+    (B, T, H, _), E, wide = inputs.q.shape, inputs.v.shape[3], inputs.left.dtype
     rows = jax.ShapeDtypeStruct((B, H, T), wide)
-    results = (
+    shapes = (
         jax.ShapeDtypeStruct((B, H, T, E), wide),
         rows,
         rows,
         jax.ShapeDtypeStruct((B, H, core.num_tiles(T), 2), np.int32),
     )
-    kept = Kept(*_call_core("forward", results, _operands(call), call, numbers, precise))
-    out = kept.out.swapaxes(1, 2).astype(call.q.dtype)
-    return out, (kept.row_max + kept.log_sum).swapaxes(1, 2), kept
+    results = Results(*_call_core("forward", shapes, _operands(inputs), inputs))
+    out = results.out.swapaxes(1, 2).astype(inputs.q.dtype)
+    return out, (results.row_max + results.log_sum).swapaxes(1, 2), results
 
 
-def _backward(
-    call: Arguments, numbers: Numbers, kept: Kept, dout: Array, dlse: Array
-) -> Gradients:
-    wide = call.left.dtype
+def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradients:
+    wide = inputs.left.dtype
+    sizes = (x.shape for x in (inputs.q, inputs.k, inputs.v))
     shapes = [
-        (n, heads, T, size) for n, T, heads, size in (call.q.shape, call.k.shape, call.v.shape)
+        jax.ShapeDtypeStruct((n, heads, length, size), wide) for n, length, heads, size in sizes
     ]
-    slopes = jax.ShapeDtypeStruct(call.left.shape, wide)
-    results = [*(jax.ShapeDtypeStruct(shape, wide) for shape in shapes), slopes, slopes]
-    operands = (*_operands(call), *kept, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
-    gradients = _call_core("backward", results, operands, call, numbers, precise=True)
+    slopes = jax.ShapeDtypeStruct(inputs.left.shape, wide)
+    operands = (*_operands(inputs), *saved, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
+    inputs = replace(inputs, precise=True)
+    gradients = _call_core("backward", [*shapes, slopes, slopes], operands, inputs)
     return Gradients(*(x.swapaxes(1, 2) for x in gradients[:3]), *gradients[3:])
 
 
-_run = operator.define(NAME, _forward, _backward)
+attention = operator.define(NAME, _forward, _backward)
 
 
-def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
-    """Return out [B, T, H, E] and lse [B, T, H]."""
-    return _run(arguments, call)
-
-
-def _operands(call: Arguments) -> tuple[Array, ...]:
-    """The arrays of a call; what it lacks is there but not read."""
-    q, k, v, left, right, key_range, key_bound, _, seed = call
-    B, G = k.shape[0], k.shape[2]
+def _operands(inputs: Inputs) -> tuple[Array, ...]:
+    """The arrays of a call in the order of the handlers; what the call lacks is there but not read."""
+    left, key_range, key_bound = inputs.left, inputs.key_range, inputs.key_bound
+    B, G = inputs.k.shape[0], inputs.k.shape[2]
     return (
-        q,
-        k,
-        v,
+        inputs.q,
+        inputs.k,
+        inputs.v,
         left,
-        left if right is None else right,
-        jnp.zeros((B, 2), jnp.int32) if key_range is None else key_range,
+        left if inputs.right is None else inputs.right,
+        jnp.zeros((B, 2), jnp.int32) if key_range is None else key_range[:, 0],
         jnp.zeros((B, G), left.dtype) if key_bound is None else key_bound,
-        jnp.uint32(0) if seed is None else seed,
+        jnp.uint32(0) if inputs.seed is None else inputs.seed,
     )
 
 
@@ -103,23 +99,23 @@ def _call_core(
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Array],
-    call: Arguments,
-    numbers: Numbers,
-    precise: bool,
+    inputs: Inputs,
 ) -> Sequence[Array]:
     _register()
-    (B, T, H, D), (S, G, E) = call.q.shape, call.v.shape[1:]
+    (B, T, H, D), (S, G, E) = inputs.q.shape, inputs.v.shape[1:]
     run = jax.ffi.ffi_call(f"linbias_{name}", results, vmap_method="broadcast_all")
     found = run(
         *operands,
-        causal=call.right is None,
-        ranged=call.key_range is not None,
-        bounded=call.key_bound is not None and name == "forward",
-        precise=precise,
+        causal=inputs.right is None,
+        ranged=inputs.key_range is not None,
+        bounded=inputs.key_bound is not None and name == "forward",
+        precise=inputs.precise,
         num_threads=np.int32(core.num_threads((B, H, G, T, S, D, E), _machine.num_cores())),
-        **{field: np.float64(value) for field, value in numbers._asdict().items()},
+        scale=np.float64(inputs.scale),
+        dropout=np.float64(inputs.dropout),
+        tolerance=np.float64(inputs.tolerance),
     )
-    return operator.vary_alike((found, call.q))[0]
+    return operator.with_the_same_mesh_axes((found, inputs.q))[0]
 
 
 @cache
