@@ -33,7 +33,7 @@ class Certificate:
     tiles: Tiles
     base: Array  # [B, tiles, rows]: the part of a that no key changes
     q_norm: Array  # [B, tiles, rows]: |scale| * |q|, rounded up
-    radius: tuple[Array, Array]  # [B, padded keys]: max |k - c| up to a key, and from a key on
+    radius: tuple[Array, Array | None]  # [B, padded keys]: max |k - c| up to a key, and from it on
     key_range: tuple[Array, Array]  # [B or 1]: first, end
     slopes: tuple[Array, Array | None]  # [B, 1, 1]
     log_share: float
@@ -59,15 +59,16 @@ class Certificate:
         center = k.sum(1) / count
         radius = jnp.linalg.norm(k - center[:, None], axis=-1) * (1 + slack) + 0 * v.sum(-1)
         radius = jnp.where(seen, radius, 0)
-        radii = lax.cummax(radius, axis=1), lax.cummax(radius, axis=1, reverse=True)
+        from_key_on = None if slopes[1] is None else lax.cummax(radius, axis=1, reverse=True)
         q_norm = jnp.linalg.norm(q, axis=-1) * abs(scale) * (1 + slack)
-        largest = jnp.linalg.norm(center, axis=-1) + radii[1][:, 0]
+        largest = jnp.linalg.norm(center, axis=-1) + radius.max(1)
         exact = lax.Precision.HIGHEST
         aligned = jnp.einsum("btrd,bd->btr", q, center, precision=exact) * scale
         base = aligned + slack * q_norm * largest[:, None, None]
         share = tolerance if slopes[1] is None else tolerance / 2
         log_share = math.log(share) if share else -math.inf
         sides = slopes[0][..., 0], None if slopes[1] is None else slopes[1][..., 0]
+        radii = lax.cummax(radius, axis=1), from_key_on
         return cls(tiles, base, q_norm, radii, key_range, sides, log_share, slack)
 
     def covers(self, side: Side, step: Array, lse: Array) -> Array:
@@ -83,15 +84,14 @@ class Certificate:
         """
         tiles, band, (first, end) = self.tiles, side.band(step), self.key_range
         to_left = side.direction == LEFT
-        slope = self.slopes[0 if to_left else 1]
-        assert slope is not None, "nothing lies to the right of a causal row"
+        slope, radius = self.slopes[not to_left], self.radius[not to_left]
+        assert slope is not None and radius is not None, "nothing lies to the right of a causal row"
         lowest = tiles.first_keys(band)
         # The nearest key of each tile's block; how many there are from it outwards; how far away it is.
         nearest = lowest + tiles.block - 1 if to_left else lowest
         count = (nearest + 1 - first[:, None]) if to_left else (end[:, None] - nearest)
         offset = band * tiles.block + (tiles.block - 1 if to_left else 0)
         distance = jnp.abs(tiles.offsets() - offset[:, None, None]).astype(lse.dtype)
-        radius = self.radius[0 if to_left else 1]
         padded = jnp.clip(nearest + tiles.band_keys, 0, radius.shape[1] - 1)
         padded = jnp.broadcast_to(padded, (len(radius), tiles.num_tiles))
         radius = jnp.take_along_axis(radius, padded, axis=1)[..., None]
