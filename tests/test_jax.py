@@ -24,13 +24,7 @@ from linbias._checks import TOLERANCE
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
 from linbias.jax.functional import prepare
 
-TAKING_POSITIONS = ("blocked", "dense")  # add "cpu" when its binding takes query_start
-CONTRACT = [
-    (implementation, case)
-    for implementation in IMPLEMENTATIONS
-    for case in CASES
-    if implementation in TAKING_POSITIONS or not case.placement
-]
+CONTRACT = [(implementation, case) for implementation in IMPLEMENTATIONS for case in CASES]
 NARROW = [
     ("dense", "symmetric", "bfloat16"),
     ("blocked", "range-per-head-symmetric", "float64"),
@@ -38,7 +32,6 @@ NARROW = [
     *(
         ("cpu", name, dtype)
         for name in ("symmetric", "dropout", "filled-cache")
-        if "cpu" in TAKING_POSITIONS or not by_name(name).placement
         for dtype in ("float64", "bfloat16", "float16")
     ),
 ]
@@ -87,7 +80,7 @@ def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, c
 
 
 @pytest.mark.parametrize("bounded", (False, True))
-@pytest.mark.parametrize("implementation", TAKING_POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, bounded):
     case = by_name("long-cache", T=1, key_range=((0, 1500), (700, 2053)))
     inputs, truth, plains = expected(case, "float32")
@@ -118,7 +111,7 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
 
 
 @pytest.mark.parametrize("query_start", (None, np.array([40, -20])))
-@pytest.mark.parametrize("implementation", TAKING_POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_outside_the_key_range_may_hold_anything(implementation, query_start):
     q, k, v = random(2, 11, 2, 8)
     options = {

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_subject import SIZES, needs_core, random
+from jax_subject import IMPLEMENTATIONS, SIZES, needs_core, random
 from linbias.jax import attention
 
 
@@ -128,9 +128,6 @@ def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
     )
 
 
-TAKING_POSITIONS = ("blocked", "dense")  # add "cpu" when its binding takes query_start
-
-
 def weighed(q, k, v, left, key_range, query_start, implementation, **options):
     """A number that depends on all of out and lse, for gradients."""
     out, lse = attention(
@@ -140,7 +137,7 @@ def weighed(q, k, v, left, key_range, query_start, implementation, **options):
     return (out**2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
-@pytest.mark.parametrize("implementation", TAKING_POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_traced_positions_give_what_known_ones_give(implementation):
     """Under jit, with gradients, and over several ranges and starts by vmap."""
     q, k, v = random(*SIZES)
@@ -160,7 +157,7 @@ def test_traced_positions_give_what_known_ones_give(implementation):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", TAKING_POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_traced_positions_that_nobody_may_ask_for_are_moved_to_the_limits(implementation):
     """They are not checked; the loops must end all the same, and nothing outside the keys is read."""
     q, k, v = random(*SIZES)
