@@ -105,17 +105,21 @@ def attention(
     if num_threads < 1:
         raise ValueError(f"attention: num_threads must be at least 1, got {num_threads}")
     dtype = _computed_in([array.dtype for array in given])
-    arrays = [
-        _readable(array.astype(dtype, copy=False).reshape(math.prod(batch), *array.shape[-3:]))
-        for array in given
-    ]
+    arrays = [_readable(_fold(x if x.dtype == dtype else x.astype(dtype), batch)) for x in given]
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     sides = [None if side is None else np.asarray(side, dtype=wide) for side in (left, right)]
-    ranges, starts = (None if x is None else _of_rows(x, batch) for x in (key_range, query_start))
+    ranges, starts = (
+        None if x is None else _fold(np.asarray(x), batch) for x in (key_range, query_start)
+    )
+    dtype_name, wide_name = dtype.name, wide.name  # NumPy makes a name anew each time
     problem = _checks.check(
         "attention",
-        *(_describe(array) for array in arrays),
-        *(None if x is None else _describe(x) for x in (*sides, ranges, starts)),
+        *(_checks.Described(x.shape, dtype_name) for x in arrays),
+        *(None if x is None else _checks.Described(x.shape, wide_name) for x in sides),
+        *(
+            None if x is None else _checks.Described(x.shape, x.dtype.name)
+            for x in (ranges, starts)
+        ),
         causal=causal,
         scale=scale,
         tolerance=tolerance,
@@ -130,9 +134,11 @@ def attention(
         _checks.check_key_range_values("attention", ranges, problem.S)
     if starts is not None:
         _checks.check_query_start_values("attention", starts)
-    out, lse = _run(problem, arrays, sides, ranges, starts, wide, num_threads)
+    out, row_max, log_sum = _run(problem, arrays, sides, ranges, starts, wide, num_threads)
     out = out.astype(given[0].dtype, copy=False).reshape(*batch, *out.shape[1:])
-    return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
+    if not return_lse:
+        return out
+    return out, (row_max + log_sum).reshape(*batch, *row_max.shape[1:])
 
 
 def _run(
@@ -143,8 +149,8 @@ def _run(
     starts: Array | None,
     wide: np.dtype[Any],
     num_threads: int,
-) -> tuple[Floats, Floats]:
-    """Fill in what a checked call leaves open, and run it: out [B, H, T, E] and lse [B, H, T], wide."""
+) -> tuple[Floats, Floats, Floats]:
+    """Fill in what a checked call leaves open, and run it: out [B, H, T, E], row_max and log_sum [B, H, T], wide."""
     B, H, G, T, S = problem.B, problem.H, problem.G, problem.T, problem.S
     q, k, v = arrays
     left, right = sides
@@ -164,7 +170,7 @@ def _run(
     if starts is not None:
         starts = np.ascontiguousarray(starts, dtype=np.int64)
     out = np.empty((B, H, T, problem.E), wide)
-    row_max, log_sum = np.empty((2, B, H, T), wide)
+    row_max, log_sum = np.empty((B, H, T), wide), np.empty((B, H, T), wide)
     visited = np.empty((B, H, core.num_tiles(T), 2), np.int32)
     call = core.Call(
         dtype=core.DTYPES[problem.dtype],
@@ -194,7 +200,7 @@ def _run(
         visited_tiles=visited.shape[2],
     )
     core.forward(call, results)
-    return out, row_max + log_sum
+    return out, row_max, log_sum
 
 
 def _real(name: str, argument: npt.ArrayLike) -> Array:
@@ -213,26 +219,21 @@ def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype in which the core is to read q, k and v."""
     if any(dtype.itemsize > 4 for dtype in dtypes):
         return np.dtype(np.float64)
-    return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
+    return dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else np.dtype(np.float32)
 
 
-def _of_rows(argument: npt.ArrayLike, batch: tuple[int, ...]) -> Array:
-    """Fold the batch axes of a key_range or query_start; one that has others is left for the checks to refuse."""
-    array = np.asarray(argument)
-    if array.shape[: len(batch)] != batch:
+def _fold(array: Array, batch: tuple[int, ...]) -> Array:
+    """Make one axis of the batch axes; an array that has others is left for the checks to refuse."""
+    if len(batch) == 1 or array.shape[: len(batch)] != batch:
         return array
     return array.reshape(math.prod(batch), *array.shape[len(batch) :])
 
 
 def _readable(array: Array) -> Array:
     """The array itself where the core can read it: aligned, and with strides of whole elements, the last one 1."""
-    whole = all(stride % array.itemsize == 0 for stride in array.strides)
-    plain = whole and array.strides[-1] == array.itemsize and array.flags.aligned
-    return array if plain else np.ascontiguousarray(array)
-
-
-def _describe(array: Array) -> _checks.Described:
-    return _checks.Described(array.shape, array.dtype.name)
+    size, strides = array.itemsize, array.strides
+    plain = strides[-1] == size and not any(stride % size for stride in strides)
+    return array if plain and array.flags.aligned else np.ascontiguousarray(array)
 
 
 def _operand(array: Array) -> "core.Array":
