@@ -14,7 +14,9 @@ from flax import nnx
 from flax.linen.attention import dot_product_attention, make_attention_mask, make_causal_mask
 
 import linbias
+import linbias.jax.flax as flax_module
 from linbias.jax.flax import attention_fn, mha_alibi
+from linbias.jax.functional import prepare
 from linbias.torch import MultiheadAttention
 from linbias.variants import VARIANTS, is_causal, variant_slopes
 
@@ -115,7 +117,7 @@ MASKS = {
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    [*((n, True) for n in MASKS), ("keys padded right", False), ("per head", False)],
+    [(n, known) for n in MASKS for known in (True, False)],
 )
 def test_masks_hide_keys_known_or_traced(name, known):
     mask = MASKS[name]
@@ -136,14 +138,60 @@ def test_symmetric_attention_takes_padding_on_both_sides():
     np.testing.assert_allclose(out, flax_attention("symmetric", mask), atol=1e-6)
 
 
-def test_a_known_mask_that_is_a_range_runs_on_the_core_and_others_are_refused_there():
+def options_of(monkeypatch, variant, mask):
+    """The options that a mask of this call comes to."""
+    found = {}
+
+    def spy(*args, **options):
+        found.update((n, options.get(n)) for n in ("key_range", "query_start", "mask"))
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(flax_module, "prepare", spy)
+    attention_fn(variant)(*QKV, mask=mask)
+    return {n: np.asarray(x).tolist() for n, x in found.items() if x is not None}
+
+
+RIGHT, LEFT = {"key_range": [[0, 7], [0, 4]]}, {"key_range": [[0, 7], [3, 7]]}
+AT_THE_KEYS = {"query_start": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "options"),
+    [
+        ("causal", "causal", {}),
+        ("causal", "keys padded right", RIGHT | AT_THE_KEYS),
+        ("causal", "keys padded left", LEFT | AT_THE_KEYS),
+        ("symmetric", "keys padded right", RIGHT | AT_THE_KEYS),
+        ("symmetric", "keys padded left", LEFT | AT_THE_KEYS),
+    ],
+)
+def test_a_known_mask_that_is_a_range_of_keys_becomes_one(monkeypatch, variant, name, options):
+    assert options_of(monkeypatch, variant, MASKS[name]) == options
+
+
+def test_other_masks_stay_masks_and_the_core_refuses_them(monkeypatch):
+    for name in ("holes", "per head", "both padded, causal"):
+        assert "mask" in options_of(monkeypatch, "causal", MASKS[name])
     attend = attention_fn("causal", implementation="cpu")
     attend(*QKV, mask=MASKS["causal"])
-    attend(*QKV, mask=MASKS["keys padded left"])
-    with pytest.raises(
-        NotImplementedError, match="cpu cannot run this call: it takes a key_range but no mask"
-    ):
+    with pytest.raises(NotImplementedError, match="cpu cannot run this call: it takes "):
         attend(*QKV, mask=MASKS["holes"])
+
+
+@pytest.mark.parametrize("known", (True, False))
+@pytest.mark.parametrize("variant", ("causal", "symmetric"))
+def test_one_query_stands_at_the_last_key_that_its_mask_shows(variant, known):
+    """Each batch row at its own: a cache filled to another length, with padding or a hole before it."""
+    q, k, v = QKV[0][:, :1], QKV[1], QKV[2]
+    mask = np.array([[False, True, False, True, True, False, False], [True] * 6 + [False]])
+    run = attention_fn(variant)
+    run = run if known else jax.jit(run)
+    out = run(q, k, v, mask=mask[:, None, None])
+    for b, end in enumerate((5, 6)):
+        here = (x[b : b + 1] for x in (q, k[:, :end], v[:, :end]))
+        bias = np.where(mask[b, :end], bias_of("causal", length=end)[:, -1:], -1e30)
+        expected = dot_product_attention(*here, bias=bias.astype(np.float32)[None])
+        np.testing.assert_allclose(out[b : b + 1], expected, atol=1e-6)
 
 
 def test_masked_attention_has_the_gradients_of_dense():
@@ -168,7 +216,7 @@ def test_dropout_acts_in_training_only_and_obeys_its_key():
 
 
 def test_learned_slopes_get_gradients():
-    left = jnp.asarray(linbias.slopes(H), jnp.float32)
+    left = jnp.asarray(linbias.slopes(H) + 0.02, jnp.float32)  # nudged, they stay above 0
     loss = lambda left: (attention_fn("asymmetric", left=left, right=left)(*QKV) ** 2).sum()  # noqa: E731
     step = 1e-2
     for h, slope in enumerate(np.asarray(jax.grad(loss)(left))):

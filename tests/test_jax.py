@@ -1,125 +1,34 @@
-"""`linbias.jax.attention`: every implementation against the contract, and what only JAX has."""
+"""`linbias.jax.attention`: every implementation against the contract, and what the contract does not say."""
 
 import functools
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
-
-# The suite compiles some hundred small programs: the compiler's optimiser would take most of its time.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import linbias
-import linbias.jax
 from budget import assert_within_budget
 from cases import CASES, by_name
-from contract import SEED, check_case, check_certificate_holds, expected
-from linbias import _checks
+from contract import check_case, check_certificate_holds, expected
+from jax_subject import (
+    IMPLEMENTATIONS,
+    SIZES,
+    JaxSubject,
+    needs_core,
+    numpy_attention,
+    random,
+    to_jax,
+    to_numpy,
+)
 from linbias._checks import TOLERANCE
-from linbias.jax import attention, blocked, cpu, functional
-from linbias.jax.operator import Arguments, Numbers
+from linbias.jax import attention, attention_weights, blocked, cpu, merge
+from linbias.jax.functional import prepare
 
-IMPLEMENTATIONS = ("dense", "blocked", "cpu")
-HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
-
-
-@contextmanager
-def known_dropout():
-    """Draw SEED for the dropout mask, so that the mask is known."""
-    original = functional.draw_seed
-    functional.draw_seed = lambda _: jnp.uint32(SEED)
-    yield
-    functional.draw_seed = original
-
-
-class JaxSubject:
-    def __init__(self, implementation: str) -> None:
-        self.implementation = implementation
-
-    def attention(self, case, tolerance=None):
-        def attend(leaves):
-            out, lse = attention(
-                **leaves,
-                causal=case.causal,
-                scale=case.scale,
-                **case.placement,
-                dropout=case.dropout,
-                dropout_key=jax.random.key(0),
-                tolerance=tolerance,
-                implementation=self.implementation,
-                return_lse=True,
-            )
-            return {"out": out, "lse": lse}
-
-        return attend
-
-    @functools.cache  # noqa: B019  # a case runs twice, and compiling is what takes the time
-    def program(self, case, tolerance):
-        def run(leaves, dout, dlse):
-            results, pull = jax.vjp(self.attention(case, tolerance), leaves)
-            dlse = jnp.where(results["lse"] > -jnp.inf, dlse, 0)
-            return results, pull({"out": dout, "lse": dlse})[0]
-
-        return jax.jit(run)
-
-    def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
-        assert layout == "plain", "JAX arrays have no strides"
-        wide = "float64" if dtype == "float64" else "float32"
-        with jax.enable_x64(dtype == "float64"), known_dropout():
-            arrays = {
-                name: to_jax(name, array, dtype if name in ("q", "k", "v", "dout") else wide)
-                for name in ("q", "k", "v", "left", "right", "dout", "dlse")
-                if (array := getattr(inputs, name)) is not None
-            }
-            dout, dlse = (arrays.pop(name) for name in ("dout", "dlse"))
-            results, gradients = self.program(case, tolerance)(arrays, dout, dlse)
-            assert (results["out"].dtype, results["lse"].dtype) == (dtype, wide)
-            assert {n: (g.dtype, g.shape) for n, g in gradients.items()} == {
-                n: (x.dtype, x.shape) for n, x in arrays.items()
-            }
-        return to_numpy(results), to_numpy(gradients)
-
-
-def to_jax(name, array, dtype):
-    return jnp.asarray(array if name in ("left", "right") else array.swapaxes(1, 2), dtype)
-
-
-def to_numpy(arrays):
-    arrays = {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
-    return {n: a.swapaxes(1, 2) if n in HEADS_SECOND else a for n, a in arrays.items()}
-
-
-# Compiling takes all the time, so each implementation runs the cases that its own code tells apart: the core's door
-# passes arrays on, and the core has its own tests; `dense` knows no tiles.
-OF_DENSE = {
-    "T-above-S", "T-one", "no-queries", "no-keys", "no-batch", "multi-query", "scale", "slopes-mixed", "slopes-extreme",
-    "symmetric-T-above-S", "asymmetric-per-batch", "directional", "both-sides-hidden", "hidden-right-of-a-gap",
-    "filled-cache", "empty-range", "extreme-logits", "dropout-range-symmetric",
-}  # fmt: skip
-OF_BLOCKED = {
-    "T-above-S", "no-queries", "no-keys", "slopes-mixed", "hidden-right-of-a-gap", "empty-range",
-    "dropout-range-symmetric", "long-cache", "long-symmetric", "long-T-above-S", "long-per-batch", "long-range",
-    "long-extreme-logits",
-}  # fmt: skip
-CHOSEN = [
-    (implementation, case)
-    for implementation, names in (
-        ("dense", OF_DENSE),
-        ("blocked", OF_BLOCKED),
-        ("cpu", {case.name for case in CASES}),
-    )
-    for case in CASES
-    if case.name in names
-]
+CONTRACT = [(implementation, case) for implementation in IMPLEMENTATIONS for case in CASES]
 NARROW = [
     ("dense", "symmetric", "bfloat16"),
-    ("blocked", "range-symmetric", "float64"),
-    ("blocked", "range-symmetric", "bfloat16"),
+    ("blocked", "range-per-head-symmetric", "float64"),
+    ("blocked", "gaps-asymmetric", "bfloat16"),
     *(
         ("cpu", name, dtype)
         for name in ("symmetric", "dropout", "filled-cache")
@@ -127,18 +36,8 @@ NARROW = [
     ),
 ]
 
-needs_core = pytest.mark.skipif(
-    cpu.why_not(_checks.Problem(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0))
-    is not None,
-    reason="linbias._xla is not compiled here",
-)
 
-
-def test_every_chosen_case_exists():
-    assert len(CHOSEN) == len(OF_DENSE) + len(OF_BLOCKED) + len(CASES)
-
-
-@pytest.mark.parametrize(("implementation", "case"), CHOSEN, ids=str)
+@pytest.mark.parametrize(("implementation", "case"), CONTRACT, ids=str)
 def test_contract_in_float32(implementation, case):
     check_case(JaxSubject(implementation), case, "float32")
 
@@ -153,19 +52,35 @@ def test_dropped_mass_is_at_most_the_tolerance(name):
     check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
 
 
+def steps(q, k, v, left, **options):
+    """Bands that `blocked` visits for each head, to the left and to the right."""
+    inputs, _ = prepare(
+        "test", q, k, v, left, causal=options.pop("causal", True), right=None, **options
+    )
+    return jax.jit(lambda inputs: blocked._forward(inputs)[2].num_steps)(inputs).tolist()
+
+
 def test_the_certificate_leaves_most_of_a_long_sequence():
     """A steep head visits few bands, a head without slope all of them, and tolerance 0 leaves nothing out."""
-    q, k, v = (jnp.asarray(x) for x in random(1, 2048, 2, 16))
-    call = Arguments(q, k, v, jnp.array([[0.5, 0.0]]), None, None, None, None, None)
-    for tolerance, bands in ((2.0**-24, [2, 8]), (0.0, [8, 8])):
-        kept = jax.jit(
-            lambda call, t=tolerance: blocked._forward(call, Numbers(0.25, 0.0, t), True)[2]
-        )(call)
-        assert kept.visited[:, 0].tolist() == bands
+    q, k, v = random(1, 2048, 2, 16)
+    assert steps(q, k, v, [0.5, 0.0]) == [[2, 0], [8, 0]]
+    assert steps(q, k, v, [0.5, 0.0], tolerance=0.0) == [[8, 0], [8, 0]]
+
+
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("start", (-(2**30), -3000, 3000, 2**30))
+def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, causal):
+    """Three tiles meet four blocks of keys in at most seven bands, near ones first."""
+    (q, *_), (_, k, v) = random(2, 600, 2, 8), random(2, 1000, 2, 8)
+    options = {"query_start": np.array([start, 300]), "causal": causal}
+    found = steps(q, k, v, [0.5, 0.0], **options)
+    assert max(map(max, found)) <= 7
+    # The batch row that stands among the keys needs the bands of the left side, and all rows stop together.
+    assert found[1][0] >= 4
 
 
 @pytest.mark.parametrize("bounded", (False, True))
-@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, bounded):
     case = by_name("long-cache", T=1, key_range=((0, 1500), (700, 2053)))
     inputs, truth, plains = expected(case, "float32")
@@ -177,17 +92,6 @@ def test_decoding_from_a_long_cache(implementation, bounded):
     for name, actual in to_numpy({"out": out, "lse": lse}).items():
         plain = [p[0][name] for p in plains]
         assert_within_budget(name, actual, truth[0][name], plain, "float32", TOLERANCE["float32"])
-
-
-def random(B, T, H, D, seed=0):
-    return np.random.default_rng(seed).normal(size=(3, B, T, H, D)).astype(np.float32)
-
-
-def numpy_attention(q, k, v, *args, **options):
-    out = linbias.attention(
-        *(np.asarray(x, float).swapaxes(1, 2) for x in (q, k, v)), *args, **options
-    )
-    return out.swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("where", ("q", "k", "v"))
@@ -206,12 +110,14 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
         assert not bad[:3].any()
 
 
+@pytest.mark.parametrize("query_start", (None, np.array([40, -20])))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_keys_outside_the_key_range_may_hold_anything(implementation):
+def test_keys_outside_the_key_range_may_hold_anything(implementation, query_start):
     q, k, v = random(2, 11, 2, 8)
     options = {
         "causal": False,
         "key_range": np.array([[3, 8], [1, 11]]),
+        "query_start": query_start,
         "implementation": implementation,
     }
     run = jax.jit(jax.value_and_grad(lambda *a: attention(*a, **options).sum(), argnums=(0, 1, 2)))
@@ -220,60 +126,6 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation):
         x[0, :3], x[0, 8:], x[1, :1] = value, value, value
     for before, after in zip(*map(jax.tree.leaves, (clean, run(q, k, v))), strict=True):
         np.testing.assert_array_equal(before, after)
-
-
-SIZES = (2, 9, 4, 8)
-
-
-@pytest.mark.parametrize(("implementation", "seed"), [("blocked", 1), ("cpu", None), ("cpu", 1)])
-def test_vmap_equals_one_call_after_the_other(implementation, seed):
-    """Also of gradients, over some arguments only, and with a dropout mask for each call."""
-    q, k, v = random(*SIZES)
-    qs, slopes = (
-        np.stack([q, q + 1, q - 1]),
-        np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4),
-    )
-    keys = jax.random.split(jax.random.key(0), 3)
-
-    def loss(q, slope, key):
-        options = {} if seed is None else {"dropout": 0.5, "dropout_key": key}
-        return (attention(q, k, v, slope, implementation=implementation, **options) ** 2).sum()
-
-    run = jax.value_and_grad(loss, argnums=(0, 1))
-    together = jax.jit(jax.vmap(run))(qs, slopes, keys)
-    alone = [jax.jit(run)(*x) for x in zip(qs, slopes, keys, strict=True)]
-    for a, b in zip(
-        *map(jax.tree.leaves, (together, jax.tree.map(lambda *x: np.stack(x), *alone))),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
-def test_checkpoint_and_an_outer_jit_change_nothing(implementation):
-    q, k, v = random(*SIZES)
-
-    def loss(q):
-        return (attention(q, k, v, implementation=implementation) ** 2).sum()
-
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(jax.checkpoint(loss)))(q), jax.grad(loss)(q), rtol=1e-5, atol=1e-6
-    )
-
-
-def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
-    q, k, v = random(1, 5, 2, 4)
-
-    def slope(q, implementation):
-        inner = jax.grad(lambda q: (attention(q, k, v, implementation=implementation) ** 2).sum())
-        return (inner(q) ** 2).sum()
-
-    assert np.isfinite(jax.grad(slope)(q, "dense")).all()
-    for name in ("blocked", "cpu"):
-        with pytest.raises(
-            NotImplementedError, match=f"attention: {name} gives first derivatives only"
-        ):
-            jax.grad(slope)(q, name)
 
 
 def test_dropout_obeys_its_key_and_keeps_the_mean():
@@ -297,10 +149,10 @@ def test_auto_takes_the_core_on_a_cpu_and_passes_it_over_where_it_cannot():
 
 
 def test_without_the_binding_of_the_core_the_reason_is_stated(monkeypatch):
-    monkeypatch.setattr(cpu, "WHY_MISSING", "the binding of the core to XLA cannot be imported")
+    monkeypatch.setattr(cpu, "WHY_MISSING", "the binding cannot be imported")
     q = random(*SIZES)[0]
     with pytest.raises(
-        NotImplementedError, match="cpu cannot run this call: the binding of the core to XLA"
+        NotImplementedError, match="cpu cannot run this call: the binding cannot be imported"
     ):
         attention(q, q, q, implementation="cpu")
     assert attention(q, q, q).shape == q.shape
@@ -308,63 +160,12 @@ def test_without_the_binding_of_the_core_the_reason_is_stated(monkeypatch):
 
 @needs_core
 def test_too_large_a_call_is_an_error_and_no_crash(monkeypatch):
-    """The core is told of 2^44 keys that it has to make room for before it reads any."""
+    """The core has to make room for 2^44 keys before it reads any."""
     q = jax.ShapeDtypeStruct((1, 8, 1, 4), np.float32)
     k = jax.ShapeDtypeStruct((1, 2**44, 1, 4), np.float32)
     program = jax.jit(functools.partial(attention, implementation="cpu"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         program.lower(q, k, k).compile()(*(jnp.zeros(x.shape) for x in (q, k, k)))
-
-
-SHARDED = """
-import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-q, k, v = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
-left = jnp.asarray(linbias.slopes(4), jnp.float32)
-for name in ("blocked", "cpu"):
-    def loss(q, k, v, left):
-        return (linbias.jax.attention(q, k, v, left, causal=False, implementation=name) ** 2).sum((1, 3))
-    def total(*arrays):
-        return loss(*arrays).sum()
-    expected = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(q, k, v, left)
-    # over heads, over the batch, and over the heads of q with one k and v for all
-    for spec, kv, slope, out, one in (
-        (P(None, None, "x"), P(None, None, "x"), P("x"), P(None, "x"), False),
-        (P("x"), P("x"), P(), P("x"), False),
-        (P(None, None, "x"), P(), P("x"), P(None, "x"), True),
-    )[2 if name == "blocked" else 0:]:
-        args = (q, k[:, :, :1], v[:, :, :1], left) if one else (q, k, v, left)
-        parts = jax.shard_map(loss, mesh=mesh, in_specs=(spec, kv, kv, slope), out_specs=out)
-        want = jax.grad(total, argnums=(0, 1, 2, 3))(*args) if one else expected
-        found = jax.jit(jax.grad(lambda *a: parts(*a).sum(), argnums=(0, 1, 2, 3)))(*args)
-        for a, b in zip(found, want):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-split = jax.device_put(q, NamedSharding(mesh, P("x")))
-try:
-    linbias.jax.attention(split, split, split, implementation="cpu")
-except NotImplementedError as error:
-    print(error)
-out = linbias.jax.attention(split, split, split)
-np.testing.assert_allclose(out, linbias.jax.attention(q, q, q), atol=1e-5)
-"""
-
-
-@needs_core
-def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "cpu cannot run this call: the arrays lie in parts on 2 cpu devices; call it inside jax.shard_map"
-        in done.stdout
-    )
 
 
 def call(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=(2, 7, 2, 3), left=None, **options):
@@ -390,6 +191,12 @@ MESSAGES = [
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a jax.Array or numpy.ndarray, got list"),
     (dict(key_range=np.ones((2, 2))), TypeError, "key_range must hold integers, got float64"),
     (dict(key_range=jnp.array([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
+    (dict(key_range=np.ones((2, 4, 2), int)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or \[B, G, 2\] = \[2, 2, 2\]"),
+    (dict(key_range=np.array([[[0, 7], [0, 7]], [[0, 7], [6, 5]]])), ValueError, r"got \[6, 5\] in batch row 1, key/value head 1"),
+    (dict(query_start=[0, 0]), TypeError, "query_start must be a jax.Array or numpy.ndarray, got list"),
+    (dict(query_start=np.zeros(2)), TypeError, "query_start must hold integers, got float64"),
+    (dict(query_start=np.zeros(3, int)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
+    (dict(query_start=np.array([0, 2**30 + 1])), ValueError, r"within 2\^30 of key 0, got 1073741825 in batch row 1"),
     (dict(key_bound=np.ones((2, 3))), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\]"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
     (dict(causal=1.0), TypeError, "causal must be True or False, got float"),
@@ -403,13 +210,59 @@ def test_attention_says_what_is_wrong(arguments, kind, words):
         call(**arguments)
 
 
-@pytest.mark.parametrize("name", ("scale", "dropout", "tolerance", "causal"))
-def test_traced_values_where_numbers_are_needed_are_refused(name):
-    words = "causal must be True or False" if name == "causal" else f"{name} must be a number"
-    with pytest.raises(TypeError, match=f"attention: {words}, got .*Trace"):
-        jax.jit(lambda x: call(**{name: x}))(0.5)
+@pytest.mark.parametrize(
+    "name", ("start-symmetric", "range-per-head-symmetric", "gap-on-the-right")
+)
+def test_weights_times_values_are_the_output(name):
+    case = by_name(name)
+    inputs, truth, _ = expected(case, "float32")
+    q, k = (to_jax(n, getattr(inputs, n), "float32") for n in "qk")
+    options = {"causal": case.causal, **case.placement}
+    weights = np.asarray(attention_weights(q, k, inputs.left, **options))
+    assert weights.shape == (case.B, case.H, case.T, case.S)
+    out = weights @ np.repeat(inputs.v, case.H // case.G, axis=1)
+    np.testing.assert_allclose(out, truth[0]["out"], atol=1e-5)
+    np.testing.assert_array_equal(weights.sum(-1) == 0, truth[0]["lse"] == -np.inf)
 
 
-def test_traced_slopes_are_taken_as_they_are():
-    negative = jax.jit(lambda left: call(left=left))(jnp.array([-1.0, 1, 1, 1]))
-    assert negative.shape == (2, 5, 4, 3)
+def test_parts_of_the_keys_merge_to_the_whole_with_its_gradients():
+    """Also where a part, or all of them, have nothing for some rows."""
+    q, k, v = random(2, 17, 4, 8)
+    cuts, start = ((0, 5), (5, 6), (6, 17)), np.array([-4, 3])
+
+    def whole(q, k, v):
+        return attention(q, k, v, query_start=start, return_lse=True)
+
+    def parts(q, k, v):
+        found = [
+            attention(q, k[:, a:b], v[:, a:b], query_start=start - a, return_lse=True)
+            for a, b in cuts
+        ]
+        return merge(*zip(*found, strict=True))
+
+    def loss(function):
+        def of(*arrays):
+            out, lse = function(*arrays)
+            return (out**2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
+
+        return jax.value_and_grad(of, argnums=(0, 1, 2))
+
+    expected_out, expected_lse = whole(q, k, v)
+    out, lse = parts(q, k, v)
+    assert (expected_lse == -jnp.inf).any()
+    np.testing.assert_allclose(out, expected_out, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+    for a, b in zip(*(jax.tree.leaves(loss(f)(q, k, v)) for f in (parts, whole)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_merge_does_not_read_what_an_empty_part_holds():
+    outs = jnp.array([[jnp.nan], [2.0]]).reshape(2, 1, 1, 1, 1)
+    out, lse = merge(outs, jnp.array([-jnp.inf, 0.5]).reshape(2, 1, 1, 1))
+    assert (out.item(), lse.item()) == (2.0, 0.5)
+
+
+def test_merge_says_what_does_not_fit():
+    for outs, lses in (([], []), (np.ones((2, 1, 3, 4, 5)), np.ones((1, 1, 3, 4)))):
+        with pytest.raises(ValueError, match="merge: outs and lses must be as many arrays"):
+            merge(outs, lses)

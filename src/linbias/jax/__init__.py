@@ -1,5 +1,6 @@
-"""JAX front end: `attention`. `linbias.jax.flax` fits it into Flax's multi-head attention."""
+"""JAX front end: `attention` and what goes with it. `linbias.jax.flax` fits it into Flax's multi-head attention."""
 
-from linbias.jax.functional import attention
+from linbias.jax.functional import attention, attention_weights
+from linbias.jax.merge import merge
 
-__all__ = ["attention"]
+__all__ = ["attention", "attention_weights", "merge"]

@@ -1,6 +1,7 @@
 """The compiled CPU core as an XLA custom call. What it computes, and how: csrc/attention-inl.h."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from jax import Array
 from linbias import _machine
 from linbias._checks import Problem
 from linbias.jax import operator
-from linbias.jax.operator import Arguments, Gradients, Numbers
+from linbias.jax.operator import Gradients, Inputs
 from linbias.kernels import core
 
 NAME = core.NAME
@@ -35,7 +36,7 @@ def why_not(problem: Problem) -> str | None:
     return core.why_not(problem)
 
 
-class Kept(NamedTuple):
+class Results(NamedTuple):
     """What the core writes and backward reads: lse = row_max + log_sum."""
 
     out: Array  # [B, H, T, E], wide
@@ -44,91 +45,76 @@ class Kept(NamedTuple):
     visited: Array  # [B, H, tiles, 2], int32
 
 
-def _forward(call: Arguments, numbers: Numbers, precise: bool) -> tuple[Array, Array, Kept]:
-    (B, T, H, _), E, wide = call.q.shape, call.v.shape[3], call.left.dtype
+def _forward(inputs: Inputs) -> tuple[Array, Array, Results]:
+    (B, T, H, _), E, wide = inputs.q.shape, inputs.v.shape[3], inputs.left.dtype
     rows = jax.ShapeDtypeStruct((B, H, T), wide)
-    results = (
+    shapes = (
         jax.ShapeDtypeStruct((B, H, T, E), wide),
         rows,
         rows,
         jax.ShapeDtypeStruct((B, H, core.num_tiles(T), 2), np.int32),
     )
-    kept = Kept(*_call_core("forward", results, _operands(call), call, numbers, precise))
-    out = kept.out.swapaxes(1, 2).astype(call.q.dtype)
-    return out, (kept.row_max + kept.log_sum).swapaxes(1, 2), kept
+    results = Results(*_call_core("forward", shapes, _operands(inputs), inputs))
+    out = results.out.swapaxes(1, 2).astype(inputs.q.dtype)
+    return out, (results.row_max + results.log_sum).swapaxes(1, 2), results
 
 
-def _backward(
-    call: Arguments, numbers: Numbers, kept: Kept, dout: Array, dlse: Array
-) -> Gradients:
-    wide = call.left.dtype
+def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradients:
+    wide = inputs.left.dtype
+    sizes = (x.shape for x in (inputs.q, inputs.k, inputs.v))
     shapes = [
-        (n, heads, T, size) for n, T, heads, size in (call.q.shape, call.k.shape, call.v.shape)
+        jax.ShapeDtypeStruct((n, heads, length, size), wide) for n, length, heads, size in sizes
     ]
-    slopes = jax.ShapeDtypeStruct(call.left.shape, wide)
-    results = [*(jax.ShapeDtypeStruct(shape, wide) for shape in shapes), slopes, slopes]
-    operands = (*_operands(call), *kept, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
-    gradients = _call_core("backward", results, operands, call, numbers, precise=True)
+    slopes = jax.ShapeDtypeStruct(inputs.left.shape, wide)
+    operands = (*_operands(inputs), *saved, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
+    inputs = replace(inputs, precise=True)
+    gradients = _call_core("backward", [*shapes, slopes, slopes], operands, inputs)
     return Gradients(*(x.swapaxes(1, 2) for x in gradients[:3]), *gradients[3:])
 
 
-_run = operator.define(NAME, _forward, _backward)
+attention = operator.define(NAME, _forward, _backward)
 
 
-def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
-    """Return out [B, T, H, E] and lse [B, T, H]."""
-    return _run(arguments, call)
-
-
-def _operands(call: Arguments) -> tuple[Array, ...]:
-    """The arrays of a call in the order of the handlers; what it lacks is there but not read."""
-    q, k, v, left, right, _, key_bound, _, seed = call
-    B, G = k.shape[0], k.shape[2]
-    key_range, query_start = _placement(call)
+def _operands(inputs: Inputs) -> tuple[Array, ...]:
+    """The arrays of a call in the order of the handlers; what the call lacks is there but not read."""
+    left, key_bound = inputs.left, inputs.key_bound
+    key_range, query_start = inputs.key_range, inputs.query_start
+    B, G = inputs.k.shape[0], inputs.k.shape[2]
     return (
-        q,
-        k,
-        v,
+        inputs.q,
+        inputs.k,
+        inputs.v,
         left,
-        left if right is None else right,
+        left if inputs.right is None else inputs.right,
         jnp.zeros((B, G, 2), jnp.int32) if key_range is None else key_range,
         jnp.zeros((B,), jnp.int32) if query_start is None else query_start,
         jnp.zeros((B, G), left.dtype) if key_bound is None else key_bound,
-        jnp.uint32(0) if seed is None else seed,
+        jnp.uint32(0) if inputs.seed is None else inputs.seed,
     )
-
-
-def _placement(call: Arguments) -> tuple[Array | None, Array | None]:
-    """Ranges [B, G, 2] and starts [B]. For ranges [B, 2], the last query stands at the last key of its range."""
-    if call.key_range is None:
-        return None, None
-    (B, T), G = call.q.shape[:2], call.k.shape[2]
-    key_range = jnp.broadcast_to(call.key_range[:, None], (B, G, 2))
-    return key_range, call.key_range[:, 1] - T
 
 
 def _call_core(
     name: str,
     results: Sequence[jax.ShapeDtypeStruct],
     operands: Sequence[Array],
-    call: Arguments,
-    numbers: Numbers,
-    precise: bool,
+    inputs: Inputs,
 ) -> Sequence[Array]:
     _register()
-    (B, T, H, D), (S, G, E) = call.q.shape, call.v.shape[1:]
+    (B, T, H, D), (S, G, E) = inputs.q.shape, inputs.v.shape[1:]
     run = jax.ffi.ffi_call(f"linbias_{name}", results, vmap_method="broadcast_all")
     found = run(
         *operands,
-        causal=call.right is None,
-        ranged=call.key_range is not None,
-        started=call.key_range is not None,
-        bounded=call.key_bound is not None and name == "forward",
-        precise=precise,
+        causal=inputs.right is None,
+        ranged=inputs.key_range is not None,
+        started=inputs.query_start is not None,
+        bounded=inputs.key_bound is not None and name == "forward",
+        precise=inputs.precise,
         num_threads=np.int32(core.num_threads((B, H, G, T, S, D, E), _machine.num_cores())),
-        **{field: np.float64(value) for field, value in numbers._asdict().items()},
+        scale=np.float64(inputs.scale),
+        dropout=np.float64(inputs.dropout),
+        tolerance=np.float64(inputs.tolerance),
     )
-    return operator.vary_alike((found, call.q))[0]
+    return operator.with_the_same_mesh_axes((found, inputs.q))[0]
 
 
 @cache

@@ -4,39 +4,45 @@ Computes DESIGN section 1 for any device, any sizes and every option, differenti
 Memory: several arrays of [B, H, T, S]. For short sequences, for higher derivatives, and for reading.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from linbias._checks import Problem
 from linbias.jax.dropout import keep_mask
-from linbias.jax.operator import Arguments
+from linbias.jax.operator import Inputs
 
 NAME = "dense"
 
+_EXACT = jax.lax.Precision.HIGHEST
 
-def why_not(call: Problem) -> str | None:
+
+def why_not(problem: Problem) -> str | None:
     return None
 
 
-@partial(jax.jit, static_argnums=1)
-def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
-    """Return out [B, T, H, E] and lse [B, T, H]."""
-    q, k, v, left, right, key_range, _, mask, seed = arguments
-    wide = left.dtype
-    distance, visible = _distance(key_range, call)
-    if key_range is not None:
-        # Keys outside may hold anything, NaN included, and 0 * NaN is NaN.
-        inside = visible[:, 0, 0, :, None, None]
-        k, v = jnp.where(inside, k, 0), jnp.where(inside, v, 0)
-    if mask is not None:
-        visible = visible & mask
-    k, v = (jnp.repeat(x.astype(wide), call.H // call.G, axis=2) for x in (k, v))
-    exact = jax.lax.Precision.HIGHEST
-    score = call.scale * jnp.einsum("bthd,bshd->bhts", q.astype(wide), k, precision=exact)
-    for slope, reach in ((left, distance), (right, -distance)):
+@jax.jit
+def attention(inputs: Inputs) -> tuple[Array, Array]:
+    """Return out [B, T, H, E] in q's dtype and lse [B, T, H], wide."""
+    weight, lse = attention_weights(inputs)
+    if inputs.seed is not None:
+        weight = _drop(weight, inputs.seed, inputs.dropout)
+    v = _per_query_head(_blank_outside(inputs.v, inputs).astype(weight.dtype), inputs)
+    out = jnp.einsum("bhts,bshe->bthe", weight, v, precision=_EXACT)
+    return out.astype(inputs.q.dtype), lse.swapaxes(1, 2)
+
+
+@jax.jit
+def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
+    """Return softmax(score) [B, H, T, S] before dropout, and lse [B, H, T], both wide; an empty row is zeros."""
+    wide = inputs.left.dtype
+    k = _per_query_head(_blank_outside(inputs.k, inputs).astype(wide), inputs)
+    score = inputs.scale * jnp.einsum(
+        "bthd,bshd->bhts", inputs.q.astype(wide), k, precision=_EXACT
+    )
+    distance = _distance(inputs)
+    visible = jnp.bool_(True)
+    for slope, reach in ((inputs.left, distance), (inputs.right, -distance)):
         if slope is None:
             visible = visible & (reach <= 0)
         else:
@@ -44,22 +50,42 @@ def attention(arguments: Arguments, call: Problem) -> tuple[Array, Array]:
             visible = visible & ((reach <= 0) | ~jnp.isinf(slope))
             # 0 * inf would be NaN: a query always sees its own position.
             score = score - jnp.where((reach > 0) & ~jnp.isinf(slope), slope * reach, 0)
-    weight, lse = _softmax(jnp.where(visible, score, -jnp.inf))
-    if seed is not None:
-        B, H, T, S = (jnp.arange(n) for n in (call.B, call.H, call.T, call.S))
-        keep = keep_mask(seed, call.dropout, B[:, None] * call.H + H, T, S)
-        weight = jnp.where(keep, weight / (1 - call.dropout), 0)
-    out = jnp.einsum("bhts,bshe->bthe", weight, v, precision=exact)
-    return out.astype(q.dtype), lse.swapaxes(1, 2)
+    inside = _inside(inputs)
+    if inside is not None:
+        inside = _per_query_head(inside, inputs)  # [B, S, H]
+        visible = visible & inside.swapaxes(1, 2)[:, :, None]
+    if inputs.mask is not None:
+        visible = visible & inputs.mask
+    return _softmax(jnp.where(visible, score, -jnp.inf))
 
 
-def _distance(key_range: Array | None, call: Problem) -> tuple[Array, Array]:
-    """Position minus key, and whether the key is in the range: [B or 1, 1, T, S] and [B or 1, 1, 1, S]."""
-    keys = jnp.arange(call.S)
-    limits = jnp.array([[0, call.S]]) if key_range is None else key_range
-    first, end = (limits[:, i, None, None, None] for i in (0, 1))
-    position = jnp.arange(call.T)[:, None] + end - call.T
-    return position - keys, (keys >= first) & (keys < end)
+def _distance(inputs: Inputs) -> Array:
+    """[B or 1, 1, T, S]: position minus key."""
+    T, S = inputs.q.shape[1], inputs.k.shape[1]
+    start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
+    position = start[:, None] + jnp.arange(T)
+    return (position[..., None] - jnp.arange(S))[:, None]
+
+
+def _inside(inputs: Inputs) -> Array | None:
+    """[B, S, G]: whether a key lies in the range."""
+    if inputs.key_range is None:
+        return None
+    keys = jnp.arange(inputs.k.shape[1])[:, None]
+    first, end = (inputs.key_range[:, None, :, i] for i in (0, 1))
+    return (keys >= first) & (keys < end)
+
+
+def _blank_outside(array: Array, inputs: Inputs) -> Array:
+    """Zero what [B, S, G, size] holds outside the range: it may be NaN, and 0 * NaN is NaN."""
+    inside = _inside(inputs)
+    return array if inside is None else jnp.where(inside[..., None], array, 0)
+
+
+def _per_query_head(array: Array, inputs: Inputs) -> Array:
+    """[B, S, G, ...] -> [B, S, H, ...]."""
+    H, G = inputs.q.shape[2], inputs.k.shape[2]
+    return array if H == G else jnp.repeat(array, H // G, axis=2)
 
 
 def _softmax(score: Array) -> tuple[Array, Array]:
@@ -68,3 +94,10 @@ def _softmax(score: Array) -> tuple[Array, Array]:
     score = jnp.where(empty, 0, score)
     lse = jax.nn.logsumexp(score, -1)
     return jnp.where(empty, 0, jax.nn.softmax(score)), jnp.where(empty[..., 0], -jnp.inf, lse)
+
+
+def _drop(weight: Array, seed: Array, dropout: float) -> Array:
+    B, H, T, S = weight.shape
+    batch_heads = jnp.arange(B * H).reshape(B, H)
+    keep = keep_mask(seed, dropout, batch_heads, jnp.arange(T), jnp.arange(S))
+    return jnp.where(keep, weight / (1 - dropout), 0)

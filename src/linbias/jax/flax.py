@@ -1,21 +1,19 @@
 """Linear biases inside Flax: an `attention_fn` for the multi-head attention of `flax.linen` and `flax.nnx`.
 
-Flax tells an attention function neither positions nor lengths, only a mask, so this module reads the mask
+Flax gives an attention function neither positions nor lengths, only a mask, so this module reads the mask
 (`_read_mask`): where a query stands, which keys are padding, and whether it fits the variant.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from linbias import _checks
-from linbias.jax.functional import Slopes, as_slopes, describe, describe_all, run
+from linbias.jax.functional import Slopes, prepare, run
 from linbias.variants import is_causal as is_causal_variant
 from linbias.variants import variant_slopes
 
@@ -47,9 +45,10 @@ def attention_fn(
 
     A causal variant needs no causal mask; one does no harm. Further masks hide keys: a query that is left without
     any gives zeros. A single query stands at the last key that its mask shows: that is how a cache (`decode=True`)
-    says how far it is filled. Several queries stand at the last keys. What a mask holds is looked at where it is
-    known when tracing; `cpu` runs masks that come to a range of keys, `blocked` all others. Dropout draws another
-    mask for every batch row and head, whatever `broadcast_dropout` says; `precision` is always the highest.
+    says how far it is filled. Of several queries the last stands at key S - 1, shown or not. Where the values of a
+    mask are known when tracing and come to one range of keys per batch row (padding on either side, a cache), all
+    implementations can run it; `blocked` runs all others. Dropout draws another mask for every batch row and head,
+    whatever `broadcast_dropout` says; `precision` is always the highest.
 
     Args:
         variant: See above.
@@ -117,28 +116,20 @@ def attention_fn(
             for name, x in zip("qkv", (query, key, value), strict=True)
         )
         own = variant_slopes("attention_fn", variant, q.shape[2], schedule, max_bias)
-        given = (own[0] if left is None else left, own[1] if right is None else right)
-        wide = np.float64 if q.dtype == np.float64 else np.float32
-        sides = [as_slopes(s, wide) for s in given][: 1 if causal else 2]
-        call = _checks.check(
+        inputs, problem = prepare(
             "attention_fn",
-            *describe_all("attention_fn", q, k, v),
-            *(describe("slopes", s, "attention_fn") for s in sides),
+            q,
+            k,
+            v,
+            own[0] if left is None else left,
             causal=causal,
+            right=None if causal else own[1] if right is None else right,
             dropout=dropout,
+            dropout_key=dropout_rng,
             tolerance=tolerance,
-            layout="BTHD",
+            **_read_mask(mask, batch, q, k, variant),
         )
-        hidden, key_range = _read_mask(mask, batch, call, variant)
-        out, _ = run(
-            replace(call, mask=hidden is not None, key_range=key_range is not None),
-            implementation,
-            (q, k, v),
-            (*sides, None)[:2],
-            key_range=key_range,
-            mask=hidden,
-            dropout_key=dropout_rng if dropout else None,
-        )
+        out, _ = run("attention_fn", inputs, problem, implementation)
         return out.reshape(*batch, *out.shape[1:])
 
     return attend
@@ -191,13 +182,22 @@ def _flatten(name: str, x: Array, batch: tuple[int, ...], dtype: Any) -> Array:
     return x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:])
 
 
+class _MaskOptions(TypedDict, total=False):
+    """The keywords of `prepare` that a mask comes to."""
+
+    key_range: Any  # [B, 2]
+    query_start: Any  # [B]
+    mask: Any  # [B or 1, H or 1, T or 1, S]
+
+
 def _read_mask(
-    mask: Any, batch: tuple[int, ...], call: _checks.Problem, variant: str
-) -> tuple[Any, Any]:
-    """Turn Flax's mask into a mask [B or 1, H or 1, T or 1, S] or None, and a key range [B, 2] or None."""
+    mask: Any, batch: tuple[int, ...], q: Array, k: Array, variant: str
+) -> _MaskOptions:
+    """Turn Flax's mask into the range of keys that it shows and, where that does not say it all, a mask."""
     if mask is None:
-        return None, None
-    full = (*batch, call.H, call.T, call.S)
+        return {}
+    (B, T, H, _), S = q.shape, k.shape[1]
+    full = (*batch, H, T, S)
     if mask.ndim > len(full) or any(
         n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)
     ):
@@ -209,58 +209,48 @@ def _read_mask(
     if any(n > 1 for n in mask.shape[:-3]):
         mask = lib.broadcast_to(mask, (*batch, *mask.shape[-3:]))
     mask = mask.reshape(-1, *mask.shape[-3:])
-    mask = lib.broadcast_to(mask, (*mask.shape[:-1], call.S))
-    if call.T == 1:
-        return _around_one_query(mask, call, lib)
-    return _simplify(mask, call, variant) if known else (mask, None)
+    mask = lib.broadcast_to(mask, (*mask.shape[:-1], S))
+    shown = mask.any((1, 2))
+    first, after = shown.argmax(1), shown[:, ::-1].argmax(1)
+    end = lib.where(shown.any(1), S - after, first)
+    # One query stands at the last key shown: that is how a cache says how far it is filled.
+    start = end - 1 if T == 1 else lib.full(len(mask), S - T)
+    options: _MaskOptions = {
+        "key_range": lib.broadcast_to(lib.stack([first, end], 1), (B, 2)),
+        "query_start": lib.broadcast_to(start, (B,)),
+    }
+    if known:
+        keys = np.arange(S)
+        distance = (start[:, None] + np.arange(T))[:, None, :, None] - keys
+        visible = (
+            distance >= 0 if is_causal_variant(variant) else np.full_like(distance, True, bool)
+        )
+        _refuse_contradictions(mask, visible, distance, variant)
+        inside = (keys >= first[:, None]) & (keys < end[:, None])
+        if ((mask & visible) == (inside[:, None, None] & visible)).all():
+            # Nothing to say is said by no options: that leaves all implementations to choose from.
+            return {} if inside.all() and (start == S - T).all() else options
+    return {**options, "mask": mask}
 
 
-def _around_one_query(mask: Any, call: _checks.Problem, lib: Any) -> tuple[Any, Any]:
-    """The query stands at the last key that any head sees; holes before it stay hidden."""
-    seen = mask.any((1, 2))
-    first, after = seen.argmax(1), seen[:, ::-1].argmax(1)
-    end = lib.where(seen.any(1), call.S - after, first)
-    key_range = lib.broadcast_to(lib.stack([first, end], 1), (call.B, 2))
-    if lib is np and np.array_equal(
-        np.broadcast_to(_inside(first, end, call.S), mask.shape), mask
-    ):
-        return None, key_range
-    return mask, key_range
-
-
-def _inside(first: Any, end: Any, S: int) -> Any:
-    """[B, 1, 1, S]."""
-    keys = np.arange(S)
-    return ((keys >= first[:, None]) & (keys < end[:, None]))[:, None, None]
-
-
-def _simplify(mask: Any, call: _checks.Problem, variant: str) -> tuple[Any, Any]:
-    """Refuse a known mask that contradicts the variant; drop it where the variant or a key range says the same."""
-    distance = np.arange(call.T)[:, None] + call.S - call.T - np.arange(call.S)
-    own = distance >= 0 if call.causal else distance == distance
-    visible = np.broadcast_to(mask & own, (*mask.shape[:2], call.T, call.S))
-    if (mask.any((1, 2, 3)) & ~visible.any((1, 2, 3))).any():
+def _refuse_contradictions(mask: Any, visible: Any, distance: Any, variant: str) -> None:
+    """Refuse a known mask that leaves nothing of what the variant shows, or hides what only it would show."""
+    shown = mask & visible
+    if (mask.any((1, 2, 3)) & ~shown.any((1, 2, 3))).any():
         raise ValueError(
             f"attention_fn: mask must show keys that variant {variant!r} shows, got only later ones"
         )
-    if not call.causal and _is_causal(visible, distance):
+    if not is_causal_variant(variant) and _is_causal(shown, distance):
         causal = "none_causal" if variant == "none" else "causal"
         raise ValueError(
             f"attention_fn: mask must not be causal for variant {variant!r}, whose queries see later keys;"
             f" use variant={causal!r}"
         )
-    if (visible == own).all():
-        return None, None
-    first = visible[:, 0, -1].argmax(1)
-    end = np.full_like(first, call.S)
-    if (visible == (own & _inside(first, end, call.S))).all():
-        return None, np.broadcast_to(np.stack([first, end], 1), (call.B, 2))
-    return mask, None
 
 
-def _is_causal(visible: Any, distance: Any) -> bool:
+def _is_causal(shown: Any, distance: Any) -> bool:
     """No query sees a later key, though there are keys later than some query that sees any."""
-    if (visible & (distance < 0)).any():
+    if (shown & (distance < 0)).any():
         return False
-    later = (distance < 0) & visible.any(-2)[..., None, :]
-    return bool((later & visible.any(-1, keepdims=True)).any())
+    later = (distance < 0) & shown.any(-2)[..., None, :]
+    return bool((later & shown.any(-1, keepdims=True)).any())

@@ -2,7 +2,8 @@
 
 import types
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import Array
 from linbias import _checks, _dispatch
 from linbias.jax import blocked, cpu, dense
 from linbias.jax.dropout import draw_seed
-from linbias.jax.operator import Arguments
+from linbias.jax.operator import Inputs
 from linbias.schedules import slopes
 
 # In the order in which "auto" asks them.
@@ -22,6 +23,46 @@ ArrayLike = Array | np.ndarray[Any, Any]
 Slopes = ArrayLike | Sequence[float]
 
 
+class Placement(TypedDict, total=False):
+    """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
+
+    causal: bool
+    right: Slopes | None
+    scale: float | None
+    key_range: ArrayLike | None
+    query_start: ArrayLike | None
+
+
+class Options(Placement, total=False):
+    """The keywords of `attention` but for return_lse."""
+
+    key_bound: ArrayLike | None
+    dropout: float
+    dropout_key: Array | None
+    tolerance: float | None
+    implementation: str
+
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    left: Slopes | None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    left: Slopes | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Array: ...
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -32,16 +73,18 @@ def attention(
     right: Slopes | None = None,
     scale: float | None = None,
     key_range: ArrayLike | None = None,
+    query_start: ArrayLike | None = None,
     key_bound: ArrayLike | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
-    The last query stands at the last key, so query t has position p = t + S - T:
+    Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
+    key, p = t + S - T:
 
         score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
         score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
@@ -57,20 +100,25 @@ def attention(
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
     Differentiable in q, k, v, left, right, through both out and lse; twice only by `dense`. Works under jit, vmap,
-    jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads).
+    jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
+    values of key_range and query_start are not checked but moved to the nearest that is allowed.
 
     Args:
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
         k: [B, S, G, D], dtype of q. H must be a multiple of G.
         v: [B, S, G, E], dtype of q.
         left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. None means
-            `linbias.slopes(H)`; zeros mean no bias. Values are checked where they are known and on the CPU.
+            `linbias.slopes(H)`; zeros mean no bias. Values, here and below, are checked where they are known and on
+            the CPU.
         causal: Hide the keys after the query. With False and right=None the bias is symmetric.
         right: Like left: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
-        key_range: [B, 2], integers: first and one past last key of each batch row; keys outside are never
-            used, whatever they hold, and the last query stands at the last key inside. For left padding,
+        key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
+            key/value heads; keys outside are never used, whatever they hold. For left padding,
             [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
+        query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
+            the keys or beyond them too. None means that the last query stands at the last key of the range (of the
+            range that ends last, where heads have their own). For right padding with T = S, zeros.
         key_bound: [B, G], floating point: at least |k| of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
@@ -99,75 +147,181 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"attention: causal must be True or False, got {_kind(causal)}")
-    described = describe_all("attention", q, k, v)
-    wide = np.float64 if described[0].dtype == "float64" else np.float32
-    sides = [None if s is None else as_slopes(s, wide) for s in (left, right)]
-    names = ("left", "right", "key_range", "query_start", "key_bound")
-    optional = (*sides, key_range, None, key_bound)
-    call = _checks.check(
+    inputs, problem = prepare(
         "attention",
+        q,
+        k,
+        v,
+        left,
+        causal=causal,
+        right=right,
+        scale=scale,
+        key_range=key_range,
+        query_start=query_start,
+        key_bound=key_bound,
+        dropout=dropout,
+        dropout_key=dropout_key,
+        tolerance=tolerance,
+    )
+    out, lse = run("attention", inputs, problem, implementation)
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: ArrayLike,
+    k: ArrayLike,
+    left: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right: Slopes | None = None,
+    scale: float | None = None,
+    key_range: ArrayLike | None = None,
+    query_start: ArrayLike | None = None,
+) -> Array:
+    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+
+    The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
+
+    Args:
+        q, k, left, causal, right, scale, key_range, query_start: As for `attention`.
+
+    Returns:
+        [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
+
+    Raises:
+        TypeError, ValueError: As `attention`.
+
+    Example:
+        >>> q = k = jnp.zeros((1, 2, 1, 4))
+        >>> attention_weights(q, k, [0.0])[0, 0].tolist()
+        [[1.0, 0.0], [0.5, 0.5]]
+    """
+    inputs, _ = prepare(
+        "attention_weights",
+        q,
+        k,
+        k,
+        left,
+        causal=causal,
+        right=right,
+        scale=scale,
+        key_range=key_range,
+        query_start=query_start,
+    )
+    return dense.attention_weights(inputs)[0]
+
+
+def prepare(
+    function: str,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    left: Slopes | None,
+    *,
+    causal: bool,
+    right: Slopes | None,
+    scale: float | None = None,
+    key_range: ArrayLike | None = None,
+    query_start: ArrayLike | None = None,
+    key_bound: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    dropout: float = 0.0,
+    dropout_key: Array | None = None,
+    tolerance: float | None = None,
+) -> tuple[Inputs, _checks.Problem]:
+    """Check the arguments of a call and fill in what they leave open: what the implementations take.
+
+    mask is [B or 1, H or 1, T or 1, S], bool, already checked; False hides a key.
+    """
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"{function}: causal must be True or False, got {_kind(causal)}")
+    described = describe_all(function, q, k, v)
+    wide = np.float64 if described[0].dtype == "float64" else np.float32
+    left, right = (None if s is None else _as_slopes(s, wide) for s in (left, right))
+    optional = [
+        None if array is None else describe(name, array, function)
+        for name, array in (
+            ("left", left),
+            ("right", right),
+            ("key_range", key_range),
+            ("query_start", query_start),
+            ("key_bound", key_bound),
+        )
+    ]
+    problem = _checks.check(
+        function,
         *described,
-        *(None if x is None else describe(n, x) for n, x in zip(names, optional, strict=True)),
+        *optional,
         causal=bool(causal),
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
         layout="BTHD",
     )
-    _check_values(sides[0], sides[1], key_range, call.S)
-    if call.dropout and dropout_key is None:
-        raise ValueError(f"attention: dropout needs a dropout_key, got None (dropout {dropout})")
-    out, lse = run(
-        call,
-        implementation,
-        (q, k, v),
-        sides,
+    problem = replace(problem, mask=mask is not None)
+    _check_values(function, left, right, key_range, query_start, problem.S)
+    if problem.dropout and dropout_key is None:
+        raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
+    if left is None:
+        left = np.asarray(slopes(problem.H) if problem.H else (), wide)
+    if not causal and right is None:
+        right = left
+    of_heads = problem.B, problem.H
+    key_range, query_start = _positions(key_range, query_start, problem)
+    inputs = Inputs(
+        q=jnp.asarray(q),
+        k=jnp.asarray(k),
+        v=jnp.asarray(v),
+        left=jnp.broadcast_to(left, of_heads),
+        right=None if right is None else jnp.broadcast_to(right, of_heads),
         key_range=key_range,
-        key_bound=key_bound,
-        dropout_key=dropout_key if call.dropout else None,
+        query_start=query_start,
+        key_bound=None if key_bound is None else jnp.asarray(key_bound).astype(wide),
+        mask=None if mask is None else jnp.asarray(mask, bool),
+        seed=draw_seed(dropout_key) if problem.dropout and dropout_key is not None else None,
+        scale=problem.scale,
+        dropout=problem.dropout,
+        tolerance=problem.tolerance,
     )
-    return (out, lse) if return_lse else out
+    return inputs, problem
 
 
 def run(
-    call: _checks.Problem,
-    implementation: str,
-    arrays: Sequence[ArrayLike],
-    sides: Sequence[ArrayLike | None],
-    *,
-    key_range: ArrayLike | None = None,
-    key_bound: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    dropout_key: Array | None = None,
+    function: str, inputs: Inputs, problem: _checks.Problem, implementation: str
 ) -> tuple[Array, Array]:
-    """Choose an implementation for checked arguments and call it: out [B, T, H, E] and lse [B, T, H].
-
-    mask is [B or 1, H or 1, T or 1, S], bool; False hides a key.
-    """
-    chosen = _dispatch.choose("attention", implementation, call, IMPLEMENTATIONS)
-    q, k, v = map(jnp.asarray, arrays)
-    wide = np.float64 if call.dtype == "float64" else np.float32
-    if 0 in (call.B, call.T, call.H):
-        lse = jnp.zeros((call.B, call.T, call.H), wide)
-        return jnp.zeros((*lse.shape, call.E), q.dtype), lse
-    left, right = sides
-    left = jnp.asarray(slopes(call.H) if left is None else left, wide)
-    right = None if call.causal else left if right is None else jnp.asarray(right, wide)
-    arguments = Arguments(
-        q,
-        k,
-        v,
-        jnp.broadcast_to(left, (call.B, call.H)),
-        None if right is None else jnp.broadcast_to(right, (call.B, call.H)),
-        None if key_range is None else jnp.asarray(key_range).astype(jnp.int32),
-        None if key_bound is None else jnp.asarray(key_bound).astype(wide),
-        None if mask is None else jnp.asarray(mask, bool),
-        None if dropout_key is None else draw_seed(dropout_key),
-    )
-    out, lse = chosen.attention(arguments, call)
+    """Choose an implementation and call it: out [B, T, H, E] and lse [B, T, H]."""
+    chosen = _dispatch.choose(function, implementation, problem, IMPLEMENTATIONS)
+    if 0 in (problem.B, problem.T, problem.H):
+        lse = jnp.zeros((problem.B, problem.T, problem.H), inputs.left.dtype)
+        return jnp.zeros((*lse.shape, problem.E), inputs.q.dtype), lse
+    out, lse = chosen.attention(inputs)
     return out, lse
+
+
+def _positions(
+    key_range: ArrayLike | None, query_start: ArrayLike | None, problem: _checks.Problem
+) -> tuple[Array | None, Array | None]:
+    """The range [B, G, 2] and the start [B] as the implementations take them, int32, or None.
+
+    Traced values are unchecked: limits keep every index among the keys and every loop short.
+    """
+    if key_range is not None:
+        key_range = _clamp(key_range, 0, problem.S)
+        if key_range.ndim == 2:
+            key_range = key_range[:, None]
+        key_range = jnp.broadcast_to(key_range, (problem.B, problem.G, 2))
+        if query_start is None:
+            query_start = key_range[..., 1].max(1, initial=0) - problem.T
+    if query_start is not None:
+        query_start = _clamp(query_start, -_checks.LARGEST_START, _checks.LARGEST_START)
+    return key_range, query_start
+
+
+def _clamp(integers: ArrayLike, low: int, high: int) -> Array:
+    integers = jnp.asarray(integers)
+    limits = jnp.iinfo(integers.dtype)
+    clamped = jnp.clip(integers, max(low, limits.min), min(high, limits.max))
+    return clamped.astype(jnp.int32)
 
 
 def describe_all(function: str, *arrays: Any) -> list[_checks.Described]:
@@ -208,20 +362,27 @@ def _device(array: ArrayLike) -> str:
     return default if isinstance(default, str) else str(default.platform)
 
 
-def as_slopes(values: Slopes, wide: type) -> ArrayLike:
-    """Slopes in the wide dtype; what JAX has not seen yet stays in NumPy, where values can be read when tracing."""
+def _as_slopes(values: Slopes, wide: type) -> ArrayLike:
+    """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
     return values.astype(wide) if isinstance(values, Array) else np.asarray(values, wide)
 
 
 def _check_values(
-    left: ArrayLike | None, right: ArrayLike | None, key_range: ArrayLike | None, S: int
+    function: str,
+    left: ArrayLike | None,
+    right: ArrayLike | None,
+    key_range: ArrayLike | None,
+    query_start: ArrayLike | None,
+    S: int,
 ) -> None:
     """Check what only the values tell, where they are known and reading them does not wait for a device."""
     for name, slope in (("left", left), ("right", right)):
         if slope is not None and _is_known(slope):
-            _checks.check_slope_values("attention", name, np.asarray(slope))
+            _checks.check_slope_values(function, name, np.asarray(slope))
     if key_range is not None and _is_known(key_range):
-        _checks.check_key_range_values("attention", np.asarray(key_range), S)
+        _checks.check_key_range_values(function, np.asarray(key_range), S)
+    if query_start is not None and _is_known(query_start):
+        _checks.check_query_start_values(function, np.asarray(query_start))
 
 
 def _is_known(array: ArrayLike) -> bool:

@@ -1,38 +1,42 @@
-"""What implementations share: their arguments, and how a pair of functions becomes differentiable."""
+"""What implementations share: the record of their inputs, and how forward and backward become differentiable."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from linbias._checks import Problem
+
+def _number(default: Any = ...) -> Any:
+    """A field that has to be known when the call is traced."""
+    options = {} if default is ... else {"default": default}
+    return field(metadata={"static": True}, **options)
 
 
-class Arguments(NamedTuple):
-    """The arrays of one call; "wide" is float64 for float64 inputs, else float32."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """What an implementation is given, checked: arrays, then numbers.
+
+    "Wide" is float64 for float64 inputs and float32 otherwise.
+    """
 
     q: Array  # [B, T, H, D]
     k: Array  # [B, S, G, D]
     v: Array  # [B, S, G, E]
     left: Array  # [B, H], wide
     right: Array | None  # likewise; None: causal
-    key_range: Array | None  # [B, 2], int32
-    key_bound: Array | None  # [B, G], wide
-    mask: (
-        Array | None
-    )  # [B or 1, H or 1, T or 1, S], bool: False hides a key that else would be seen
+    key_range: Array | None  # [B, G, 2], int32, within 0 and S; None: all keys
+    query_start: Array | None  # [B], int32, the position of query 0; None: S - T
+    key_bound: Array | None  # [B, G], wide; only forward may use it
+    mask: Array | None  # [B or 1, H or 1, T or 1, S], bool; False hides a key
     seed: Array | None  # [], uint32; None: no dropout
-
-
-class Numbers(NamedTuple):
-    """What has to be known when a call is traced."""
-
-    scale: float
-    dropout: float
-    tolerance: float
+    scale: float = _number()
+    dropout: float = _number()
+    tolerance: float = _number()
+    precise: bool = _number(False)  # the result will be differentiated
 
 
 class Gradients(NamedTuple):
@@ -46,55 +50,43 @@ class Gradients(NamedTuple):
 
 
 class Forward(Protocol):
-    """Return out [B, T, H, E] in the dtype of q, lse [B, T, H], wide, and what backward wants to be kept."""
+    """Return out [B, T, H, E] in the dtype of q, lse [B, T, H], wide, and what backward needs besides the inputs."""
 
-    def __call__(
-        self, arguments: Arguments, numbers: Numbers, precise: bool, /
-    ) -> tuple[Array, Array, Any]: ...
+    def __call__(self, inputs: Inputs, /) -> tuple[Array, Array, Any]: ...
 
 
 class Backward(Protocol):
-    """Take what forward kept, dout [B, T, H, E] and dlse [B, T, H], both wide."""
+    """Take what forward saved, dout [B, T, H, E] and dlse [B, T, H], both wide."""
 
-    def __call__(
-        self, arguments: Arguments, numbers: Numbers, kept: Any, dout: Array, dlse: Array, /
-    ) -> Gradients: ...
+    def __call__(self, inputs: Inputs, saved: Any, dout: Array, dlse: Array, /) -> Gradients: ...
 
 
-Attention = Callable[[Arguments, Problem], tuple[Array, Array]]
+def define(
+    name: str, forward: Forward, backward: Backward
+) -> Callable[[Inputs], tuple[Array, Array]]:
+    """Make one differentiable function of an implementation's forward and backward: out and lse of the inputs."""
+    forward_once = _differentiable_once(name, forward)
+    backward_once = _differentiable_once(name, backward)
+
+    @jax.custom_vjp
+    def attention(inputs: Inputs) -> tuple[Array, Array]:
+        return forward(inputs)[:2]
+
+    def save(inputs: Inputs) -> tuple[Any, Any]:
+        out, lse, saved = forward_once(replace(inputs, precise=True))
+        return (out, lse), (inputs, saved)
+
+    def differentiate(residuals: Any, cotangents: Any) -> tuple[Inputs]:
+        inputs, saved = residuals
+        dout, dlse = (x.astype(inputs.left.dtype) for x in cotangents)
+        return (_cotangents(inputs, backward_once(inputs, saved, dout, dlse)),)
+
+    attention.defvjp(save, differentiate)
+    return jax.jit(lambda inputs: attention(with_the_same_mesh_axes(inputs)))
 
 
-def define(name: str, forward: Forward, backward: Backward) -> Attention:
-    """Make one differentiable function of an implementation's forward and backward."""
-
-    @partial(jax.custom_vjp, nondiff_argnums=(1,))
-    def attention(arguments: Arguments, numbers: Numbers) -> tuple[Array, Array]:
-        return forward(arguments, numbers, False)[:2]
-
-    def keep(arguments: Arguments, numbers: Numbers) -> tuple[Any, Any]:
-        once = _once(name, lambda arguments: forward(arguments, numbers, True))
-        out, lse, kept = once(arguments)
-        return (out, lse), (arguments, kept)
-
-    def differentiate(numbers: Numbers, saved: Any, cotangents: Any) -> tuple[Arguments]:
-        arguments, kept = saved
-        dout, dlse = (x.astype(arguments.left.dtype) for x in cotangents)
-        once = _once(name, lambda arguments, *rest: backward(arguments, numbers, *rest))
-        return (_cotangents(arguments, once(arguments, kept, dout, dlse)),)
-
-    attention.defvjp(keep, differentiate)
-
-    @partial(jax.jit, static_argnums=1)
-    def run(arguments: Arguments, numbers: Numbers) -> tuple[Array, Array]:
-        return attention(vary_alike(arguments), numbers)
-
-    return lambda arguments, call: run(
-        arguments, Numbers(call.scale, call.dropout, call.tolerance)
-    )
-
-
-def vary_alike(arrays: Any) -> Any:
-    """Make arrays vary over the same mesh axes: inside shard_map a loop's state and a gradient must.
+def with_the_same_mesh_axes(arrays: Any) -> Any:
+    """Let all arrays of a tree vary over the same mesh axes: inside shard_map a loop's state and a gradient must.
 
     Only operations on several arrays bring them together in every version of JAX; the compiler removes these.
     """
@@ -105,8 +97,8 @@ def vary_alike(arrays: Any) -> Any:
     return jax.tree.unflatten(tree, [jnp.where(never, x, x) for x in leaves])
 
 
-def _once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a second derivative at trace time, in words."""
+def _differentiable_once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a second derivative while it is traced, with a message."""
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -118,17 +110,18 @@ def _once(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def _cotangents(arguments: Arguments, gradients: Gradients) -> Arguments:
-    """Gradients in the dtypes of their arguments; an infinite slope hides its side and has none."""
-    dq, dk, dv, dleft, dright = gradients
-    left, right = arguments.left, arguments.right
-    return Arguments(
-        dq.astype(arguments.q.dtype),
-        dk.astype(arguments.k.dtype),
-        dv.astype(arguments.v.dtype),
-        jnp.where(jnp.isinf(left), 0, dleft),
-        None if right is None else jnp.where(jnp.isinf(right), 0, dright),
+def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
+    """Gradients in the dtypes of their inputs; an infinite slope hides its side and has none."""
+    left, right = inputs.left, inputs.right
+    return replace(
+        inputs,
+        q=gradients.dq.astype(inputs.q.dtype),
+        k=gradients.dk.astype(inputs.k.dtype),
+        v=gradients.dv.astype(inputs.v.dtype),
+        left=jnp.where(jnp.isinf(left), 0, gradients.dleft),
+        right=None if right is None else jnp.where(jnp.isinf(right), 0, gradients.dright),
         key_range=None,
+        query_start=None,
         key_bound=None,
         mask=None,
         seed=None,

@@ -1,14 +1,19 @@
-"""How queries and keys of one head are cut: tiles of rows, and for each tile the blocks of keys on either side.
+"""How the queries and keys of one head are cut: tiles of rows, and for each tile the blocks of keys on either side.
 
-Rows and keys are padded in front, so that the last row and the last key end a tile and a block. Band 0 is for
-every tile the block where its last row stands; band j the block j further to the right (negative: to the left).
-Keys get further blocks of padding around them, so that every band is one slice for all tiles:
+Rows are padded in front, so that the last one ends a tile. Band 0 gives every tile the block of keys that ends where
+the tile's last row stands; band j gives it the block that lies j blocks further to the right (negative: to the left).
+The blocks of one band follow each other, so that a band is one slice of the keys of a batch row:
 
-    keys    . . | 0 | 1 | 2 | 3 | . .      four blocks
-    tiles       |   | 0 | 1 | 2 |          three tiles; band -1 is the slice | 0 | 1 | 2 |
+    key        . . . . . . 0 1 2 3 4 5 6 7 8 9 . . . . . .     padding on either side
+    band  0                    [tile 0][tile 1]                two tiles of four rows; the last stands at key 8
+    band -1            [tile 0][tile 1]
+
+Where the slice starts depends on `query_start` of the batch row, while distances within a band do not. With a padding
+as wide as a band, one that lies beyond the keys can be moved until it touches them: it still holds none.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,64 +21,65 @@ from jax import Array, lax
 
 BLOCK = 256  # keys per block, and rows per tile where there are several
 
+LEFT, RIGHT = -1, 1
 
-class Tiles(NamedTuple):
-    """Sizes; all static."""
+
+class Side(NamedTuple):
+    """The bands on one side of the queries where any tile meets keys, from near to far.
+
+    The left side has band 0 too. Each batch row begins at its own nearest band.
+    """
+
+    direction: int  # LEFT or RIGHT
+    nearest: Array  # [B or 1]
+    num_steps: Array  # [], of the batch row that has most
+
+    def band(self, step: Array) -> Array:
+        return self.nearest + self.direction * step
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes, known when tracing, and where the queries stand, which may not be."""
 
     num_tiles: int
     rows: int  # per tile
-    num_blocks: int
     block: int  # keys per block
     T: int
     S: int
-    blocks_after: int  # of padding
+    padding_after: int  # keys
+    stop: (
+        Array  # [B], or [1] where it is the same for all: one past the position of the last query
+    )
 
     @classmethod
-    def cut(cls, T: int, S: int, both_sides: bool) -> "Tiles":
+    def cut(cls, T: int, S: int, query_start: Array | None, both_sides: bool) -> "Tiles":
         block = min(BLOCK, max(T, S))
         rows = min(T, block)
         num_tiles = -(-T // rows)
-        num_blocks = max(1, -(-S // block))
-        return cls(num_tiles, rows, num_blocks, block, T, S, (num_tiles - 1) * both_sides)
+        stop = jnp.full(1, S) if query_start is None else query_start + T
+        # A causal query that stands at a key meets nothing after the keys.
+        needed = both_sides or query_start is not None
+        return cls(num_tiles, rows, block, T, S, num_tiles * block * needed, stop)
 
     @property
-    def end(self) -> int:
-        """Where the keys end among the padded ones."""
-        return (self.num_tiles - 1 + self.num_blocks) * self.block
-
-    @property
-    def padded_keys(self) -> int:
-        return self.end + self.blocks_after * self.block
-
-    @property
-    def last_left(self) -> int:
-        return self.num_blocks - 1
-
-    @property
-    def last_right(self) -> int:
-        return self.num_tiles - 1
-
-    def first_block(self, band: Any) -> Any:
-        """The padded block that the first tile meets in this band."""
-        return self.num_blocks - 1 + band
-
-    def turned(self, key: Array) -> Array:
-        """The number of a key among the padded ones."""
-        return key + self.end - self.S
-
-    @staticmethod
-    def turn(x: Array, places: Array | None, axis: int = 1) -> Array:
-        """Move batch row b of x [B, S, ...] by places[b] to the right along an axis, around the end."""
-        if places is None:
-            return x
-        axis = axis % x.ndim - 1
-        x = jnp.broadcast_to(x, (len(places), *x.shape[1:]))
-        return jax.vmap(lambda row, n: jnp.roll(row, n, axis))(x, places)
+    def band_keys(self) -> int:
+        """Keys in a band, and in the padding before the keys."""
+        return self.num_tiles * self.block
 
     def pad_keys(self, x: Array, axis: int = 1) -> Array:
+        """[B, S, ...] -> [B, padded keys, ...]."""
         widths = [(0, 0)] * x.ndim
-        widths[axis] = (self.end - self.S, self.padded_keys - self.end)
+        widths[axis] = (self.band_keys, self.padding_after)
         return jnp.pad(x, widths)
+
+    def unpad_keys(self, x: Array) -> Array:
+        """[B, padded keys, ...] -> [B, S, ...]."""
+        return x[:, self.band_keys : self.band_keys + self.S]
+
+    def key_numbers(self) -> Array:
+        """[padded keys]: negative, or S and more, in the padding."""
+        return jnp.arange(-self.band_keys, self.S + self.padding_after)
 
     def tile(self, x: Array) -> Array:
         """[B, T, ...] -> [B, tiles, rows, ...]."""
@@ -86,37 +92,72 @@ class Tiles(NamedTuple):
         padded = self.num_tiles * self.rows
         return x.reshape(len(x), padded, *x.shape[3:])[:, padded - self.T :]
 
-    def queries(self) -> Array:
-        """[tiles, rows]: the row of q at each place; negative for padding."""
+    def row_numbers(self) -> Array:
+        """[tiles, rows]: which query a row is; negative in the padding."""
         padded = self.num_tiles * self.rows
         return jnp.arange(self.T - padded, self.T).reshape(self.num_tiles, self.rows)
 
+    def side(self, direction: int, first: Array, end: Array) -> Side:
+        """Find the bands on one side that hold any of the keys first .. end - 1, each [B or 1]."""
+        # Band j holds the keys from stop + (j - num_tiles) * block to stop + j * block - 1.
+        lowest = (first - self.stop) // self.block + 1
+        highest = (end - 1 - self.stop) // self.block + self.num_tiles
+        if direction == LEFT:
+            highest = jnp.minimum(highest, 0)
+        else:
+            lowest = jnp.maximum(lowest, 1)
+        num_steps = jnp.where(first < end, highest - lowest + 1, 0)
+        nearest = highest if direction == LEFT else lowest
+        return Side(direction, nearest, jnp.maximum(num_steps, 0).max())
+
     def offsets(self) -> Array:
-        """[rows]: where each row stands, counted from the start of its band 0."""
+        """[rows]: where each row stands, counted from the first key of its block in band 0."""
         return jnp.arange(self.block - self.rows, self.block)
 
     def distance(self, band: Array) -> Array:
-        """[rows, block]: position minus key, the same for every tile."""
-        return self.offsets()[:, None] - band * self.block - jnp.arange(self.block)
+        """Position minus key, the same for every tile: band [B or 1] -> [B or 1, 1, rows, block]."""
+        near = self.offsets()[:, None] - jnp.arange(self.block)
+        return near - (band * self.block)[:, None, None, None]
+
+    def first_keys(self, band: Array) -> Array:
+        """[B or 1, tiles]: the number of the first key that each tile meets."""
+        first = self.stop + (band - self.num_tiles) * self.block
+        return first[:, None] + jnp.arange(self.num_tiles) * self.block
 
     def blocks(self, x: Array, band: Array) -> Array:
         """[B, padded keys, ...] -> [B, tiles, block, ...]: the block that each tile meets in this band."""
-        start, size = self.first_block(band) * self.block, self.num_tiles * self.block
-        found = lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        start = self._start(band)
+        if len(start) == 1:
+            found = lax.dynamic_slice_in_dim(x, start[0], self.band_keys, axis=1)
+        else:
+            found = jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, self.band_keys))(
+                x, start
+            )
         return found.reshape(len(x), self.num_tiles, self.block, *x.shape[2:])
 
     def add_blocks(self, x: Array, band: Array, added: Array) -> Array:
         """Add [B, tiles, block, ...] to x [B, padded keys, ...] where `blocks` would find it."""
-        start = self.first_block(band) * self.block
-        added = added.reshape(len(x), -1, *x.shape[2:])
-        old = lax.dynamic_slice_in_dim(x, start, added.shape[1], axis=1)
-        return lax.dynamic_update_slice_in_dim(x, old + added, start, axis=1)
+        start = self._start(band)
+        added = self.blocks(x, band) + added
+        added = added.reshape(len(x), self.band_keys, *x.shape[2:])
+        if len(start) == 1:
+            return lax.dynamic_update_slice_in_dim(x, added, start[0], axis=1)
+        return jax.vmap(lambda row, new, n: lax.dynamic_update_slice_in_dim(row, new, n, 0))(
+            x, added, start
+        )
 
-    def columns(self, x: Array, band: Array) -> Array:
-        """[B, tiles, rows, padded keys] -> [B, tiles, rows, block]."""
-        starts = (self.first_block(band) + jnp.arange(self.num_tiles)) * self.block
+    def columns(self, mask: Array, band: Array) -> Array:
+        """[B or 1, tiles, rows, padded keys] -> [B or 1, tiles, rows, block]."""
+        starts = self._start(band)[:, None] + jnp.arange(self.num_tiles) * self.block
+        num_batch_rows = max(len(mask), len(starts))
+        mask = jnp.broadcast_to(mask, (num_batch_rows, *mask.shape[1:]))
+        starts = jnp.broadcast_to(starts, (num_batch_rows, self.num_tiles))
 
-        def of_tile(row: Array, start: Array) -> Array:
-            return lax.dynamic_slice_in_dim(row, start, self.block, axis=-1)
+        def of_tile(rows: Array, start: Array) -> Array:
+            return lax.dynamic_slice_in_dim(rows, start, self.block, axis=-1)
 
-        return jax.vmap(of_tile, in_axes=(1, 0), out_axes=1)(x, starts)
+        return jax.vmap(jax.vmap(of_tile))(mask, starts)
+
+    def _start(self, band: Array) -> Array:
+        """[B or 1]: the padded key where a band starts, or the nearest to it from where a slice fits."""
+        return jnp.clip(self.stop + band * self.block, 0, self.S + self.padding_after)

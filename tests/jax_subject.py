@@ -1,0 +1,108 @@
+"""What the tests of `linbias.jax` share: the contract's subject, and arrays to call with."""
+
+import functools
+import os
+from contextlib import contextmanager
+
+# The suite compiles some hundred small programs: the compiler's optimiser would take most of its time. JAX reads this
+# at its first computation.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import linbias
+from contract import SEED
+from linbias import _checks
+from linbias.jax import attention, cpu, functional
+
+IMPLEMENTATIONS = ("dense", "blocked", "cpu")
+HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
+
+
+@contextmanager
+def known_dropout():
+    """Draw SEED for the dropout mask, so that the mask is known."""
+    original = functional.draw_seed
+    functional.draw_seed = lambda _: jnp.uint32(SEED)
+    yield
+    functional.draw_seed = original
+
+
+class JaxSubject:
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+
+    def attention(self, case, tolerance=None):
+        def attend(leaves):
+            out, lse = attention(
+                **leaves,
+                causal=case.causal,
+                scale=case.scale,
+                **case.placement,
+                dropout=case.dropout,
+                dropout_key=jax.random.key(0),
+                tolerance=tolerance,
+                implementation=self.implementation,
+                return_lse=True,
+            )
+            return {"out": out, "lse": lse}
+
+        return attend
+
+    @functools.cache  # noqa: B019  # a case runs twice, and compiling is what takes the time
+    def program(self, case, tolerance):
+        def run(leaves, dout, dlse):
+            results, pull = jax.vjp(self.attention(case, tolerance), leaves)
+            dlse = jnp.where(results["lse"] > -jnp.inf, dlse, 0)
+            return results, pull({"out": dout, "lse": dlse})[0]
+
+        return jax.jit(run)
+
+    def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
+        assert layout == "plain", "JAX arrays have no strides"
+        wide = "float64" if dtype == "float64" else "float32"
+        with jax.enable_x64(dtype == "float64"), known_dropout():
+            arrays = {
+                name: to_jax(name, array, dtype if name in ("q", "k", "v", "dout") else wide)
+                for name in ("q", "k", "v", "left", "right", "dout", "dlse")
+                if (array := getattr(inputs, name)) is not None
+            }
+            dout, dlse = (arrays.pop(name) for name in ("dout", "dlse"))
+            results, gradients = self.program(case, tolerance)(arrays, dout, dlse)
+            assert (results["out"].dtype, results["lse"].dtype) == (dtype, wide)
+            assert {n: (g.dtype, g.shape) for n, g in gradients.items()} == {
+                n: (x.dtype, x.shape) for n, x in arrays.items()
+            }
+        return to_numpy(results), to_numpy(gradients)
+
+
+def to_jax(name, array, dtype):
+    return jnp.asarray(array if name in ("left", "right") else array.swapaxes(1, 2), dtype)
+
+
+def to_numpy(arrays):
+    arrays = {name: np.asarray(array).astype(np.float64) for name, array in arrays.items()}
+    return {n: a.swapaxes(1, 2) if n in HEADS_SECOND else a for n, a in arrays.items()}
+
+
+def random(B, T, H, D, seed=0):
+    return np.random.default_rng(seed).normal(size=(3, B, T, H, D)).astype(np.float32)
+
+
+def numpy_attention(q, k, v, *args, **options):
+    out = linbias.attention(
+        *(np.asarray(x, float).swapaxes(1, 2) for x in (q, k, v)), *args, **options
+    )
+    return out.swapaxes(1, 2)
+
+
+SIZES = (2, 9, 4, 8)
+
+needs_core = pytest.mark.skipif(
+    cpu.why_not(_checks.Problem(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0))
+    is not None,
+    reason="linbias._xla is not compiled here",
+)

@@ -1,0 +1,204 @@
+"""`linbias.jax` under jit, vmap, grad, checkpoint and shard_map, with positions that are traced."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_subject import IMPLEMENTATIONS, SIZES, needs_core, random
+from linbias.jax import attention
+
+
+@pytest.mark.parametrize(("implementation", "seed"), [("blocked", 1), ("cpu", None), ("cpu", 1)])
+def test_vmap_equals_one_call_after_the_other(implementation, seed):
+    """Also of gradients, over some arguments only, and with a dropout mask for each call."""
+    q, k, v = random(*SIZES)
+    qs, slopes = (
+        np.stack([q, q + 1, q - 1]),
+        np.linspace(0.1, 1, 12, dtype=np.float32).reshape(3, 4),
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def loss(q, slope, key):
+        options = {} if seed is None else {"dropout": 0.5, "dropout_key": key}
+        return (attention(q, k, v, slope, implementation=implementation, **options) ** 2).sum()
+
+    run = jax.value_and_grad(loss, argnums=(0, 1))
+    together = jax.jit(jax.vmap(run))(qs, slopes, keys)
+    alone = [jax.jit(run)(*x) for x in zip(qs, slopes, keys, strict=True)]
+    for a, b in zip(
+        *map(jax.tree.leaves, (together, jax.tree.map(lambda *x: np.stack(x), *alone))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+def test_checkpoint_and_an_outer_jit_change_nothing(implementation):
+    q, k, v = random(*SIZES)
+
+    def loss(q):
+        return (attention(q, k, v, implementation=implementation) ** 2).sum()
+
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(jax.checkpoint(loss)))(q), jax.grad(loss)(q), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
+    q, k, v = random(1, 5, 2, 4)
+
+    def slope(q, implementation):
+        inner = jax.grad(lambda q: (attention(q, k, v, implementation=implementation) ** 2).sum())
+        return (inner(q) ** 2).sum()
+
+    assert np.isfinite(jax.grad(slope)(q, "dense")).all()
+    for name in ("blocked", "cpu"):
+        with pytest.raises(
+            NotImplementedError, match=f"attention: {name} gives first derivatives only"
+        ):
+            jax.grad(slope)(q, name)
+
+
+SHARDED = """
+import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+q, k, v = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
+left = jnp.asarray(linbias.slopes(4), jnp.float32)
+for name in ("blocked", "cpu"):
+    def loss(q, k, v, left):
+        return (linbias.jax.attention(q, k, v, left, causal=False, implementation=name) ** 2).sum((1, 3))
+    def total(*arrays):
+        return loss(*arrays).sum()
+    expected = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(q, k, v, left)
+    # over heads, over the batch, and over the heads of q with one k and v for all
+    for spec, kv, slope, out, one in (
+        (P(None, None, "x"), P(None, None, "x"), P("x"), P(None, "x"), False),
+        (P("x"), P("x"), P(), P("x"), False),
+        (P(None, None, "x"), P(), P("x"), P(None, "x"), True),
+    )[2 if name == "blocked" else 0:]:
+        args = (q, k[:, :, :1], v[:, :, :1], left) if one else (q, k, v, left)
+        parts = jax.shard_map(loss, mesh=mesh, in_specs=(spec, kv, kv, slope), out_specs=out)
+        want = jax.grad(total, argnums=(0, 1, 2, 3))(*args) if one else expected
+        found = jax.jit(jax.grad(lambda *a: parts(*a).sum(), argnums=(0, 1, 2, 3)))(*args)
+        for a, b in zip(found, want):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+# ranges of their own for key/value heads, and starts for batch rows
+key_range = np.array([[[0, 300], [10, 200], [0, 5], [7, 290]], [[3, 3], [0, 300], [1, 90], [0, 80]]])
+start = np.array([17, -40])
+def loss(q, k, v, left, key_range, start):
+    out = linbias.jax.attention(q, k, v, left, causal=False, key_range=key_range, query_start=start, implementation="blocked")
+    return (out ** 2).sum((1, 3))
+args = q, k, v, left, key_range, start
+for spec, slope, start_spec in ((P(None, None, "x"), P("x"), P()), (P("x"), P(), P("x"))):
+    ranges = P(*(a for i, a in enumerate((*spec, None, None)[:3]) if i != 1))
+    parts = jax.shard_map(loss, mesh=mesh, in_specs=(spec, spec, spec, slope, ranges, start_spec), out_specs=ranges)
+    found, want = (jax.jit(jax.grad(lambda *a: f(*a).sum(), argnums=(0, 1, 2, 3)))(*args) for f in (parts, loss))
+    for a, b in zip(found, want):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+split = jax.device_put(q, NamedSharding(mesh, P("x")))
+try:
+    linbias.jax.attention(split, split, split, implementation="cpu")
+except NotImplementedError as error:
+    print(error)
+out = linbias.jax.attention(split, split, split)
+np.testing.assert_allclose(out, linbias.jax.attention(q, q, q), atol=1e-5)
+"""
+
+
+@needs_core
+def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHARDED],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        "cpu cannot run this call: the arrays lie in parts on 2 cpu devices; call it inside jax.shard_map"
+        in done.stdout
+    )
+
+
+def weighed(q, k, v, left, key_range, query_start, implementation, **options):
+    """A number that depends on all of out and lse, for gradients."""
+    out, lse = attention(
+        q, k, v, left, causal=False, key_range=key_range, query_start=query_start, return_lse=True,
+        implementation=implementation, **options,
+    )  # fmt: skip
+    return (out**2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_traced_positions_give_what_known_ones_give(implementation):
+    """Under jit, with gradients, and over several ranges and starts by vmap."""
+    q, k, v = random(*SIZES)
+    left = jnp.array([0.5, 0.1, 0.0, jnp.inf])
+    ranges = np.array([[[0, 9], [2, 7]], [[4, 4], [0, 3]], [[5, 9], [0, 9]]])
+    ranges = np.stack([ranges, ranges[:, ::-1], ranges, ranges], 2)  # [3, B, G, 2]
+    starts = np.array([[0, -30], [12, 3], [5, 4]])
+    run = jax.value_and_grad(weighed, argnums=(0, 1, 2, 3))
+    known = [run(q, k, v, left, *x, "dense") for x in zip(ranges, starts, strict=True)]
+    traced = jax.jit(run, static_argnums=6)
+    alone = [traced(q, k, v, left, *x, implementation) for x in zip(ranges, starts, strict=True)]
+    over = jax.vmap(lambda r, s: run(q, k, v, left, r, s, implementation))
+    together = jax.jit(over)(ranges, starts)
+    for i, expected in enumerate(known):
+        for found in (alone[i], jax.tree.map(lambda x, i=i: x[i], together)):
+            for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_traced_positions_that_nobody_may_ask_for_are_moved_to_the_limits(implementation):
+    """They are not checked; the loops must end all the same, and nothing outside the keys is read."""
+    q, k, v = random(*SIZES)
+    left = jnp.array([0.5, 0.1, 0.0, 2.0])
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    run = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1, 2, 3)), static_argnums=6)
+    for asked, taken in (
+        ((least, most, 0), (0, 9, 0)),
+        ((-5, 4, most), (0, 4, 2**30)),
+        ((3, 99, least), (3, 9, -(2**30))),
+        ((8, 2, 1), (2, 2, 1)),
+        ((most, least, least), (0, 0, -(2**30))),
+    ):
+        found, expected = (
+            run(q, k, v, left, np.array([[first, end], [0, 9]], np.int32), np.array([start, 0], np.int32), implementation)
+            for first, end, start in (asked, taken)
+        )  # fmt: skip
+        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert np.isfinite(a).all()
+
+
+def test_narrow_and_unsigned_integers_place_queries_as_wide_ones_do():
+    q, k, v = random(1, 300, 1, 4)
+    expected = attention(q, k, v, key_range=np.array([[1, 100]]), query_start=np.array([7]))
+    for dtype in (np.int8, np.uint8, np.uint32):
+        options = {
+            "key_range": jnp.array([[1, 100]], dtype),
+            "query_start": jnp.array([7], dtype),
+        }
+        np.testing.assert_array_equal(attention(q, k, v, **options), expected)
+
+
+@pytest.mark.parametrize("name", ("scale", "dropout", "tolerance", "causal"))
+def test_traced_values_where_numbers_are_needed_are_refused(name):
+    words = "causal must be True or False" if name == "causal" else f"{name} must be a number"
+    with pytest.raises(TypeError, match=f"attention: {words}, got .*Trace"):
+        jax.jit(lambda x: attention(*random(*SIZES), **{name: x}))(0.5)
+
+
+def test_traced_slopes_are_taken_as_they_are():
+    q, k, v = random(*SIZES)
+    negative = jax.jit(lambda left: attention(q, k, v, left))(jnp.array([-1.0, 1, 1, 1]))
+    assert negative.shape == SIZES
