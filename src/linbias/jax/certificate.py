@@ -85,7 +85,9 @@ class Certificate:
         tiles, band, (first, end) = self.tiles, side.band(step), self.key_range
         to_left = side.direction == LEFT
         slope, radius = self.slopes[not to_left], self.radius[not to_left]
-        assert slope is not None and radius is not None, "nothing lies to the right of a causal row"
+        assert slope is not None and radius is not None, (
+            "nothing lies to the right of a causal row"
+        )
         lowest = tiles.first_keys(band)
         # The nearest key of each tile's block; how many there are from it outwards; how far away it is.
         nearest = lowest + tiles.block - 1 if to_left else lowest
