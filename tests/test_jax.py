@@ -86,7 +86,6 @@ def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, c
     assert found[1][0] >= 4
 
 
-@pytest.mark.parametrize("bounded", (False, True))
 def test_a_batch_row_that_has_met_all_its_keys_waits_for_the_others():
     """Its further bands lie before the keys, by more than the padding; none of them may wrap around."""
     (q, *_), (_, k, v) = random(2, 10, 1, 4), random(2, 2000, 1, 4)
@@ -96,6 +95,7 @@ def test_a_batch_row_that_has_met_all_its_keys_waits_for_the_others():
     )
 
 
+@pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize("implementation", TAKING_POSITIONS)
 def test_decoding_from_a_long_cache(implementation, bounded):
     case = by_name("long-cache", T=1, key_range=((0, 1500), (700, 2053)))
