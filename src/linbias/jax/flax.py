@@ -203,7 +203,8 @@ def _read_mask(
     shown = mask.any((1, 2))
     first, after = shown.argmax(1), shown[:, ::-1].argmax(1)
     end = lib.where(shown.any(1), S - after, first)
-    # One query stands at the last key shown: that is how a cache says how far it is filled.
+    # One query stands at the last key shown: that is how a cache says how far it is filled. It would see the same
+    # from farther right, but large distances cost the scores digits.
     start = end - 1 if T == 1 else lib.full(len(mask), S - T)
     options: _MaskOptions = {
         "key_range": lib.broadcast_to(lib.stack([first, end], 1), (B, 2)),
