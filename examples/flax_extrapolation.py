@@ -5,7 +5,7 @@
 
 The text is the source of Python's standard library, read as bytes. The table shows bits per byte (lower is better)
 on text that no model has seen. With ALiBi it stays level or falls as the text grows; sinusoids fail beyond the
-training length. The attention never builds a bias: `linbias.jax.flax` hands the slopes to the kernel.
+training length. The attention never builds a bias: `linbias.jax.flax` passes the slopes to the kernel.
 """
 
 import argparse

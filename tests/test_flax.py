@@ -138,7 +138,7 @@ def test_symmetric_attention_takes_padding_on_both_sides():
     np.testing.assert_allclose(out, flax_attention("symmetric", mask), atol=1e-6)
 
 
-def options_of(monkeypatch, variant, mask):
+def options_of(monkeypatch, variant, mask, num_queries=T):
     """The options that a mask of this call comes to."""
     found = {}
 
@@ -147,7 +147,7 @@ def options_of(monkeypatch, variant, mask):
         return prepare(*args, **options)
 
     monkeypatch.setattr(flax_module, "prepare", spy)
-    attention_fn(variant)(*QKV, mask=mask)
+    attention_fn(variant)(QKV[0][:, :num_queries], *QKV[1:], mask=mask)
     return {n: np.asarray(x).tolist() for n, x in found.items() if x is not None}
 
 
@@ -169,6 +169,13 @@ def test_a_known_mask_that_is_a_range_of_keys_becomes_one(monkeypatch, variant, 
     assert options_of(monkeypatch, variant, MASKS[name]) == options
 
 
+def test_one_query_gets_the_position_of_the_last_key_shown(monkeypatch):
+    """Farther right it would see the same, but large distances cost the scores digits."""
+    mask = np.arange(T) < np.array([5, 6])[:, None]
+    options = options_of(monkeypatch, "causal", mask[:, None, None], num_queries=1)
+    assert options == {"key_range": [[0, 5], [0, 6]], "query_start": [4, 5]}
+
+
 def test_other_masks_stay_masks_and_the_core_refuses_them(monkeypatch):
     for name in ("holes", "per head", "both padded, causal"):
         assert "mask" in options_of(monkeypatch, "causal", MASKS[name])
@@ -180,7 +187,7 @@ def test_other_masks_stay_masks_and_the_core_refuses_them(monkeypatch):
 
 @pytest.mark.parametrize("known", (True, False))
 @pytest.mark.parametrize("variant", ("causal", "symmetric"))
-def test_one_query_stands_at_the_last_key_that_its_mask_shows(variant, known):
+def test_one_query_sees_what_its_mask_shows(variant, known):
     """Each batch row at its own: a cache filled to another length, with padding or a hole before it."""
     q, k, v = QKV[0][:, :1], QKV[1], QKV[2]
     mask = np.array([[False, True, False, True, True, False, False], [True] * 6 + [False]])

@@ -79,6 +79,15 @@ def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, c
     assert found[1][0] >= 4
 
 
+def test_a_batch_row_that_has_met_all_its_keys_waits_for_the_others():
+    """Its further bands lie before the keys, by more than the padding; none of them may wrap around."""
+    (q, *_), (_, k, v) = random(2, 10, 1, 4), random(2, 2000, 1, 4)
+    run = functools.partial(attention, q, k, v, [0.0], query_start=np.array([10, 1990]))
+    np.testing.assert_allclose(
+        run(implementation="blocked"), run(implementation="dense"), atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, bounded):

@@ -194,26 +194,17 @@ def _read_mask(
     mask: Any, batch: tuple[int, ...], q: Array, k: Array, variant: str
 ) -> _MaskOptions:
     """Turn Flax's mask into the range of keys that it shows and, where that does not say it all, a mask."""
-    if mask is None:
-        return {}
     (B, T, H, _), S = q.shape, k.shape[1]
-    full = (*batch, H, T, S)
-    if mask.ndim > len(full) or any(
-        n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)
-    ):
-        raise ValueError(f"attention_fn: mask must fit to {list(full)}, got {list(mask.shape)}")
+    if mask is None or S == 0:
+        return {}
     known = not isinstance(mask, jax.core.Tracer)
     lib = np if known else jnp
-    mask = lib.asarray(mask) != 0
-    mask = mask.reshape((1,) * (len(full) - mask.ndim) + mask.shape)
-    if any(n > 1 for n in mask.shape[:-3]):
-        mask = lib.broadcast_to(mask, (*batch, *mask.shape[-3:]))
-    mask = mask.reshape(-1, *mask.shape[-3:])
-    mask = lib.broadcast_to(mask, (*mask.shape[:-1], S))
+    mask = _with_four_axes(lib.asarray(mask) != 0, batch, (H, T, S), lib)
     shown = mask.any((1, 2))
     first, after = shown.argmax(1), shown[:, ::-1].argmax(1)
     end = lib.where(shown.any(1), S - after, first)
-    # One query stands at the last key shown: that is how a cache says how far it is filled.
+    # One query stands at the last key shown: that is how a cache says how far it is filled. It would see the same
+    # from farther right, but large distances cost the scores digits.
     start = end - 1 if T == 1 else lib.full(len(mask), S - T)
     options: _MaskOptions = {
         "key_range": lib.broadcast_to(lib.stack([first, end], 1), (B, 2)),
@@ -228,9 +219,25 @@ def _read_mask(
         _refuse_contradictions(mask, visible, distance, variant)
         inside = (keys >= first[:, None]) & (keys < end[:, None])
         if ((mask & visible) == (inside[:, None, None] & visible)).all():
-            # Nothing to say is said by no options: that leaves all implementations to choose from.
+            # The mask shows what the variant shows anyway.
             return {} if inside.all() and (start == S - T).all() else options
     return {**options, "mask": mask}
+
+
+def _with_four_axes(
+    mask: Any, batch: tuple[int, ...], sizes: tuple[int, int, int], lib: Any
+) -> Any:
+    """A mask that broadcasts to [*batch, H, T, S] -> [B or 1, H or 1, T or 1, S]."""
+    full = (*batch, *sizes)
+    if mask.ndim > len(full) or any(
+        n not in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False)
+    ):
+        raise ValueError(f"attention_fn: mask must fit to {list(full)}, got {list(mask.shape)}")
+    mask = mask.reshape((1,) * (len(full) - mask.ndim) + mask.shape)
+    if any(n > 1 for n in mask.shape[:-3]):
+        mask = lib.broadcast_to(mask, (*batch, *mask.shape[-3:]))
+    mask = mask.reshape(-1, *mask.shape[-3:])
+    return lib.broadcast_to(mask, (*mask.shape[:-1], sizes[2]))
 
 
 def _refuse_contradictions(mask: Any, visible: Any, distance: Any, variant: str) -> None:
