@@ -42,11 +42,14 @@ def little_tiles(monkeypatch):
 
 
 def little(case: Case, H: int = 2, G: int = 1) -> Case:
-    """The case with fewer heads: the interpreter takes some 50 ms for each."""
+    """The case with as few heads and batch rows as show what it is for: the interpreter takes some 50 ms for each."""
     if case.name.startswith("range-per-head"):
         return replace(case, H=case.G)
-    if case.left == "mixed" or "per_batch" in (case.left, case.right):
-        return replace(case, B=min(case.B, 2 if case.left == "per_batch" else 1))
+    batched = case.key_range or case.query_start or "per_batch" in (case.left, case.right)
+    if not batched and case.T * case.S > 1:  # one number has too little error to be a budget
+        case = replace(case, B=min(case.B, 1))
+    if case.left in ("mixed", "per_batch"):
+        return case
     return replace(case, H=min(case.H, H), G=min(case.G, G))
 
 
@@ -108,8 +111,7 @@ def drawn(seed: int) -> tuple[Case, Sizes]:
     G, group, T, S = (int(rng.integers(1, n)) for n in (3, 3, 40, 70))
     keys, rows = int(rng.choice([16, 32])), int(rng.choice([16, 32]))
     dkv = Tile(16, int(rng.choice([16, 32])), 4, 1)
-    heads_of_ranges = int(rng.choice([1, G]))
-    ranges = np.sort(rng.integers(0, S + 1, (2, heads_of_ranges, 2)))
+    ranges = np.sort(rng.integers(0, S + 1, (2, 2) if rng.random() < 0.5 else (2, G, 2)))
     starts = rng.integers(-T - 30, S + 30, 2)
     case = Case(
         f"drawn-{seed}",
@@ -206,7 +208,9 @@ def test_a_key_bound_spares_reading_far_keys(little_tiles):
     slopes = [0.5, 1.0]
     for start, sides in ((511, {}), (256, {"causal": False}), (256, {}), (-1, {"causal": False})):
         placement = {"query_start": torch.tensor([start]), **sides}
-        expected_out = linbias.torch.attention(q, k, v, slopes, **placement)
+        expected_out = linbias.torch.attention(
+            q, k, v, slopes, implementation="dense", **placement
+        )
         keys = torch.arange(512)
         far = (keys - start).abs() > 160
         if sides == {}:
@@ -250,11 +254,14 @@ def test_positions_on_a_device_may_be_anything(
 
 
 @pytest.mark.parametrize("T", (2, 37))  # decoding, and forward
-@pytest.mark.parametrize("gap", (1_000_003, 2**30 - 53, 37 - 2**30))
-def test_a_gap_between_queries_and_keys_changes_lse_only(gap, T, little_tiles):
+@pytest.mark.parametrize(
+    ("gap", "dtype"),
+    [(1_000_003, torch.float32), (2**30 - 53, torch.bfloat16), (37 - 2**30, torch.float32)],
+)
+def test_a_gap_between_queries_and_keys_changes_lse_only(gap, dtype, T, little_tiles):
     """All keys lose the same to it, however large, so that weights and gradients stay."""
     torch.manual_seed(0)
-    arrays = [torch.randn(1, 2, n, 8, requires_grad=T > 4) for n in (T, 53, 53)]
+    arrays = [torch.randn(1, 2, n, 8, dtype=dtype, requires_grad=T > 4) for n in (T, 53, 53)]
     slopes = torch.tensor([0.5, 0.01], requires_grad=T > 4)
     found = []
     for away in (0, gap):
@@ -273,7 +280,8 @@ def test_a_gap_between_queries_and_keys_changes_lse_only(gap, T, little_tiles):
         )
         found.append(((out, *gradients), lse))
     for near, far in zip(found[0][0], found[1][0], strict=True):
-        torch.testing.assert_close(far, near, rtol=2e-5, atol=2e-5)
+        allowed = 2e-5 if near.dtype == torch.float32 else 2.0**-7
+        torch.testing.assert_close(far, near, rtol=allowed, atol=allowed)
     lost = abs(gap) * slopes.detach().double()[:, None]
     torch.testing.assert_close(
         found[1][1].double(), found[0][1].double() - lost, rtol=2e-7, atol=1e-5
@@ -288,20 +296,14 @@ def test_a_gap_between_queries_and_keys_changes_lse_only(gap, T, little_tiles):
 def inputs_of(left, tolerance=2.0**-24, T=160, **placement):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, len(left), n, 16) for n in (T, 160, 160))
-    given = {
-        "right": None,
-        "key_range": None,
-        "query_start": None,
-        "key_bound": None,
-        "seed": None,
-    }
+    given = dict.fromkeys(("right", "key_range", "query_start", "key_bound", "seed"))
     given |= {n: torch.tensor(x) for n, x in placement.items()}
     numbers = {"scale": 0.25, "dropout": 0.0, "tolerance": tolerance, "precise": True}
     return Inputs(q, k, v, torch.tensor(left), **given, **numbers)
 
 
 def visited(left, **options):
-    """The first key and one past the last that each tile visited, and how many each might see."""
+    """The first key that each tile of each head visited, and one past the last."""
     inputs = inputs_of(left, **options)
     first, end, rows = triton.visited_keys(inputs, triton.operators.forward(*inputs)[3])
     assert rows == LITTLE.forward.rows
@@ -322,11 +324,11 @@ def test_keys_that_were_not_visited_do_not_count(little_tiles):
         T=70,
         right=[1.0, 0.5],
         key_range=[[[3, 131], [20, 150]]],
-        query_start=[90],
+        query_start=[50],
     )
     out, _, _, counts = triton.operators.forward(*inputs)
     first, end, rows = triton.visited_keys(inputs, counts)
-    assert (end - first).amin((0, 2)).tolist() < [64, 96]
+    assert (end - first)[0, 0].max() < 128  # of the steep head
     keys = torch.arange(160)
     for tile in range(3):
         unseen = (keys < first[..., tile, None]) | (keys >= end[..., tile, None])
