@@ -47,6 +47,7 @@ import record
 from linbias._checks import TOLERANCE
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
 from linbias.torch import triton
+from linbias.torch.operator import Inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds.
@@ -175,11 +176,21 @@ def rates(options: argparse.Namespace) -> tuple[float, float]:
 
 
 def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
-    """The share of the visible pairs that the Triton kernels visit."""
-    arrays = (x.detach() for x in (q, k, v))
-    numbers = q.shape[-1] ** -0.5, 0.0, TOLERANCE[str(q.dtype)[6:]], True
-    visited = triton.forward(*arrays, slopes, None, None, None, None, *numbers)[3]
-    return round(triton.work_kept(visited, q, v, k.shape[2]).mean().item(), 4)
+    """The share of the causal pairs that the Triton kernels visit, where queries and keys are the same tokens."""
+    arrays = {name: x.detach() for name, x in (("q", q), ("k", k), ("v", v), ("left", slopes))}
+    absent = dict.fromkeys(("right", "key_range", "query_start", "key_bound", "seed"))
+    numbers = {
+        "scale": q.shape[-1] ** -0.5,
+        "dropout": 0.0,
+        "tolerance": TOLERANCE[str(q.dtype)[6:]],
+    }
+    inputs = Inputs(**arrays, **absent, **numbers, precise=True)
+    visited = triton.operators.forward(*inputs)[3]
+    first, end, rows = triton.visited_keys(inputs, visited)
+    position = torch.arange(q.shape[2], device=q.device)
+    last = end[..., position // rows].minimum(position + 1)
+    kept = (last - first[..., position // rows]).clamp(min=0).double()
+    return round((kept.mean() / (position + 1).double().mean()).item(), 4)
 
 
 def model(options: argparse.Namespace) -> None:
@@ -419,9 +430,9 @@ def accuracy(options: argparse.Namespace) -> None:
 def contract(options: argparse.Namespace) -> None:
     """The contract suite, compiled for the device: in several processes, as most of the time goes into compiling."""
     if options.dry_run:
-        raise SystemExit(run([*PYTEST, "tests/test_triton.py", "-k", "cannot_run"]))
+        raise SystemExit(run([*PYTEST, "tests/test_triton_gpu.py", "-k", "cannot_run"]))
     listed = subprocess.run(
-        [*PYTEST, "tests/test_triton.py", "-m", "gpu", "--collect-only"],
+        [*PYTEST, "tests/test_triton_gpu.py", "-m", "gpu", "--collect-only"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
     tests = [line for line in listed.splitlines() if "::" in line and " " not in line]
@@ -438,8 +449,11 @@ def sanitizer(options: argparse.Namespace) -> None:
     if options.dry_run or not Path(tool).exists():
         print("compute-sanitizer is not here")
         return
-    names = "on_a_gpu and bfloat16 and (T-below-S or range-symmetric or dropout or long-cache)"
-    tests = [*PYTEST, "-x", "tests/test_triton.py", "-m", "gpu", "-k", names]
+    cases = (
+        "T-below-S or range-symmetric or range-per-head or start-far-away or dropout or long-cache"
+    )
+    names = f"on_a_gpu and bfloat16 and ({cases})"
+    tests = [*PYTEST, "-x", "tests/test_triton_gpu.py", "-m", "gpu", "-k", names]
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     raise SystemExit(run([tool, "--tool", "memcheck", "--error-exitcode", "9", *tests]))
 

@@ -34,10 +34,10 @@ def main() -> None:
                 records.append({**done._asdict(), "kernel": name, "D": D, "tile": tiles[name]})
     record = {"capability": CAPABILITY, "triton": version("triton"), "kernels": records}
     DOCUMENT.with_name("kernel_code.json").write_text(json.dumps(record, indent=1) + "\n")
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "code", told(record)))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "code", table(record)))
 
 
-def told(record: dict) -> str:
+def table(record: dict) -> str:
     lines = ["| head size | forward | dq | dk and dv |", "|---|---|---|---|"]
     for D in HEAD_SIZES:
         cells = [far_loop(r) for r in record["kernels"] if r["D"] == D]

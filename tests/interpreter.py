@@ -32,7 +32,7 @@ def repaired() -> Iterator[None]:
     call, multiply, cast = executor.__call__, builder.create_dot, builder.cast_impl
 
     def run(self, *arguments, **options):
-        arrays.take(arguments)
+        arrays.take((*arguments, *options.values()))
         return call(self, *arguments, **options)
 
     def create_dot(self, a, b, *rest):

@@ -32,7 +32,8 @@ def test_access_within_the_arguments_is_free(sizes, n):
     x, y = (torch.ones(size) for size in sizes)
     with repaired():
         double[1,](x, y, n)
-    assert y[:n].tolist() == [2.0] * n
+        double[1,](Y=y, X=y, n=n)
+    assert y[:n].tolist() == [4.0] * n
 
 
 @pytest.mark.parametrize("sizes", ((12, 16), (16, 12)))
@@ -43,6 +44,11 @@ def test_access_beyond_the_arguments_is_an_error(sizes):
         pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 13 addresses"),
     ):
         double[1,](x, y, 13)
+    with (
+        repaired(),
+        pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 13 addresses"),
+    ):
+        double[1,](n=13, X=x, Y=y)
 
 
 def test_bfloat16_rounds_and_multiplies_as_pytorch_does():

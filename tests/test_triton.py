@@ -1,11 +1,6 @@
-"""The Triton kernels: in Triton's interpreter where there is no GPU, on small tiles; compiled on the device where there is one."""
+"""The Triton kernels in Triton's interpreter, on small tiles. Compiled ones: test_triton_gpu.py."""
 
-import functools
-import json
 import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,20 +9,23 @@ import torch
 
 import linbias.torch
 from budget import assert_within_budget
-from cases import CASES, Case, by_name, short
+from cases import Case, by_name, short
 from contract import check_case, expected
-from interpreter import repaired
-from linbias._checks import TOLERANCE, Described, check
-from linbias.kernels.triton import forward, sizes
+from linbias._checks import TOLERANCE
+from linbias.kernels.triton import sizes
 from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.torch import triton
+from linbias.torch import functional, triton
+from linbias.torch.operator import Inputs
 from test_torch import TorchSubject
 
 pytest.importorskip("triton")
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here: see the gpu tests"
-)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton compiles here: see test_triton_gpu.py", allow_module_level=True)
+
+from interpreter import repaired
+from linbias.kernels.triton import forward
+
 # The interpreter computes with NumPy, which warns of inf - inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -44,9 +42,14 @@ def little_tiles(monkeypatch):
 
 
 def little(case: Case, H: int = 2, G: int = 1) -> Case:
-    """The case with fewer heads: the interpreter takes some 50 ms for each."""
-    if case.left == "mixed" or "per_batch" in (case.left, case.right):
-        return replace(case, B=min(case.B, 2 if case.left == "per_batch" else 1))
+    """The case with as few heads and batch rows as show what it is for: the interpreter takes some 50 ms for each."""
+    if case.name.startswith("range-per-head"):
+        return replace(case, H=case.G)
+    batched = case.key_range or case.query_start or "per_batch" in (case.left, case.right)
+    if not batched and case.T * case.S > 1:  # one number has too little error to be a budget
+        case = replace(case, B=min(case.B, 1))
+    if case.left in ("mixed", "per_batch"):
+        return case
     return replace(case, H=min(case.H, H), G=min(case.G, G))
 
 
@@ -55,37 +58,51 @@ LONG = (
     Case("long", B=1, T=65, S=131),
     Case("long-symmetric", B=1, T=40, S=90, causal=False),
     Case("long-asymmetric", B=1, T=40, S=130, causal=False, right="halved"),
-    Case("long-range", T=35, S=120, key_range=((50, 119), (5, 120))),
     Case("long-range-symmetric", T=35, S=120, key_range=((50, 119), (5, 67)), causal=False),
+    Case("long-range-chunk", T=35, S=120, key_range=((20, 119), (5, 120)), query_start=(70, 85)),
+    Case("long-past-the-keys", B=1, T=35, S=120, query_start=(131,)),
+    Case("long-before-the-keys", B=1, T=35, S=120, causal=False, query_start=(-61,)),
+    Case(
+        "long-range-per-head",
+        B=1,
+        G=2,
+        T=35,
+        S=120,
+        causal=False,
+        right="halved",
+        key_range=(((50, 119), (5, 30)),),
+        query_start=(40,),
+    ),
     Case("far-key-aligned", B=1, T=35, S=120, keys="far_aligned", causal=False),
     Case("keys-off-center", B=1, T=35, S=120, keys="off_center", dropout=0.2),
     Case("long-extreme-logits", B=1, T=33, S=97, logits=100.0),
 )
 
 
-@interpreted
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_contract_in_float32(case, little_tiles, poisoned_memory):
     check_case(TorchSubject("triton"), little(case), "float32")
 
 
-@interpreted
 @pytest.mark.parametrize("case", [c for c in SHORT if c.name != "slopes-extreme"], ids=str)
 def test_contract_in_bfloat16(case, little_tiles, poisoned_memory):
     check_case(TorchSubject("triton"), little(case), "bfloat16")
 
 
-@interpreted
 @pytest.mark.parametrize("name", ("T-below-S", "asymmetric", "range-symmetric", "dropout"))
 def test_contract_in_float16(name, little_tiles, poisoned_memory):
     check_case(TorchSubject("triton"), little(by_name(name)), "float16")
 
 
-@interpreted
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_contract_where_keys_are_left_out(case, dtype, little_tiles, poisoned_memory):
-    check_case(TorchSubject("triton"), replace(case, H=1, G=1, left="steep"), dtype)
+    heads = 2 if case.G == 2 else 1
+    check_case(TorchSubject("triton"), replace(case, H=heads, G=heads, left="steep"), dtype)
+
+
+def as_tuples(numbers):
+    return tuple(map(as_tuples, numbers)) if np.ndim(numbers) else int(numbers)
 
 
 def drawn(seed: int) -> tuple[Case, Sizes]:
@@ -94,7 +111,8 @@ def drawn(seed: int) -> tuple[Case, Sizes]:
     G, group, T, S = (int(rng.integers(1, n)) for n in (3, 3, 40, 70))
     keys, rows = int(rng.choice([16, 32])), int(rng.choice([16, 32]))
     dkv = Tile(16, int(rng.choice([16, 32])), 4, 1)
-    ranges = [sorted(int(n) for n in rng.integers(0, S + 1, 2)) for _ in "ab"]
+    ranges = np.sort(rng.integers(0, S + 1, (2, 2) if rng.random() < 0.5 else (2, G, 2)))
+    starts = rng.integers(-T - 30, S + 30, 2)
     case = Case(
         f"drawn-{seed}",
         H=G * group,
@@ -107,14 +125,14 @@ def drawn(seed: int) -> tuple[Case, Sizes]:
         left=str(rng.choice(["paper", "steep", "zero", "mixed"])),
         right=None if causal or rng.random() < 0.5 else str(rng.choice(["halved", "mixed"])),
         keys=str(rng.choice(["normal", "off_center", "far_aligned"])),
-        key_range=tuple(map(tuple, ranges)) if rng.random() < 0.4 else None,
+        key_range=as_tuples(ranges) if rng.random() < 0.6 else None,
+        query_start=as_tuples(starts) if rng.random() < 0.6 else None,
         dropout=0.25 if rng.random() < 0.3 else 0.0,
     )
     tiles = Sizes(Tile(rows, keys, 4, 1), Tile(16, 16, 4, 1), dkv, Tile(16, 16, 4, 1))
     return case, tiles
 
 
-@interpreted
 @pytest.mark.parametrize("seed", range(18))
 def test_drawn_cases_are_right_to_a_few_roundings(seed, little_tiles, poisoned_memory):
     """A wrong key or row shows; the budget, which knows no large scores and nothing rounded on the way, is for named cases."""
@@ -137,10 +155,23 @@ DECODING = (
     Case("both-sides", B=1, T=4, S=133, causal=False, right="halved"),
     Case("range", T=3, S=197, key_range=((0, 150), (70, 197))),
     Case("empty-range", T=1, S=53, key_range=((5, 7), (3, 3))),
+    Case("past-the-keys", T=2, S=133, query_start=(135, 163)),
+    Case("before-the-keys", T=2, S=133, causal=False, query_start=(-3, -40)),
+    Case(
+        "range-per-head",
+        T=3,
+        S=197,
+        H=4,
+        G=2,
+        causal=False,
+        left="mixed",
+        right="halved",
+        key_range=(((0, 197), (70, 150)), ((190, 193), (63, 130))),
+        query_start=(90, 194),
+    ),
 )
 
 
-@interpreted
 @pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize(
     ("case", "dtype"),
@@ -160,7 +191,7 @@ def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
         left=inputs.left,
         right=inputs.right,
         causal=case.causal,
-        key_range=torch.tensor(case.key_range) if case.key_range else None,
+        **{n: torch.tensor(x) for n, x in case.placement.items()},
         key_bound=arrays["k"].float().norm(dim=-1).amax(-1) * 1.001 if bounded else None,
         implementation="triton",
         return_lse=True,
@@ -171,32 +202,146 @@ def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
         assert_within_budget(name, actual, truth[0][name], plain, narrow, TOLERANCE[dtype])
 
 
-@interpreted
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""
     q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 512, 16), torch.randn(1, 2, 512, 16)
-    bound = k.norm(dim=-1).amax(-1)
-    expected_out = linbias.torch.attention(q, k, v, [0.5, 1.0])
-    k[:, :, :256], v[:, :, :256] = torch.nan, torch.nan
-    out = linbias.torch.attention(q, k, v, [0.5, 1.0], key_bound=bound, implementation="triton")
-    torch.testing.assert_close(out, expected_out)
+    slopes = [0.5, 1.0]
+    for start, sides in ((511, {}), (256, {"causal": False}), (256, {}), (-1, {"causal": False})):
+        placement = {"query_start": torch.tensor([start]), **sides}
+        expected_out = linbias.torch.attention(
+            q, k, v, slopes, implementation="dense", **placement
+        )
+        keys = torch.arange(512)
+        far = (keys - start).abs() > 160
+        if sides == {}:
+            far |= keys > start + 31  # of the query's own block
+        poisoned = (x.masked_fill(far[:, None], torch.nan) for x in (k, v))
+        bound = k.norm(dim=-1).amax(-1)
+        out = linbias.torch.attention(
+            q, *poisoned, slopes, key_bound=bound, implementation="triton", **placement
+        )
+        torch.testing.assert_close(out, expected_out)
 
 
-def visited_blocks(left, tolerance=2.0**-24, S=160):
+@pytest.mark.parametrize("T", (2, 37))  # decoding, and forward
+@pytest.mark.parametrize(
+    ("key_range", "query_start", "meant_range", "meant_start"),
+    [
+        ([[-(2**63), 2**63 - 1]] * 2, [2**63 - 1, -(2**63)], [[0, 53]] * 2, [2**30, -(2**30)]),
+        ([[30, 20], [2**40, -7]], [7, 2**31 - 1], [[20, 20], [0, 0]], [7, 2**30]),
+        ([[-5, 10], [50, 2**31]], [-(2**31), 2**32], [[0, 10], [50, 53]], [-(2**30), 2**30]),
+    ],
+)
+def test_positions_on_a_device_may_be_anything(
+    key_range, query_start, meant_range, meant_start, T, little_tiles, monkeypatch
+):
+    """No one reads them there before the kernels do, which clamp them; `little_tiles` refuses stray addresses."""
+    monkeypatch.setattr(functional, "_check_values", lambda *_: None)
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, len(left), S, 16)
-    arguments = (q, k, v, torch.tensor(left), None, None, None, None, 0.25, 0.0, tolerance, True)
-    return triton.forward(*arguments)[3][0, :, : S // 32, 0]
+    arrays = [torch.randn(2, 2, n, 8, requires_grad=T > 4) for n in (T, 53, 53)]
+    found = []
+    for ranges, starts in ((key_range, query_start), (meant_range, meant_start)):
+        out = linbias.torch.attention(
+            *arrays,
+            causal=False,
+            key_range=torch.tensor(ranges),
+            query_start=torch.tensor(starts),
+            implementation="triton",
+        )
+        gradients = torch.autograd.grad(out.square().sum(), arrays) if T > 4 else ()
+        found.append((out, *gradients))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@interpreted
+@pytest.mark.parametrize("T", (2, 37))  # decoding, and forward
+@pytest.mark.parametrize(
+    ("gap", "dtype"),
+    [(1_000_003, torch.float32), (2**30 - 53, torch.bfloat16), (37 - 2**30, torch.float32)],
+)
+def test_a_gap_between_queries_and_keys_changes_lse_only(gap, dtype, T, little_tiles):
+    """All keys lose the same to it, however large, so that weights and gradients stay."""
+    torch.manual_seed(0)
+    arrays = [torch.randn(1, 2, n, 8, dtype=dtype, requires_grad=T > 4) for n in (T, 53, 53)]
+    slopes = torch.tensor([0.5, 0.01], requires_grad=T > 4)
+    found = []
+    for away in (0, gap):
+        start = 53 + away if gap > 0 else away - T
+        out, lse = linbias.torch.attention(
+            *arrays,
+            slopes,
+            causal=False,
+            query_start=torch.tensor([start]),
+            implementation="triton",
+            return_lse=True,
+        )
+        leaves = (*arrays, slopes)
+        gradients = (
+            torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) if T > 4 else ()
+        )
+        found.append(((out, *gradients), lse))
+    for near, far in zip(found[0][0], found[1][0], strict=True):
+        allowed = 2e-5 if near.dtype == torch.float32 else 2.0**-7
+        torch.testing.assert_close(far, near, rtol=allowed, atol=allowed)
+    lost = abs(gap) * slopes.detach().double()[:, None]
+    torch.testing.assert_close(
+        found[1][1].double(), found[0][1].double() - lost, rtol=2e-7, atol=1e-5
+    )
+    if T > 4:
+        (dslopes,) = torch.autograd.grad(found[1][1].sum(), slopes)
+        torch.testing.assert_close(
+            dslopes, torch.full((2,), -abs(gap) * float(T)), rtol=1e-4, atol=0
+        )
+
+
+def inputs_of(left, tolerance=2.0**-24, T=160, **placement):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, len(left), n, 16) for n in (T, 160, 160))
+    given = dict.fromkeys(("right", "key_range", "query_start", "key_bound", "seed"))
+    given |= {n: torch.tensor(x) for n, x in placement.items()}
+    numbers = {"scale": 0.25, "dropout": 0.0, "tolerance": tolerance, "precise": True}
+    return Inputs(q, k, v, torch.tensor(left), **given, **numbers)
+
+
+def visited(left, **options):
+    """The first key that each tile of each head visited, and one past the last."""
+    inputs = inputs_of(left, **options)
+    first, end, rows = triton.visited_keys(inputs, triton.operators.forward(*inputs)[3])
+    assert rows == LITTLE.forward.rows
+    return first[0], end[0]
+
+
 def test_the_certificate_leaves_far_keys_of_steep_heads_only(little_tiles):
-    steep, flat = visited_blocks([2.0, 0.0])
-    assert steep.max() <= 2
-    assert flat.tolist() == list(range(0, 10, 2))
+    first, end = visited([2.0, 0.0])
+    assert end.tolist() == [[32, 64, 96, 128, 160]] * 2
+    assert first[0].tolist() == [0, 16, 48, 80, 112]
+    assert first[1].tolist() == [0] * 5
 
 
-@interpreted
+def test_keys_that_were_not_visited_do_not_count(little_tiles):
+    """By what visited_keys says of chunks that look to both sides, beyond the keys too, with a range for each head."""
+    inputs = inputs_of(
+        [2.0, 0.5],
+        T=70,
+        right=[1.0, 0.5],
+        key_range=[[[3, 131], [20, 150]]],
+        query_start=[50],
+    )
+    out, _, _, counts = triton.operators.forward(*inputs)
+    first, end, rows = triton.visited_keys(inputs, counts)
+    assert (end - first)[0, 0].max() < 128  # of the steep head
+    keys = torch.arange(160)
+    for tile in range(3):
+        unseen = (keys < first[..., tile, None]) | (keys >= end[..., tile, None])
+        changed = inputs._replace(v=inputs.v + 1e6 * unseen[..., None])
+        mine = slice(tile * rows, (tile + 1) * rows)
+        assert torch.equal(triton.operators.forward(*changed)[0][:, :, mine], out[:, :, mine])
+
+
+def test_tiles_that_see_no_key_visited_none(little_tiles):
+    first, end = visited([1.0], T=40, key_range=[[[7, 7]]], query_start=[0])
+    assert torch.equal(first, end)
+
+
 @pytest.mark.parametrize(("scale", "key", "query"), [(1e24, 1e-23, 1.0), (1e6, 2e-23, 4e18)])
 def test_keys_whose_squares_underflow_are_not_forgotten(scale, key, query, little_tiles):
     q, k, v = (
@@ -212,18 +357,16 @@ def test_keys_whose_squares_underflow_are_not_forgotten(scale, key, query, littl
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
 
 
-@interpreted
 def test_tolerance_zero_visits_every_key(little_tiles):
-    assert visited_blocks([9.0], tolerance=0.0)[0].tolist() == list(range(0, 10, 2))
+    first, end = visited([9.0], tolerance=0.0)
+    assert (first == 0).all() and end[0].tolist() == [32, 64, 96, 128, 160]
 
 
-@interpreted
 def test_a_slope_that_is_nan_gives_nan_and_ends(little_tiles):
-    visited = visited_blocks([float("nan")])
-    assert visited[0].tolist() == list(range(0, 10, 2))
+    first, end = visited([float("nan")])
+    assert (first == 0).all() and end[0].tolist() == [32, 64, 96, 128, 160]
 
 
-@interpreted
 @pytest.mark.parametrize("tolerance", (1e-2, 1e-4))
 @pytest.mark.parametrize("keys", ("normal", "far_aligned"))
 def test_dropped_mass_is_at_most_the_tolerance(keys, tolerance, little_tiles):
@@ -235,7 +378,6 @@ def test_dropped_mass_is_at_most_the_tolerance(keys, tolerance, little_tiles):
     assert loss.min() >= -1e-5
 
 
-@interpreted
 @pytest.mark.parametrize("where", ("k", "v"))
 def test_values_that_are_not_finite_are_never_left_out(where, little_tiles):
     arrays = {name: torch.randn(1, 2, 160, 8) for name in "qkv"}
@@ -245,7 +387,6 @@ def test_values_that_are_not_finite_are_never_left_out(where, little_tiles):
     assert not torch.isfinite(out[0, 1, 3:]).all(-1).any()
 
 
-@interpreted
 @pytest.mark.parametrize("where", ("q", "k", "v"))
 def test_values_that_are_not_finite_show_in_the_gradients(where, little_tiles):
     """In those of every row and key that meets them, and in no other head."""
@@ -263,7 +404,6 @@ def test_values_that_are_not_finite_show_in_the_gradients(where, little_tiles):
         assert not torch.isfinite(dq[0, 1, 40:]).all(-1).any()
 
 
-@interpreted
 def test_keys_outside_the_key_range_may_hold_anything(little_tiles):
     case = little(by_name("range-symmetric"))
     inputs = expected(case, "float32")[0]
@@ -280,13 +420,11 @@ def test_keys_outside_the_key_range_may_hold_anything(little_tiles):
             assert (before[name] == after[name]).all(), name
 
 
-@interpreted
 @pytest.mark.parametrize("layout", ("heads last", "every second element"))
 def test_strides_do_not_matter(layout, little_tiles):
     check_case(TorchSubject("triton"), little(by_name("symmetric")), "float32", layout)
 
 
-@interpreted
 def test_slope_gradients_are_left_out_where_no_one_asks(little_tiles):
     leaves = [torch.randn(1, 2, 40, 8, requires_grad=True) for _ in "qkv"]
     left = torch.tensor([0.5, 0.25], requires_grad=True)
@@ -297,14 +435,14 @@ def test_slope_gradients_are_left_out_where_no_one_asks(little_tiles):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@interpreted
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_operator_passes_opcheck_and_compiles_whole(little_tiles):
     q, k, v = (torch.randn(1, n, 9, 8, requires_grad=True) for n in (2, 1, 1))
     left = torch.rand(2, requires_grad=True)
-    arguments = (q, k, v, left, None, None, None, None, 0.3, 0.0, 1e-7, True)
-    torch.library.opcheck(triton.forward, arguments)
+    arrays = dict.fromkeys(("right", "key_range", "query_start", "key_bound", "seed"))
+    inputs = Inputs(q, k, v, left, **arrays, scale=0.3, dropout=0.0, tolerance=1e-7, precise=True)
+    torch.library.opcheck(triton.operators.forward, tuple(inputs))
 
     def run(q, k, v, left):
         return linbias.torch.attention(q, k, v, left, implementation="triton").square().sum()
@@ -317,7 +455,6 @@ def test_operator_passes_opcheck_and_compiles_whole(little_tiles):
         torch.testing.assert_close(traced, eager)
 
 
-@interpreted
 def test_packed_sequences_and_layers_take_it(little_tiles):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 57, 2, 16)
@@ -331,7 +468,6 @@ def test_packed_sequences_and_layers_take_it(little_tiles):
         torch.testing.assert_close(attend("triton"), attend("dense"))
 
 
-@interpreted
 def test_language_models_train_and_decode_with_it(little_tiles):
     config = {
         "hidden_size": 32,
@@ -353,139 +489,3 @@ def test_language_models_train_and_decode_with_it(little_tiles):
         results.append((loss, *(p.grad for p in model.parameters()), written))
     for ours, definition in zip(*results, strict=True):
         torch.testing.assert_close(ours, definition, rtol=1e-4, atol=1e-5)
-
-
-def call(device="cuda", dtype="bfloat16", D=64):
-    q = Described((1, 8, 1024, D), dtype, device)
-    return check("attention", q, q, q)
-
-
-def test_what_it_cannot_run_is_said(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(triton, "_properties", lambda _: ((9, 0), 232448, 132))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
-    assert triton.why_not(call()) is None
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert triton.why_not(call("cpu")) == "Triton's interpreter cannot multiply bfloat16"
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert triton.why_not(call("cpu")) == "it runs on CUDA GPUs, and the arrays are on cpu"
-    assert "got float64" in triton.why_not(call(dtype="float64"))
-    assert triton.why_not(call(D=257)) == "head sizes go up to 256, got 257"
-    monkeypatch.setattr(triton, "_properties", lambda _: ((7, 5), 65536, 40))
-    assert (
-        triton.why_not(call()) == "it needs compute capability 8.0 or newer, and Some GPU has 7.5"
-    )
-    monkeypatch.setattr(triton, "_properties", lambda _: ((8, 0), 20000, 40))
-    assert triton.why_not(call()) == "no tile of head size 64 fits 20000 bytes of shared memory"
-    monkeypatch.setattr(triton, "_VERSION", (3, 5))
-    assert triton.why_not(call()) == "it needs Triton 3.6 or newer, and 3.5 is installed"
-    monkeypatch.setattr(triton, "_VERSION", None)
-    assert triton.why_not(call()).startswith("Triton is not installed")
-
-
-def test_torch_compile_asks_the_driver_and_does_not_trace_it(monkeypatch):
-    """What runs is asked inside compiled code; on a GPU the answer comes from C functions."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    # gmtime is written in C, as the driver is: ((1970, 1), 227 KiB, 132 processors) of a kind
-    properties = functools.cache(lambda _: (tuple(time.gmtime(0)[:2]), 232448, 132))
-    monkeypatch.setattr(triton, "_read_properties", properties)
-
-    def run(x):
-        return x + 1 if triton.why_not(call()) is None else x
-
-    assert torch.compile(run, fullgraph=True, backend="eager")(torch.zeros(2)).tolist() == [1, 1]
-
-
-def test_auto_never_takes_the_interpreter(monkeypatch):
-    monkeypatch.setattr(triton, "attention", None)
-    q = torch.ones(1, 1, 3, 300)
-    assert linbias.torch.attention(q, q, q).shape == q.shape
-
-
-def test_every_kernel_compiles_without_a_gpu():
-    """What the interpreter does not see: types, layouts, shared memory. A process of its own, as this one interprets."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
-    done = subprocess.run(
-        [sys.executable, "-m", "triton_compile", "90", "64"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=os.path.dirname(__file__),
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-ON_A_GPU = [(case.name, "bfloat16") for case in CASES]
-ON_A_GPU += [
-    (name, dtype)
-    for name in ("T-below-S", "asymmetric", "range-symmetric", "long")
-    for dtype in ("float16", "float32")
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "dtype"), ON_A_GPU)
-def test_contract_on_a_gpu(name, dtype, poisoned_memory):
-    check_case(TorchSubject("triton", "cuda"), by_name(name), dtype)
-
-
-@pytest.mark.gpu
-def test_a_call_can_be_captured_in_a_cuda_graph():
-    q, k, v = torch.randn(3, 1, 2, 512, 64, device="cuda", dtype=torch.bfloat16)
-    slopes = torch.tensor([0.5, 0.01], device="cuda")
-    linbias.torch.attention(q, k, v, slopes, implementation="triton")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = linbias.torch.attention(q, k, v, slopes, implementation="triton")
-    q.copy_(torch.randn_like(q))
-    graph.replay()
-    expected_out = linbias.torch.attention(q, k, v, slopes, implementation="triton")
-    assert torch.equal(out, expected_out)
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_draws_dropout_anew():
-    q, k, v = torch.randn(3, 1, 2, 512, 64, device="cuda", dtype=torch.bfloat16)
-    run = functools.partial(linbias.torch.attention, q, k, v, dropout=0.5, implementation="triton")
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert not torch.equal(out, first)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("T", (262_144, 1_048_576))
-def test_a_million_tokens_stay_within_a_rounding_step_of_float64(T):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, T, 64, device="cuda", dtype=torch.bfloat16)
-    slopes = torch.tensor([0.5, 2.0**-8], device="cuda")
-    out = linbias.torch.attention(q[:, :, -256:], k, v, slopes, implementation="triton")
-    wide = [x.double() for x in (q[:, :, -256:], k, v)]
-    truth = linbias.torch.attention(*wide, slopes, implementation="dense")
-    assert (out - truth).abs().max() <= 2**-8 * truth.abs().max()  # of bfloat16
-
-
-@interpreted
-def test_the_gpu_script_runs_dry(tmp_path):
-    """Its measuring stages, at tiny sizes, in the interpreter."""
-    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "bench_gpu.py")
-    stages = ["model", "speed", "decode", "accuracy", "tiles"]
-    done = subprocess.run(
-        [sys.executable, script, "--dry-run", "--output", str(tmp_path), "--stages", *stages],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (records,) = tmp_path.glob("*.jsonl")
-    lines = records.read_text().splitlines()
-    implementations = [json.loads(line)["implementation"] for line in lines]
-    assert "triton" in implementations and "slope * key_index" in implementations

@@ -24,6 +24,7 @@ from linbias.kernels.triton import sizes
 from linbias.kernels.triton.backward import backward
 from linbias.kernels.triton.decode import decode
 from linbias.kernels.triton.forward import forward
+from linbias.kernels.triton.launch import Call
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -86,14 +87,15 @@ def describe(name: str, kernel) -> Compiled:
 
 
 def innermost_loops(code: str) -> list[tuple[int, int]]:
+    """Instructions of each innermost loop with matrix products, and how many of them touch the stack."""
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
     instructions = [text for _, text in found]
-    places = {int(address, 16): place for place, (address, _) in enumerate(found)}
+    index_of = {int(address, 16): index for index, (address, _) in enumerate(found)}
     loops = []
-    for place, text in enumerate(instructions):
+    for index, text in enumerate(instructions):
         target = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
-        if target and (first := places[int(target[1], 16)]) <= place:
-            loops.append((first, place))
+        if target and (first := index_of[int(target[1], 16)]) <= index:
+            loops.append((first, index))
     bodies = []
     for first, last in loops:
         inner = [(a, b) for a, b in loops if first <= a and b <= last]
@@ -111,25 +113,36 @@ def launch_everything(
     q, k, v, dout = (
         torch.zeros(B, n, m, D, dtype=dtype) for n, m in ((H, T), (G, S), (G, S), (H, T))
     )
-    left = torch.ones(H)
-    right = torch.ones(B, H) if full else None
-    key_range = torch.tensor([[0, S]] * B, dtype=torch.int32) if full else None
-    chosen = sizes.choose(D, D, dtype.itemsize, shared)
-    results = (
-        torch.empty_like(q),
-        *torch.empty(2, B, H, T),
-        torch.zeros(B, H, 99, 2, dtype=torch.int32),
+    results = {
+        "out": torch.empty_like(q),
+        "row_max": torch.empty(B, H, T),
+        "log_sum": torch.empty(B, H, T),
+    }
+    visited = torch.zeros(B, H, 99, 2, dtype=torch.int32)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        left=torch.ones(H),
+        right=torch.ones(B, H) if full else None,
+        key_range=torch.tensor([[0, S]] * B)[:, None].expand(B, G, 2) if full else None,
+        query_start=torch.tensor([S - T] * B) if full else None,
+        key_bound=None,
+        seed=torch.zeros((), dtype=torch.int64) if full else None,
+        scale=0.1,
+        dropout=0.1 if full else 0.0,
+        tolerance=2.0**-24,
+        sizes=sizes.choose(D, D, dtype.itemsize, shared),
     )
-    seed = torch.zeros((), dtype=torch.int64)
-    dropout, tolerance = (0.1 if full else 0.0), 2.0**-24
-    forward(q, k, v, left, right, key_range, seed, 0.1, dropout, tolerance, chosen, results)
-    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-    dslopes = tuple(torch.empty(2, B, H)) if full else None
-    backward(
-        q, k, v, left, right, key_range, seed, 0.1, dropout, chosen, dout, results[1], results, gradients, dslopes
-    )  # fmt: skip
-    few = q[:, :, :1], k, v, left, right, key_range, torch.ones(B, G) if full else None
-    decode(*few, 0.1, tolerance, chosen, 132, tuple(x[:, :, :1].contiguous() for x in results[:3]))
+    forward(call, **results, visited=visited)
+    gradients = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    dslopes = (torch.empty(B, H) if full else None for _ in "lr")
+    gradients |= dict(zip(("dleft", "dright"), dslopes, strict=True))
+    dlse = torch.empty(B, H, T)
+    backward(call, dout, dlse, **results, visited=visited, **gradients)
+    bound = torch.ones(B, G) if full else None
+    few = {name: x[:, :, :1].contiguous() for name, x in results.items()}
+    decode(call._replace(q=q[:, :, :1], key_bound=bound), 132, **few)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import re
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from linbias.kernels.triton import sizes
 from linbias.kernels.triton.sizes import Sizes
 from linbias.torch import operator
 from linbias.torch.operator import Gradients, Inputs, Results
+
+if TYPE_CHECKING:
+    from linbias.kernels.triton.launch import Call
 
 NAME = "triton"
 
@@ -103,25 +107,16 @@ def _fill(inputs: Inputs, results: Results) -> None:
     from linbias.kernels.triton.decode import decode, serves
     from linbias.kernels.triton.forward import forward
 
-    q, k, v, key_range = _arrays(inputs)
-    chosen = _sizes(q, v)
-    slopes, numbers = (inputs.left, inputs.right), (inputs.scale, inputs.dropout, inputs.tolerance)
-    with _on(q):
-        group_size = q.shape[1] // max(1, k.shape[1])
-        if (
-            not inputs.precise
-            and inputs.seed is None
-            and serves(q.shape[2], group_size, q.element_size())
-        ):
-            bound = inputs.key_bound
-            if bound is not None:
-                bound = bound.to(device=q.device, dtype=torch.float32).contiguous()
-            processors = _properties(q.device.index)[2] if q.is_cuda else _INTERPRETED_PROCESSORS
-            decode(
-                q, k, v, *slopes, key_range, bound, inputs.scale, inputs.tolerance, chosen, processors, results[:3]
-            )  # fmt: skip
+    call = _call(inputs)
+    _, H, G, T, *_ = call.lengths
+    few = serves(T, H // max(1, G), call.q.element_size())
+    with _on(call.q):
+        if few and not inputs.precise and inputs.seed is None:
+            device = call.q.device.index
+            processors = _properties(device)[2] if call.q.is_cuda else _INTERPRETED_PROCESSORS
+            decode(call, processors, results.out, results.row_max, results.log_sum)
         else:
-            forward(q, k, v, *slopes, key_range, inputs.seed, *numbers, chosen, results)
+            forward(call, **results._asdict())
 
 
 def _fill_gradients(
@@ -129,13 +124,12 @@ def _fill_gradients(
 ) -> None:
     from linbias.kernels.triton.backward import backward
 
-    q, k, v, key_range = _arrays(inputs)
-    with _on(q):
-        backward(
-            q, k, v, inputs.left, inputs.right, key_range, inputs.seed, inputs.scale, inputs.dropout, _sizes(q, v),
-            _small_strides(dout), dlse.contiguous(), saved, gradients[:3],
-            (gradients.dleft, gradients.dright) if inputs.slope_gradients else None,
-        )  # fmt: skip
+    call = _call(inputs)
+    asked: dict[str, Any] = gradients._asdict()
+    if not inputs.slope_gradients:
+        asked |= {"dleft": None, "dright": None}
+    with _on(call.q):
+        backward(call, _small_strides(dout), dlse.contiguous(), **saved._asdict(), **asked)
 
 
 operators = operator.define(
@@ -150,12 +144,59 @@ operators = operator.define(
 attention = operators.attention
 
 
-def _arrays(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    q, k, v = (_small_strides(x) for x in (inputs.q, inputs.k, inputs.v))
-    key_range = inputs.key_range
-    if key_range is not None:
-        key_range = key_range[:, 0].to(device=q.device, dtype=torch.int32).contiguous()
-    return q, k, v, key_range
+def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Say which keys each tile of query rows visited.
+
+    Args:
+        inputs: Of a forward pass with `precise`: decoding does not count its blocks.
+        visited: [B, H, tiles or more, 2], what that forward pass counted.
+
+    Returns:
+        The lowest key that each tile visited and one past the highest, int64 [B, H, tiles], equal if none; and the rows
+        of a tile.
+    """
+    (H, T), (G, S) = inputs.q.shape[1:3], inputs.k.shape[1:3]
+    tile = _sizes(inputs.q, inputs.v).forward
+    key_range, query_start = inputs.key_range, inputs.query_start
+    if key_range is None:
+        key_range = visited.new_tensor([0, S]).expand(len(visited), G, 2)
+    if query_start is None:
+        query_start = visited.new_tensor([S - T]).expand(len(visited))
+    ranges = key_range.long().clamp(0, S).repeat_interleave(H // max(1, G), 1)
+    first, end = ranges[..., :1].minimum(ranges[..., 1:]), ranges[..., 1:]
+    tiles = torch.arange(-(-T // tile.rows), device=visited.device)
+    position = query_start.long()[:, None, None] + tiles * tile.rows
+    counts = visited[:, :, : len(tiles)].long() * tile.keys
+    low = position.clamp(first, end) // tile.keys * tile.keys
+    high = -(-(position + tile.rows).clamp(first, end) // tile.keys) * tile.keys
+    lowest = (low - counts[..., 0]).clamp(first, end)
+    highest = (high.maximum(low) + counts[..., 1]).clamp(first, end)
+    return lowest, highest, tile.rows
+
+
+def _call(inputs: Inputs) -> "Call":
+    """The call as the kernels take it."""
+    from linbias.kernels.triton.launch import Call
+
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(inputs.q.device)
+
+    bound = there(inputs.key_bound)
+    return Call(
+        q=_small_strides(inputs.q),
+        k=_small_strides(inputs.k),
+        v=_small_strides(inputs.v),
+        left=inputs.left,
+        right=inputs.right,
+        key_range=there(inputs.key_range),
+        query_start=there(inputs.query_start),
+        key_bound=None if bound is None else bound.float().contiguous(),
+        seed=inputs.seed,
+        scale=inputs.scale,
+        dropout=inputs.dropout,
+        tolerance=inputs.tolerance,
+        sizes=_sizes(inputs.q, inputs.v),
+    )
 
 
 def _small_strides(x: Tensor) -> Tensor:

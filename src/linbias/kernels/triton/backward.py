@@ -1,20 +1,29 @@
 """The backward pass, over exactly the keys that forward visited: dq by query tile, dk and dv by key block, no atomics.
 
-Forward's trip counts say for each of its tiles which keys it visited, one range. `dq_kernel` walks the same range; it also sums
-what the slopes need. `dkv_kernel` turns the question round: it looks up the first and the last tile that visited its
-block (a scan of the counts, eight bytes a tile), walks the query rows from one to the other, and gives keys that a tile
-did not visit a weight of 0. Both recompute the scores: 7 products for forward's 2.
+Forward's counts say for each of its tiles which keys it visited, one range. `dq_kernel` goes over the same range, and also sums
+what the slopes need. `dkv_kernel` turns the question round: it finds the first and the last tile that visited its block (from
+the counts, eight bytes a tile), goes over the query rows from one to the other, and gives keys that a tile did not visit a
+weight of 0. Both recompute the scores: 7 products for forward's 2.
 Deterministic: every sum has one owner and one order. Shapes and dtypes as forward's.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.certificate import LN2, padded
-from linbias.kernels.triton.forward import dropout_numbers, precise, slope_strides
-from linbias.kernels.triton.sizes import FUSION, Sizes
+from linbias.kernels.triton.certificate import LN2
+from linbias.kernels.triton.launch import (
+    Call,
+    arguments,
+    dropout_arguments,
+    padded,
+    position_arguments,
+    slope_arguments,
+)
+from linbias.kernels.triton.sizes import FUSION
 from linbias.kernels.triton.tile import (
     INF,
     LEFT,
@@ -22,18 +31,21 @@ from linbias.kernels.triton.tile import (
     NEAR,
     RIGHT,
     cut,
+    distance_to,
     drop,
     far_score,
-    gap,
+    gap_bias,
+    head_of,
     key_bias,
     key_hash,
-    key_limits,
     load_block,
     load_rows,
     my_tile,
     near_keys,
     near_score,
+    read_range,
     read_slopes,
+    read_start,
     row_bias,
     row_hash,
     store_rows,
@@ -47,28 +59,38 @@ FEWEST_PROGRAMS = 256
 
 @triton.jit
 def row_kernel(
-    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, dout_b, dout_h, dout_t, dout_e, H, T, num_tiles,
-    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, PRECISE: tl.constexpr,
+    DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
+    dout_strides, out_strides, left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_tiles,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What backward needs of every row; grid B * H * num_tiles.
 
-    DELTA [B, H, T] = dout . out - dlse. PIVOT [B, H, T], so that exp2(score - PIVOT) is a weight: lse in bits, or inf in a
-    row that saw no key; with PRECISE it leaves out log_sum, which is worth taking off on its own in float32.
+    DELTA [B, H, T] = dout . out - dlse. PIVOT [B, H, T], so that exp2(score - PIVOT) is a weight: lse in bits without the bias
+    of the gap, or inf in a row that saw no key; in float32 it leaves out log_sum, which is worth taking off on its own.
     """
+    PRECISE: tl.constexpr = OUT.dtype.element_ty == tl.float32
     head = tl.program_id(0) // num_tiles
     b, h = head // H, head % H
     start = tl.program_id(0) % num_tiles * ROWS
     offsets = tl.arange(0, ROWS)
     present = start + offsets < T
     rows = wide(head) * T + start
-    DOUT += wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t
-    dout = load_rows(DOUT, offsets, present, dout_t, dout_e, E, PADDED_E).to(tl.float32)
-    out = load_rows(OUT + rows * E, offsets, present, E, 1, E, PADDED_E).to(tl.float32)
+    DOUT = head_of(DOUT, dout_strides, b, h) + wide(start) * dout_strides[2]
+    OUT = head_of(OUT, out_strides, b, h) + wide(start) * out_strides[2]
+    dout = load_rows(DOUT, offsets, present, dout_strides, E, PADDED_E).to(tl.float32)
+    out = load_rows(OUT, offsets, present, out_strides, E, PADDED_E).to(tl.float32)
     # What comes in is the gradient of lse in bits.
     dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
     tl.store(DELTA + rows + offsets, tl.sum(dout * out, 1) - dlse, mask=present)
     log_sum = tl.load(LOG_SUM + rows + offsets, mask=present, other=0.0)
     pivot = tl.load(ROW_MAX + rows + offsets, mask=present, other=0.0)
+    if QUERY_START is not None:
+        left, _, right, _ = read_slopes(
+            LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
+        )
+        first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
+        _, gap = read_start(QUERY_START, start_strides, b, first, end, T, S)
+        pivot += gap_bias(gap, left, right)
     if not PRECISE:
         pivot += log_sum
     tl.store(PIVOT + rows + offsets, tl.where(log_sum == -INF, INF, pivot), mask=present)
@@ -106,45 +128,59 @@ def score_gradient(
     return weight * (dweight - delta), dropped
 
 
+@triton.jit
+def visited_keys(
+    COUNTS, tiles, exists, query_start, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr
+):
+    """Where the blocks of keys begin and end that forward's tiles visited, by a head's part of VISITED."""
+    low, high = near_keys(query_start + tiles * ROWS, ROWS, first, end, KEYS)
+    low -= tl.load(COUNTS + 2 * tiles, mask=exists, other=0) * KEYS
+    high += tl.load(COUNTS + 2 * tiles + 1, mask=exists, other=0) * KEYS
+    return low, high
+
+
 @triton.jit(do_not_specialize=["threshold"])
 def dq_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED, DQ, DSLOPES,
-    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
-    dout_b, dout_h, dout_t, dout_e, B, H, G, T, S, num_tiles, visited_tiles,
-    scale, threshold, factor,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED, DQ, DSLOPES,
+    q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
+    B, H, G, T, S, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, PRECISE: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, SLOPES: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Fill DQ [B, H, T, D], and with SLOPES the tile's part of the slope gradients, DSLOPES [B, H, num_tiles, 2]; 1-D grid."""
+    """Fill DQ [B, H, T, D], and DSLOPES [B, H, num_tiles, 2], the tiles' parts of the slope gradients, unless None; 1-D grid."""
+    HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
+    HAS_RANGE: tl.constexpr = KEY_RANGE is not None
+    DROPOUT: tl.constexpr = SEED is not None
+    SLOPES: tl.constexpr = DSLOPES is not None
+    PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
     tile, b, h, g = my_tile(num_tiles, B, H, G)
     head = wide(b) * H + h
-    first, end = key_limits(RANGE, b, S, HAS_RANGE)
+    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
+    query_start, gap = read_start(QUERY_START, start_strides, b, first, end, T, S)
     offsets = tl.arange(0, ROWS)
     start = tile * ROWS
-    position = start + end - T
+    position = query_start + start
     present = start + offsets < T
     left, left_sight, right, right_sight = read_slopes(
-        LEFT_SLOPES, RIGHT_SLOPES, b * left_b + h * left_h, b * right_b + h * right_h, HAS_RIGHT
+        LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
     )
-    Q += wide(b) * q_b + wide(h) * q_h + wide(start) * q_t
-    DOUT += wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t
-    K += wide(b) * k_b + wide(g) * k_h
-    V += wide(b) * v_b + wide(g) * v_h
+    Q = head_of(Q, q_strides, b, h) + wide(start) * q_strides[2]
+    DOUT = head_of(DOUT, dout_strides, b, h) + wide(start) * dout_strides[2]
+    K, V = head_of(K, k_strides, b, g), head_of(V, v_strides, b, g)
     rows = head * T + start
-    q = load_rows(Q, offsets, present, q_t, q_d, D, PADDED_D)
-    dout = load_rows(DOUT, offsets, present, dout_t, dout_e, E, PADDED_E)
+    q = load_rows(Q, offsets, present, q_strides, D, PADDED_D)
+    dout = load_rows(DOUT, offsets, present, dout_strides, E, PADDED_E)
     delta = tl.load(DELTA + rows + offsets, mask=present, other=0.0)
     pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows + offsets, present, PRECISE)
-    row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)
+    row_hashes = row_hash(SEED, head, start + offsets)
     dq = tl.zeros((ROWS, PADDED_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     columns = tl.arange(0, KEYS)
 
     forward_tile = start // FORWARD_ROWS
     low, high = near_keys(
-        forward_tile * FORWARD_ROWS + end - T, first, end, FORWARD_ROWS, FORWARD_KEYS
+        query_start + forward_tile * FORWARD_ROWS, FORWARD_ROWS, first, end, FORWARD_KEYS
     )
     counts = VISITED + (head * visited_tiles + forward_tile) * 2
     moment_left, reach_left = total, total
@@ -161,8 +197,8 @@ def dq_kernel(
             for block in tl.range(begin, stop, KEYS, num_stages=STAGES):
                 keys = block + columns
                 inside = (keys >= first) & (keys < end)
-                k = load_block(K, block, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, PART)
-                v = load_block(V, block, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, PART)
+                k = load_block(K, block, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, PART)
+                v = load_block(V, block, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, PART)
                 product = tl.dot(q, tl.trans(k), input_precision="ieee")
                 distance = (position + offsets)[:, None] - keys[None, :]
                 if PART == NEAR:
@@ -172,7 +208,7 @@ def dq_kernel(
                     lead = tl.zeros((ROWS,), tl.float32)
                 else:
                     key_term = cut(key_bias(columns, slope, KEYS, PART), inside, HAS_RANGE, PART)
-                    lead = row_term + slope * gap(position, block, ROWS, KEYS, PART)
+                    lead = row_term + slope * distance_to(block, position, ROWS, KEYS, PART)
                     score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
@@ -194,67 +230,60 @@ def dq_kernel(
     store_rows(DQ + rows * D, offsets, present, dq * (scale * LN2), D, PADDED_D)
     if SLOPES:
         # Sums of large terms that cancel: what makes sum dscore differ from dlse is rounding, mostly delta's, and every
-        # dscore carries its weight's share of it.
+        # dscore carries its weight's share of it. Distances lack the gap, which counts as often as there is dscore.
         dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
+        dlse = tl.where(pivot == INF, 0.0, dlse)
         error = tl.where(pivot == INF, 0.0, total - dlse)
+        gap_left, gap_right = tl.maximum(gap, 0).to(tl.float32), tl.maximum(-gap, 0).to(tl.float32)
         to = DSLOPES + (head * num_tiles + tile) * 2
-        tl.store(to, -tl.sum(moment_left - error * reach_left, 0))
-        tl.store(to + 1, -tl.sum(moment_right - error * reach_right, 0))
+        tl.store(to, -tl.sum(moment_left - error * reach_left + gap_left * dlse, 0))
+        tl.store(to + 1, -tl.sum(moment_right - error * reach_right + gap_right * dlse, 0))
 
 
 @triton.jit
-def looking_tiles(
-    VISITED,
-    s,
-    end,
-    position,
-    first,
-    num_tiles,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The first and one past the last forward tile that visited any of the keys s .. s + BLOCK - 1; position is row 0's."""
+def tiles_that_visited(
+    COUNTS, s, query_start, first, end, num_tiles, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first and one past the last forward tile of a head that visited any of the keys s .. s + BLOCK - 1."""
     lowest, highest = num_tiles, 0
     for start in range(0, num_tiles, SCAN):
         tiles = start + tl.arange(0, SCAN)
-        inside = tiles < num_tiles
-        low, high = near_keys(position + tiles * ROWS, first, end, ROWS, KEYS)
-        low -= tl.load(VISITED + 2 * tiles, mask=inside, other=0) * KEYS
-        high += tl.load(VISITED + 2 * tiles + 1, mask=inside, other=0) * KEYS
-        looked = inside & (low < s + BLOCK) & (high > s)
-        lowest = tl.minimum(lowest, tl.min(tl.where(looked, tiles, num_tiles), 0))
-        highest = tl.maximum(highest, tl.max(tl.where(looked, tiles + 1, 0), 0))
+        exists = tiles < num_tiles
+        low, high = visited_keys(COUNTS, tiles, exists, query_start, first, end, ROWS, KEYS)
+        visited = exists & (low < s + BLOCK) & (high > s)
+        lowest = tl.minimum(lowest, tl.min(tl.where(visited, tiles, num_tiles), 0))
+        highest = tl.maximum(highest, tl.max(tl.where(visited, tiles + 1, 0), 0))
     return lowest, highest
 
 
 @triton.jit(do_not_specialize=["threshold"])
 def dkv_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV,
-    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
-    dout_b, dout_h, dout_t, dout_e, B, H, G, T, S, num_blocks, num_tiles, visited_tiles,
-    scale, threshold, factor,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
+    B, H, G, T, S, num_blocks, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr, PRECISE: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr,
+    FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Fill DK [parts, B, G, S, D] and DV [parts, B, G, S, E]; grid (num_blocks * B * G, parts). Scores lie across: [keys, rows].
 
     A part has a share of the query heads that read the block, one after the other.
     """
+    HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
+    DROPOUT: tl.constexpr = SEED is not None
+    PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
     block, b, g, _ = my_tile(num_blocks, B, G, G)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
-    first, end = key_limits(RANGE, b, S, HAS_RANGE)
-    shift = end - T
+    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
+    query_start, _ = read_start(QUERY_START, start_strides, b, first, end, T, S)
     s = block * KEYS
     columns, offsets = tl.arange(0, KEYS), tl.arange(0, ROWS)
     keys = s + columns
     inside = (keys >= first) & (keys < end)
-    K += wide(b) * k_b + wide(g) * k_h + wide(s) * k_s
-    V += wide(b) * v_b + wide(g) * v_h + wide(s) * v_s
-    k = load_rows(K, columns, inside, k_s, k_d, D, PADDED_D)
-    v = load_rows(V, columns, inside, v_s, v_d, E, PADDED_E)
+    K = head_of(K, k_strides, b, g) + wide(s) * k_strides[2]
+    V = head_of(V, v_strides, b, g) + wide(s) * v_strides[2]
+    k = load_rows(K, columns, inside, k_strides, D, PADDED_D)
+    v = load_rows(V, columns, inside, v_strides, E, PADDED_E)
     key_hashes = key_hash(keys)[:, None]
     dk = tl.zeros((KEYS, PADDED_D), tl.float32)
     dv = tl.zeros((KEYS, PADDED_E), tl.float32)
@@ -262,22 +291,17 @@ def dkv_kernel(
     for h in range(g * (H // G) + part * share, g * (H // G) + (part + 1) * share):
         head = wide(b) * H + h
         left, left_sight, right, right_sight = read_slopes(
-            LEFT_SLOPES,
-            RIGHT_SLOPES,
-            b * left_b + h * left_h,
-            b * right_b + h * right_h,
-            HAS_RIGHT,
+            LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
         )
         counts = VISITED + head * visited_tiles * 2
-        lowest, highest = looking_tiles(
-            counts, s, end, shift, first, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
+        lowest, highest = tiles_that_visited(
+            counts, s, query_start, first, end, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
         )
         lowest, highest = lowest * FORWARD_ROWS, highest * FORWARD_ROWS
         # Rows at the block's own positions: keys may lie on either side of them.
-        mixed_low = tl.minimum(
-            tl.maximum(tl.maximum(s - shift, 0) // ROWS * ROWS, lowest), highest
-        )
-        mixed_high = tl.cdiv(tl.maximum(s + KEYS - shift, 0), ROWS) * ROWS
+        mixed_low = tl.maximum(s - query_start, 0) // ROWS * ROWS
+        mixed_low = tl.minimum(tl.maximum(mixed_low, lowest), highest)
+        mixed_high = tl.cdiv(tl.maximum(s + KEYS - query_start, 0), ROWS) * ROWS
         mixed_high = tl.minimum(tl.maximum(mixed_high, mixed_low), highest)
         for PART in tl.static_range(3):
             if PART != RIGHT or HAS_RIGHT:
@@ -290,28 +314,22 @@ def dkv_kernel(
                     begin = mixed_low if HAS_RIGHT else lowest
                 row_term = row_bias(offsets, slope, ROWS, PART)
                 for start in tl.range(begin, stop, ROWS, num_stages=STAGES):
-                    tile = start // FORWARD_ROWS
-                    low, high = near_keys(
-                        tile * FORWARD_ROWS + shift, first, end, FORWARD_ROWS, FORWARD_KEYS
-                    )
-                    low -= tl.load(counts + 2 * tile) * FORWARD_KEYS
-                    high += tl.load(counts + 2 * tile + 1) * FORWARD_KEYS
+                    position = query_start + start
+                    low, high = visited_keys(
+                        counts, start // FORWARD_ROWS, True, query_start, first, end, FORWARD_ROWS, FORWARD_KEYS
+                    )  # fmt: skip
                     visible = inside & (keys >= low) & (keys < high)
                     present = start + offsets < T
                     rows = head * T + start + offsets
-                    q = load_rows(
-                        Q + wide(b) * q_b + wide(h) * q_h + wide(start) * q_t,
-                        offsets, present, q_t, q_d, D, PADDED_D,
-                    )  # fmt: skip
-                    dout = load_rows(
-                        DOUT + wide(b) * dout_b + wide(h) * dout_h + wide(start) * dout_t,
-                        offsets, present, dout_t, dout_e, E, PADDED_E,
-                    )  # fmt: skip
+                    q_rows = head_of(Q, q_strides, b, h) + wide(start) * q_strides[2]
+                    dout_rows = head_of(DOUT, dout_strides, b, h) + wide(start) * dout_strides[2]
+                    q = load_rows(q_rows, offsets, present, q_strides, D, PADDED_D)
+                    dout = load_rows(dout_rows, offsets, present, dout_strides, E, PADDED_E)
                     delta = tl.load(DELTA + rows, mask=present, other=0.0)
                     pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE)
                     product = tl.dot(k, tl.trans(q), input_precision="ieee")
                     if PART == NEAR:
-                        distance = (start + shift + offsets)[None, :] - keys[:, None]
+                        distance = (position + offsets)[None, :] - keys[:, None]
                         score = near_score(
                             product, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
                         )  # fmt: skip
@@ -321,13 +339,13 @@ def dkv_kernel(
                         key_term = tl.where(
                             visible & (sight > 0), key_bias(columns, slope, KEYS, PART), INF
                         )
-                        lead = row_term + slope * gap(start + shift, s, ROWS, KEYS, PART)
+                        lead = row_term + slope * distance_to(s, position, ROWS, KEYS, PART)
                         score = far_score(
                             product, scale, key_term[:, None], lead[None, :], PRECISE
                         )
                     weight = weigh(score, lead[None, :], pivot[None, :], log_sum[None, :], PRECISE)
                     dweight = tl.dot(v, tl.trans(dout), input_precision="ieee")
-                    row_hashes = row_hash(SEED, head, start + offsets, DROPOUT)[None, :]
+                    row_hashes = row_hash(SEED, head, start + offsets)[None, :]
                     dscore, dropped = score_gradient(
                         weight, dweight, delta[None, :], row_hashes, key_hashes, threshold, factor, DROPOUT
                     )  # fmt: skip
@@ -346,59 +364,49 @@ def num_parts(programs: int, group_size: int) -> int:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    key_range: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout: float,
-    sizes: Sizes,
+    call: Call,
     dout: Tensor,
     dlse: Tensor,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor],
-    dslopes: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    visited: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dleft: Tensor | None,
+    dright: Tensor | None,
 ) -> None:
-    """Fill dq, dk and dv, and dleft and dright [B, H], float32, where asked for.
+    """Fill dq, dk and dv, and dleft and dright [B, H], float32, unless they are None.
 
     Args:
-        seed: [], int64, on the device; None without dropout.
+        dout: [B, H, T, E], any strides.
         dlse: [B, H, T], the gradient of lse in bits, contiguous.
-        saved: What `forward` filled.
-        gradients: dq, dk, dv, contiguous; dk and dv zeroed.
-        dslopes: dleft and dright, zeroed, or None to leave them out.
+        out, row_max, log_sum, visited: What `forward` filled.
+        dq, dk, dv: Contiguous; dk and dv zeroed.
+        dleft, dright: Zeroed.
     """
-    (B, H, T, D), (G, S), E = q.shape, k.shape[1:3], v.shape[3]
+    B, H, G, T, S, _, E = call.lengths
     if B * H * T == 0:
         return
-    out, row_max, log_sum, visited = saved
-    dq, dk, dv = gradients
+    sizes, rows = call.sizes, 64
     delta, pivot = torch.empty_like(row_max), torch.empty_like(row_max)
-    rows = 64
     row_tiles = triton.cdiv(T, rows)
     row_kernel[B * H * row_tiles,](
-        dout, out, dlse, row_max, log_sum, delta, pivot, *dout.stride(), H, T, row_tiles,
-        E=E, PADDED_E=padded(E), ROWS=rows, PRECISE=precise(q), **FUSION,
+        **slope_arguments(call), **position_arguments(call), DOUT=dout, OUT=out, DLSE=dlse, ROW_MAX=row_max,
+        LOG_SUM=log_sum, DELTA=delta, PIVOT=pivot, dout_strides=dout.stride(), out_strides=out.stride(),
+        H=H, G=G, T=T, S=S, num_tiles=row_tiles, E=E, PADDED_E=padded(E), ROWS=rows, **FUSION,
     )  # fmt: skip
-    num_tiles = triton.cdiv(T, sizes.dq.rows)
-    parts = None if dslopes is None else delta.new_empty(B, H, num_tiles, 2)
-    strides = (
-        *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right), *dout.stride(), B, H, G, T, S,
-    )  # fmt: skip
-    numbers = scale * LOG2E.value, *dropout_numbers(dropout)
-    constants = {
-        "D": D, "E": E, "PADDED_D": padded(D), "PADDED_E": padded(E), "HAS_RIGHT": right is not None,
-        "HAS_RANGE": key_range is not None, "DROPOUT": dropout > 0, "PRECISE": precise(q),
+    shared: dict[str, Any] = {
+        **arguments(call), **dropout_arguments(call), "B": B, "DOUT": dout, "dout_strides": dout.stride(),
+        "DELTA": delta, "PIVOT": pivot, "LOG_SUM": log_sum, "VISITED": visited, "visited_tiles": visited.shape[2],
         "FORWARD_ROWS": sizes.forward.rows, "FORWARD_KEYS": sizes.forward.keys,
     }  # fmt: skip
-    arrays = q, k, v, left, right, key_range, seed, dout
+    num_tiles = triton.cdiv(T, sizes.dq.rows)
+    parts = None if dleft is None else delta.new_empty(B, H, num_tiles, 2)
     dq_kernel[num_tiles * B * H,](
-        *arrays, dlse, delta, pivot, log_sum, visited, dq, parts, *strides, num_tiles, visited.shape[2], *numbers,
-        **constants, **sizes.dq.options(), SLOPES=dslopes is not None,
-    )  # fmt: skip
+        **shared, DLSE=dlse, DQ=dq, DSLOPES=parts, num_tiles=num_tiles, **sizes.dq.options()
+    )
     num_blocks = triton.cdiv(S, sizes.dkv.keys)
     if num_blocks:
         cuts = num_parts(num_blocks * B * G, H // G)
@@ -406,12 +414,12 @@ def backward(
             x if cuts == 1 else torch.empty(cuts, *x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )  # fmt: skip
         dkv_kernel[num_blocks * B * G, cuts](
-            *arrays, delta, pivot, log_sum, visited, part_dk, part_dv, *strides, num_blocks,
-            triton.cdiv(T, sizes.forward.rows), visited.shape[2], *numbers, **constants, **sizes.dkv.options(),
+            **shared, DK=part_dk, DV=part_dv, num_blocks=num_blocks,
+            num_tiles=triton.cdiv(T, sizes.forward.rows), **sizes.dkv.options(),
         )  # fmt: skip
         if cuts > 1:
             dk.copy_(part_dk.sum(0))
             dv.copy_(part_dv.sum(0))
-    if dslopes is not None and parts is not None:
-        for side, gradient in enumerate(dslopes):
+    for side, gradient in enumerate((dleft, dright)):
+        if parts is not None and gradient is not None:
             gradient.copy_(parts[..., side].sum(-1, dtype=torch.float64))

@@ -1,11 +1,12 @@
-"""The certificate of docs/math.md on a GPU: bounds on keys that no one has looked at, turned into a trip count.
+"""The certificate of docs/math.md on a GPU: bounds on the keys not visited yet, turned into a number of blocks to visit.
 
-Before the first tile, `measure_kernel` reads keys and values once and finds for each block of keys the largest |k - c|, c the
-mean of SAMPLE keys spread over the range (any fixed vector serves); running maxima of these, from either end towards the
-near keys, bound all that lies outwards. Blocks that hold anything not finite get inf: never left out.
-A tile then asks once near keys are in its sums, and once more after the keys that carry most of the weight.
+Before the first tile, `measure_kernel` reads keys and values once and finds for each block of keys the largest |k - c|, where c
+is the mean of SAMPLE keys spread over the range (any fixed vector serves); running maxima of these, from either end towards
+the near keys, bound all that lies outwards. Blocks that hold anything not finite get inf, and so are never left out.
+A tile asks for its number once when near keys are in its sums, and again after the keys that carry most of the weight.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linbias.kernels.triton.launch import Call, padded, strides
 from linbias.kernels.triton.sizes import FUSION
-from linbias.kernels.triton.tile import INF, key_limits, load_rows, wide
+from linbias.kernels.triton.tile import INF, head_of, load_rows, read_range, wide
 
 SAMPLE = 64
 BLOCKS_PER_PROGRAM = 4
@@ -45,21 +47,19 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def measure_kernel(
-    K, V, RANGE, CENTER, RADIUS,
-    k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, G, S, num_blocks, num_groups, slack,
+    K, V, KEY_RANGE, CENTER, RADIUS, k_strides, v_strides, range_strides, G, S, num_blocks, num_groups, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
-    KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr, HAS_RANGE: tl.constexpr,
+    KEYS: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS blocks each."""
+    """Fill CENTER [B, G, D] and RADIUS [B, G, blocks]; grid B * G * num_groups, a group of BLOCKS blocks each."""
     head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
     b, g = head // G, head % G
-    first, end = key_limits(RANGE, b, S, HAS_RANGE)
-    K += wide(b) * k_b + wide(g) * k_h
-    V += wide(b) * v_b + wide(g) * v_h
+    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
+    K, V = head_of(K, k_strides, b, g), head_of(V, v_strides, b, g)
     num_keys = end - first
     sample = first + tl.arange(0, SAMPLE).to(tl.int64) * num_keys // SAMPLE
     some = tl.arange(0, SAMPLE) * 0 < num_keys
-    center = load_rows(K, sample, some, k_s, k_d, D, PADDED_D).to(tl.float32)
+    center = load_rows(K, sample, some, k_strides, D, PADDED_D).to(tl.float32)
     center = tl.sum(center, 0) * (1.0 / SAMPLE)
     entries = tl.arange(0, PADDED_D)
     if group == 0:
@@ -70,8 +70,12 @@ def measure_kernel(
         keys = block * KEYS + offsets
         inside = (keys >= first) & (keys < end)
         start = wide(block) * KEYS
-        k = load_rows(K + start * k_s, offsets, inside, k_s, k_d, D, PADDED_D).to(tl.float32)
-        v = load_rows(V + start * v_s, offsets, inside, v_s, v_d, E, PADDED_E).to(tl.float32)
+        k = load_rows(K + start * k_strides[2], offsets, inside, k_strides, D, PADDED_D).to(
+            tl.float32
+        )
+        v = load_rows(V + start * v_strides[2], offsets, inside, v_strides, E, PADDED_E).to(
+            tl.float32
+        )
         difference = k - center[None, :]
         square = tl.sum(difference * difference, 1) + tl.sum(v * 0.0, 1) + D * UNDERFLOW
         square = tl.where(inside, tl.where(square < INF, square, INF), 0.0)
@@ -92,11 +96,11 @@ def outwards_kernel(RADIUS, REACH, num_blocks, CHUNK: tl.constexpr):
     REACH += (wide(side) * tl.num_programs(0) + tl.program_id(0)) * num_blocks
     largest = 0.0
     for start in range(0, num_blocks, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        block = tl.where(side == 0, place, num_blocks - 1 - place)
-        radius = tl.load(RADIUS + block, mask=place < num_blocks, other=0.0)
+        step = start + tl.arange(0, CHUNK)
+        block = tl.where(side == 0, step, num_blocks - 1 - step)
+        radius = tl.load(RADIUS + block, mask=step < num_blocks, other=0.0)
         reach = tl.maximum(tl.associative_scan(radius, 0, larger), largest)
-        tl.store(REACH + block, reach, mask=place < num_blocks)
+        tl.store(REACH + block, reach, mask=step < num_blocks)
         largest = tl.max(reach, 0)
 
 
@@ -132,22 +136,22 @@ def trip_count(
 
 @triton.jit
 def preview(slope, KEYS: tl.constexpr):
-    """Blocks of keys that carry most of a row's weight, as far as the bias goes: worth a look before the certificate."""
+    """How many blocks of keys carry most of a row's weight, going by the bias: they are visited before the second question."""
     flattest = tl.where(slope > 1e-6, slope, 1e-6)  # which NaN becomes, too
     return tl.ceil(1.0 / flattest * PREVIEW_BITS / KEYS).to(tl.int32)
 
 
-def bounds(k: Tensor, v: Tensor, key_range: Tensor | None, keys: int) -> Bounds:
-    """Measure all blocks of `keys` keys; k [B, G, S, D], v [B, G, S, E]."""
-    (B, G, S, D), E = k.shape, v.shape[3]
+def bounds(call: Call, keys: int) -> Bounds:
+    """Measure all blocks of `keys` keys."""
+    B, _, G, _, S, D, E = call.lengths
     num_blocks = triton.cdiv(S, keys)
-    center = torch.empty(B, G, D, dtype=torch.float32, device=k.device)
-    radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=k.device)
+    center = torch.empty(B, G, D, dtype=torch.float32, device=call.k.device)
+    radius = torch.empty(B, G, num_blocks, dtype=torch.float32, device=call.k.device)
     num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
     measure_kernel[B * G * num_groups,](
-        k, v, key_range, center, radius, *k.stride(), *v.stride(), G, S, num_blocks, num_groups, slack_of(D),
-        D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM, SAMPLE=SAMPLE,
-        HAS_RANGE=key_range is not None, **FUSION,
+        call.k, call.v, call.key_range, center, radius, call.k.stride(), call.v.stride(), strides(call.key_range),
+        G, S, num_blocks, num_groups, slack_of(D), D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E),
+        KEYS=keys, BLOCKS=BLOCKS_PER_PROGRAM, SAMPLE=SAMPLE, **FUSION,
     )  # fmt: skip
     reach = radius.new_empty(2, B, G, num_blocks)
     outwards_kernel[B * G, 2](radius, reach, num_blocks, CHUNK=CHUNK, **FUSION)
@@ -159,6 +163,6 @@ def slack_of(D: int) -> float:
     return (D + 8) * 2.0**-23
 
 
-def padded(size: int) -> int:
-    """The next power of two that a tensor core takes."""
-    return max(16, triton.next_power_of_2(size))
+def log_share(tolerance: float, two_sides: bool) -> float:
+    """log2 of the share of a row's probability that one side may lose."""
+    return math.log2(tolerance / 2 if two_sides else tolerance) if tolerance else -math.inf

@@ -1,8 +1,9 @@
 """Decoding: few queries against a long cache, which is cut into parts that run at once.
 
 One program: one part of one key/value head, for all query rows that read it (heads of a group times queries, packed into one
-tile). With a `key_bound` it first takes the scores of the near keys, without their values, for the certificate; that gives the
-window of the head, of which it then visits its share. Without one all keys are visited: to measure them would read more.
+tile). With a `key_bound` it first takes the scores of the near keys on either side, without their values, for the certificate;
+that gives the window of the head, of which it then visits its share. Without one all visible keys are visited: to measure them
+would read more.
 `merge_kernel` adds the parts up in order.
 Bytes read: the longest window of each group, keys and values once, plus the near keys once more for every part (L2).
 Source of the cut: Flash-Decoding (Dao et al. 2023). Shapes: T * H / G up to 64 (float32: 16), otherwise as forward's.
@@ -17,24 +18,34 @@ from torch import Tensor
 
 from linbias.kernels.triton.certificate import (
     log_count,
+    log_share,
     norm,
-    padded,
     preview,
     slack_of,
     trip_count,
 )
-from linbias.kernels.triton.forward import add_block, log_share, slope_strides
-from linbias.kernels.triton.sizes import FUSION, Sizes
+from linbias.kernels.triton.launch import (
+    Call,
+    arguments,
+    padded,
+    position_arguments,
+    slope_arguments,
+)
+from linbias.kernels.triton.sizes import FUSION
 from linbias.kernels.triton.tile import (
     INF,
-    LOG2E,
     NEAR,
-    key_limits,
+    add_block,
+    gap_bias,
+    head_of,
     load_block,
     near_keys,
     near_score,
-    read_slope,
+    read_range,
+    read_slopes,
+    read_start,
     store_rows,
+    take_off_bias,
     wide,
 )
 
@@ -42,19 +53,21 @@ MOST_ROWS = {2: 64, 4: 16}  # by bytes of an element: in float32 more rows do no
 PROGRAMS_PER_PROCESSOR = 4
 MOST_PARTS = 64
 
-NEAR_BLOCKS: tl.constexpr = tl.constexpr(4)  # at most, beside those at the queries' own positions
+NEAR_BLOCKS: tl.constexpr = tl.constexpr(
+    4
+)  # on a side, at most, beside those at the queries' own positions
 
 
 @triton.jit
 def score_block(
-    q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+    q, K, start, position, first, end, strides, scale, left, left_sight, right, right_sight,
     D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
 ):  # fmt: skip
     """The scores of all rows with the block of keys from `start`, and which of its keys there are."""
     columns = tl.arange(0, KEYS)
     keys = start + columns
     inside = (keys >= first) & (keys < end)
-    k = load_block(K, start, columns, inside, k_s, k_d, D, PADDED_D, HAS_RANGE, NEAR)
+    k = load_block(K, start, columns, inside, strides, D, PADDED_D, HAS_RANGE, NEAR)
     score = near_score(
         tl.dot(q, tl.trans(k), input_precision="ieee"), position[:, None] - keys[None, :], inside[None, :], scale,
         left[:, None], left_sight[:, None], right[:, None], right_sight[:, None], HAS_RIGHT,
@@ -63,35 +76,49 @@ def score_block(
 
 
 @triton.jit
+def blocks_to_visit(
+    bound, slope, row_max, row_sum, seen, distance, unseen, near, most, log_share, slack, KEYS: tl.constexpr
+):  # fmt: skip
+    """How many blocks of one side the rows must visit, of which they have seen the scores of the `near` first."""
+    asked = trip_count(
+        bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near, log_share, slack, KEYS
+    )  # fmt: skip
+    return near + asked
+
+
+@triton.jit
 def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, RANGE, BOUND, PART_OUT, PART_MAX, PART_SUM,
-    q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, left_b, left_h, right_b, right_h,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, BOUND, PART_OUT, PART_MAX, PART_SUM,
+    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
     H, G, T, S, scale, log_share, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr, CERTIFY: tl.constexpr,
 ):  # fmt: skip
-    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM [B * G, parts, rows]; grid (B * G, parts)."""
+    """Fill PART_OUT [B * G, parts, rows, E], unnormalised, PART_MAX and PART_SUM [B * G, parts, rows]; grid (B * G, parts).
+
+    BOUND [B * G] is the largest |k|; without one all keys are visited. Scores lack the bias of the gap.
+    """
+    HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
+    HAS_RANGE: tl.constexpr = KEY_RANGE is not None
+    CERTIFY: tl.constexpr = BOUND is not None
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     group = H // G
-    first, end = key_limits(RANGE, b, S, HAS_RANGE)
+    first, end = read_range(KEY_RANGE, range_strides, b, g, S)
+    query_start, _ = read_start(QUERY_START, start_strides, b, first, end, T, S)
     offsets = tl.arange(0, ROWS)
-    h, t = g * group + offsets // T, offsets % T
     present = offsets < group * T
-    position = t + end - T
-    left_at, right_at = b * left_b + h * left_h, b * right_b + h * right_h
-    left, left_sight = read_slope(tl.load(LEFT_SLOPES + left_at, mask=present, other=INF))
-    right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
-    if HAS_RIGHT:
-        right, right_sight = read_slope(tl.load(RIGHT_SLOPES + right_at, mask=present, other=INF))
-    Q += wide(b) * q_b
-    K += wide(b) * k_b + wide(g) * k_h
-    V += wide(b) * v_b + wide(g) * v_h
+    # Absent rows have the last head's slopes.
+    h, t = g * group + tl.minimum(offsets // T, group - 1), offsets % T
+    position = query_start + t
+    left, left_sight, right, right_sight = read_slopes(
+        LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
+    )
+    K, V = head_of(K, k_strides, b, g), head_of(V, v_strides, b, g)
     entries = tl.arange(0, PADDED_D)
-    from_rows = h.to(tl.int64) * q_h + t.to(tl.int64) * q_t
+    rows = wide(b) * q_strides[0] + h.to(tl.int64) * q_strides[1] + t.to(tl.int64) * q_strides[2]
     q = tl.load(
-        Q + from_rows[:, None] + entries[None, :] * q_d,
+        Q + rows[:, None] + entries[None, :] * q_strides[3],
         mask=present[:, None] & (entries < D)[None, :],
         other=0.0,
     )
@@ -101,18 +128,24 @@ def decode_kernel(
     row_sum = tl.zeros((ROWS,), tl.float32)
     no_lead = tl.zeros((ROWS,), tl.float32)
 
-    low, high = near_keys(end - T, first, end, 1, KEYS)
-    high = tl.cdiv(end, KEYS) * KEYS
-    # How many blocks lie to the left of these, for rows that may look there.
-    seen = present & (left_sight > 0)
-    most = tl.max(tl.where(seen, tl.maximum((low - first // KEYS * KEYS) // KEYS, 0), 0), 0)
-    count = most
+    low, high = near_keys(query_start, T, first, end, KEYS)
+    # How many blocks lie to either side of these, for rows that may look there.
+    left_seen, right_seen = present & (left_sight > 0), present & (right_sight > 0)
+    most_left = tl.maximum(low // KEYS - first // KEYS, 0)
+    most_left = tl.max(tl.where(left_seen, most_left, 0), 0)
+    most_right = tl.maximum(tl.cdiv(end, KEYS) - high // KEYS, 0)
+    most_right = tl.max(tl.where(right_seen, most_right, 0), 0)
+    left_count, right_count = most_left, most_right
     if CERTIFY:
-        wanted = tl.where(seen, preview(left, KEYS), 0)
-        near = tl.minimum(tl.max(wanted, 0), tl.minimum(most, NEAR_BLOCKS))
-        for start in tl.range(low - near * KEYS, high, KEYS, num_stages=STAGES):
-            score, _ = score_block(
-                q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+        near_left = tl.max(tl.where(left_seen, preview(left, KEYS), 0), 0)
+        near_left = tl.minimum(near_left, tl.minimum(most_left, NEAR_BLOCKS))
+        near_right = tl.max(tl.where(right_seen, preview(right, KEYS), 0), 0)
+        near_right = tl.minimum(near_right, tl.minimum(most_right, NEAR_BLOCKS))
+        for start in tl.range(
+            low - near_left * KEYS, high + near_right * KEYS, KEYS, num_stages=STAGES
+        ):
+            score, inside = score_block(
+                q, K, start, position, first, end, k_strides, scale, left, left_sight, right, right_sight,
                 D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(score, 1))
@@ -121,26 +154,32 @@ def decode_kernel(
                 tl.exp2(score - pivot[:, None]), 1
             )
             row_max = new_max
-        wide_q = q.to(tl.float32)
-        q_norm = norm(wide_q, D) * tl.abs(scale) * (1 + slack)
-        nearest = low - near * KEYS - 1
+        q_norm = norm(q.to(tl.float32), D) * tl.abs(scale) * (1 + slack)
         largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
-        count = near + trip_count(
-            largest + log_count(left, nearest + 1 - first), left, row_max, row_sum, seen,
-            position - nearest, most - near, log_share, slack, KEYS,
+        nearest = low - near_left * KEYS - 1
+        left_count = blocks_to_visit(
+            largest, left, row_max, row_sum, left_seen, position - nearest, nearest + 1 - first,
+            near_left, most_left, log_share, slack, KEYS,
         )  # fmt: skip
+        if HAS_RIGHT:
+            nearest = high + near_right * KEYS
+            right_count = blocks_to_visit(
+                largest, right, row_max, row_sum, right_seen, nearest - position, end - nearest,
+                near_right, most_right, log_share, slack, KEYS,
+            )  # fmt: skip
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((ROWS,), tl.float32)
 
-    total = count + (high - low) // KEYS
+    low, high = low - left_count * KEYS, high + right_count * KEYS
+    total = (high - low) // KEYS
     share = tl.cdiv(total, num_parts)
     for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
         start = high - (n + 1) * KEYS
         score, inside = score_block(
-            q, K, start, position, first, end, k_s, k_d, scale, left, left_sight, right, right_sight,
+            q, K, start, position, first, end, k_strides, scale, left, left_sight, right, right_sight,
             D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
         )  # fmt: skip
-        v = load_block(V, start, columns, inside, v_s, v_d, E, PADDED_E, HAS_RANGE, NEAR)
+        v = load_block(V, start, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, NEAR)
         acc, row_max, row_sum = add_block(
             score, no_lead, v, acc, row_max, row_sum, offsets, columns, 0, 1.0, False
         )
@@ -152,19 +191,13 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    PART_OUT,
-    PART_MAX,
-    PART_SUM,
-    OUT,
-    ROW_MAX,
-    LOG_SUM,
-    num_parts,
-    rows,
-    E: tl.constexpr,
-    PADDED_E: tl.constexpr,
-):
-    """Add up the parts of one row; grid (B * G * rows). Rows lie in the order of OUT [B, H, T, E]."""
+    PART_OUT, PART_MAX, PART_SUM, OUT, ROW_MAX, LOG_SUM, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
+    left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_parts,
+    E: tl.constexpr, PADDED_E: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one row; grid B * H * T. Rows lie in the order of OUT [B, H, T, E]."""
     row = wide(tl.program_id(0))
+    rows = H // G * T
     entries = tl.arange(0, PADDED_E)
     acc = tl.zeros((PADDED_E,), tl.float32)
     row_max, row_sum = float("-inf"), 0.0
@@ -180,8 +213,17 @@ def merge_kernel(
     empty = row_sum == 0
     out = acc / tl.where(empty, 1.0, row_sum)
     tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=entries < E)
+    log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
+    if QUERY_START is not None:
+        h, b = tl.program_id(0) // T % H, tl.program_id(0) // T // H
+        left, _, right, _ = read_slopes(
+            LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
+        )
+        first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
+        _, gap = read_start(QUERY_START, start_strides, b, first, end, T, S)
+        row_max, log_sum = take_off_bias(row_max, log_sum, gap_bias(gap, left, right))
     tl.store(ROW_MAX + row, row_max)
-    tl.store(LOG_SUM + row, tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum))))
+    tl.store(LOG_SUM + row, log_sum)
 
 
 def serves(T: int, group_size: int, itemsize: int) -> bool:
@@ -189,56 +231,29 @@ def serves(T: int, group_size: int, itemsize: int) -> bool:
     return T * group_size <= MOST_ROWS[itemsize]
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    key_range: Tensor | None,
-    key_bound: Tensor | None,
-    scale: float,
-    tolerance: float,
-    sizes: Sizes,
-    num_processors: int,
-    results: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits.
+def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_sum: Tensor) -> None:
+    """Fill out [B, H, T, E], row_max and log_sum [B, H, T] in bits; without dropout.
 
     Args:
-        left, right: [H] or [B, H], float32.
-        key_range: [B, 2], int32, or None.
-        key_bound: [B, G], float32, at least |k| of every key in the range, or None.
         num_processors: Of the device; the cache is cut into parts until all are busy.
     """
-    (B, H, T, D), (G, S), E = q.shape, k.shape[1:3], v.shape[3]
+    B, H, G, T, S, D, E = call.lengths
     if B * H * T == 0:
         return
-    tile, rows = sizes.decode, H // G * T
+    tile, rows = call.sizes.decode, H // G * T
     num_blocks = triton.cdiv(S, tile.keys)
-    certify = tolerance > 0 and key_bound is not None and num_blocks > 2
     wanted = triton.cdiv(num_processors * PROGRAMS_PER_PROCESSOR, B * G)
     num_parts = max(1, min(wanted, MOST_PARTS, num_blocks // 2))
-    options: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": out.device}
     part_out = torch.empty(B * G, num_parts, rows, E, **options)
     part_max, part_sum = torch.empty(2, B * G, num_parts, rows, **options)
+    parts = {"PART_OUT": part_out, "PART_MAX": part_max, "PART_SUM": part_sum}
     decode_kernel[B * G, num_parts](
-        q, k, v, left, right, key_range, key_bound, part_out, part_max, part_sum,
-        *q.stride(), *k.stride(), *v.stride(), *slope_strides(left), *slope_strides(right),
-        # What lies to the right of the queries is near: one side has all of the tolerance.
-        H, G, T, S, scale * LOG2E.value, log_share(tolerance, False), slack_of(D),
-        D=D, E=E, PADDED_D=padded(D), PADDED_E=padded(E), **tile._replace(rows=max(tile.rows, padded(rows))).options(),
-        HAS_RIGHT=right is not None, HAS_RANGE=key_range is not None, CERTIFY=certify,
+        **arguments(call), **parts, BOUND=call.key_bound if call.tolerance > 0 and num_blocks > 2 else None,
+        log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D),
+        **tile._replace(rows=max(tile.rows, padded(rows))).options(),
     )  # fmt: skip
     merge_kernel[B * H * T,](
-        part_out,
-        part_max,
-        part_sum,
-        *results,
-        num_parts,
-        rows,
-        E=E,
-        PADDED_E=padded(E),
-        num_warps=1,
-        **FUSION,
-    )
+        **slope_arguments(call), **position_arguments(call), **parts, OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum,
+        H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E), num_warps=1, **FUSION,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """What a launch is told."""
+        """The keywords of a launch."""
         sizes = {"ROWS": self.rows, "KEYS": self.keys, "STAGES": self.num_stages}
         return {**sizes, "num_warps": self.num_warps, **FUSION}
 

@@ -2,9 +2,13 @@
 
 Scores count in bits (base-2 exponents): score = q.k * scale * log2(e) - slope * log2(e) * distance. Distances are integers
 held in float32, exact up to 2^24 tokens, and always taken from the tile outwards, never from position 0. Where all keys of
-a block lie on one side of all rows, the distance is a sum of three that are at least 0: of the key within its block, of the
-gap between block and tile, and of the row within its tile. Only the first is taken off every score, within its
-multiplication; the others go to the row's maximum, which a score is held against anyway.
+a block lie on one side of all rows, the distance is a sum of three that are at least 0: of the key within its block, from
+block to tile, and of the row within its tile. Only the first is taken off every score, within its multiplication; the others
+go to the row's maximum, which a score is held against anyway.
+
+Key s stands at position s, query t at `start` + t. Queries that all stand beyond the keys, or all before them, are moved next
+to them: the `gap` in between, up to 2^30, is the same for all keys and would only round their scores away. Its bias is taken
+off the row's maximum at the very end.
 """
 
 import triton
@@ -16,7 +20,7 @@ LARGEST_SLOPE: tl.constexpr = tl.constexpr(3e38)
 LEFT: tl.constexpr = tl.constexpr(0)
 RIGHT: tl.constexpr = tl.constexpr(1)
 NEAR: tl.constexpr = tl.constexpr(2)  # keys on both sides
-FARTHEST: tl.constexpr = tl.constexpr(2**30)  # no distance is as long
+FARTHEST: tl.constexpr = tl.constexpr(2**30)  # no position is farther from key 0
 
 
 @triton.jit
@@ -35,12 +39,13 @@ def read_slope(slope):
 
 
 @triton.jit
-def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_at, right_at, HAS_RIGHT: tl.constexpr):
-    """Slope and sight to the left and to the right of one head; without right slopes that side is hidden."""
-    left, left_sight = read_slope(tl.load(LEFT_SLOPES + left_at))
+def read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h):
+    """Slope and sight to the left and to the right of head h, or of several; without right slopes that side is hidden."""
+    left, left_sight = read_slope(tl.load(LEFT_SLOPES + b * left_strides[0] + h * left_strides[1]))
     right, right_sight = tl.zeros_like(left), tl.zeros_like(left_sight)
-    if HAS_RIGHT:
-        right, right_sight = read_slope(tl.load(RIGHT_SLOPES + right_at))
+    if RIGHT_SLOPES is not None:
+        at = RIGHT_SLOPES + b * right_strides[0] + h * right_strides[1]
+        right, right_sight = read_slope(tl.load(at))
     return left, left_sight, right, right_sight
 
 
@@ -57,31 +62,74 @@ def my_tile(num_tiles, B, H, G):
 
 
 @triton.jit
-def key_limits(ranges, b, S, HAS_RANGE: tl.constexpr):
-    """The first and one past the last valid key of batch row b, inside the array whatever the range says."""
+def clamp(x, least, most):
+    """x within least .. most, as a 32-bit integer."""
+    return tl.minimum(tl.maximum(x, least), most).to(tl.int32)
+
+
+@triton.jit
+def read_range(KEY_RANGE, strides, b, g, S):
+    """The first and one past the last key that a key/value head shows, inside the array whatever the range says."""
     first, end = 0, S
-    if HAS_RANGE:
-        end = tl.minimum(tl.maximum(tl.load(ranges + 2 * b + 1), 0), S)
-        first = tl.minimum(tl.maximum(tl.load(ranges + 2 * b), 0), end)
+    if KEY_RANGE is not None:
+        limits = KEY_RANGE + wide(b) * strides[0] + wide(g) * strides[1]
+        end = clamp(tl.load(limits + strides[2]).to(tl.int64), 0, S)
+        first = clamp(tl.load(limits).to(tl.int64), 0, end)
     return first, end
 
 
 @triton.jit
-def near_keys(position, first, end, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Where the blocks of KEYS begin and end that hold the keys at positions position .. position + ROWS - 1."""
-    low = tl.minimum(tl.maximum(position, first), end) // KEYS
-    high = tl.cdiv(tl.minimum(tl.maximum(position + ROWS, first), end), KEYS)
+def read_start(QUERY_START, strides, b, first, end, T, S):
+    """Where query 0 stands once all queries are moved next to the keys first .. end - 1, and by how much it stood higher."""
+    start, gap = S - T, 0
+    if QUERY_START is not None:
+        given = tl.load(QUERY_START + wide(b) * strides[0]).to(tl.int64)
+        given = clamp(given, -FARTHEST, FARTHEST)
+        start = clamp(given, first - T, end)
+        gap = given - start
+    return start, gap
+
+
+@triton.jit
+def gap_bias(gap, left, right):
+    """The bias that all keys share because the queries stood a gap away from them."""
+    slope = tl.where(gap > 0, left, right)
+    # The minimum also keeps the compiler from fusing product and sum: forward and backward must find the same number.
+    return tl.minimum(slope * tl.abs(gap).to(tl.float32), LARGEST_SLOPE)
+
+
+@triton.jit
+def take_off_bias(row_max, log_sum, bias):
+    """row_max and log_sum of scores that are all lower by `bias`.
+
+    What row_max loses in rounding goes to log_sum, so that backward, which adds `bias` again, finds the same weights.
+    """
+    lower = row_max - bias
+    lost = tl.where(row_max == -INF, 0.0, row_max - (lower + bias))
+    return lower, log_sum + lost
+
+
+@triton.jit
+def near_keys(position, num_rows, first, end, KEYS: tl.constexpr):
+    """Where the blocks of KEYS begin and end that hold the keys at the positions of num_rows rows, the first at `position`."""
+    low = clamp(position, first, end) // KEYS
+    high = tl.cdiv(clamp(position + num_rows, first, end), KEYS)
     return low * KEYS, tl.maximum(low, high) * KEYS
 
 
 @triton.jit
+def head_of(array, strides, b, h):
+    """Where a head [rows, size] of an array [B, heads, rows, size] begins."""
+    return array + wide(b) * strides[0] + wide(h) * strides[1]
+
+
+@triton.jit
 def load_rows(
-    base, rows, present, stride_row, stride_entry,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr = True,
+    base, rows, present, strides, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr = True
 ):  # fmt: skip
     """[rows, PADDED]; zeros beyond SIZE and in absent rows, of which there are none where not MASKED."""
     entries = tl.arange(0, PADDED)
-    pointers = base + rows[:, None] * stride_row + entries[None, :] * stride_entry
+    pointers = base + rows[:, None] * strides[2] + entries[None, :] * strides[3]
     if MASKED and SIZE != PADDED:
         return tl.load(pointers, mask=present[:, None] & (entries < SIZE)[None, :], other=0.0)
     elif MASKED:
@@ -94,13 +142,13 @@ def load_rows(
 
 @triton.jit
 def load_block(
-    base, block, columns, inside, stride_row, stride_entry,
+    base, block, columns, inside, strides,
     SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_RANGE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Keys or values from `block` on. Those to the left of a tile are all there, unless a key range cuts them."""
-    base += wide(block) * stride_row
+    base += wide(block) * strides[2]
     MASKED: tl.constexpr = HAS_RANGE or PART != LEFT
-    return load_rows(base, columns, inside, stride_row, stride_entry, SIZE, PADDED, MASKED)
+    return load_rows(base, columns, inside, strides, SIZE, PADDED, MASKED)
 
 
 @triton.jit
@@ -160,12 +208,40 @@ def far_score(product, scale, key_term, lead, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def gap(position, block, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr):
-    """The distance between the rows from `position` and the keys from `block`, nearest to nearest."""
+def distance_to(block, position, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr):
+    """The distance between the keys from `block` and the rows from `position`, nearest to nearest."""
     if SIDE == LEFT:
         return (position - block - (KEYS - 1)).to(tl.float32)
     else:
         return (block - position - (ROWS - 1)).to(tl.float32)
+
+
+@triton.jit
+def add_block(
+    score,
+    lead,
+    v,
+    acc,
+    row_max,
+    row_sum,
+    row_hashes,
+    key_hashes,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
+):
+    """One step of the online softmax, in bits; the scores still lack `lead` [rows], which is taken off them all."""
+    new_max = tl.maximum(row_max, tl.max(score, 1) - lead)
+    # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
+    pivot = tl.where(new_max == -INF, 0.0, new_max)
+    weight = tl.exp2(score - (pivot + lead)[:, None])
+    shrink = tl.exp2(row_max - pivot)
+    row_sum = row_sum * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None]
+    if DROPOUT:
+        weight = drop(weight, row_hashes[:, None], key_hashes[None, :], threshold, factor)
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -178,9 +254,9 @@ def _mix(x):
 
 
 @triton.jit
-def row_hash(SEED, batch_head, rows, DROPOUT: tl.constexpr):
-    """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share."""
-    if DROPOUT:
+def row_hash(SEED, batch_head, rows):
+    """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share; without a seed it serves nothing."""
+    if SEED is not None:
         head = _mix(_mix(tl.load(SEED).to(tl.uint32)) ^ batch_head.to(tl.uint32))
         return _mix(head ^ rows.to(tl.uint32))
     else:
