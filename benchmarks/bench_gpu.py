@@ -44,10 +44,8 @@ from torch import Tensor
 import linbias
 import linbias.torch
 import record
-from linbias._checks import TOLERANCE
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
 from linbias.torch import triton
-from linbias.torch.operator import Inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds.
@@ -117,6 +115,8 @@ def peers(
     if q.is_cuda:
         found["flex"] = lambda: flex(None)
     if q.is_cuda and not plain:
+        from bench_attention import window_per_head
+
         found["flex, window mask"] = lambda: flex(window_per_head(q, k, slopes))
     if not plain:
         found["sdpa, bias columns"] = columns
@@ -138,14 +138,6 @@ def with_bias_columns(q: Tensor, k: Tensor, slopes: Tensor) -> tuple[Tensor, Ten
     columns[0, ..., :2] = (slopes * D**0.5)[:, None, None]
     columns[1, ..., :2] = digits
     return torch.cat((q, columns[0]), -1), torch.cat((k, columns[1]), -1)
-
-
-def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
-    """The window that a bound from the largest norms allows: 2 |q| |k| scale + ln(T / tolerance) nats."""
-    largest = (torch.linalg.vector_norm(x.detach().float(), dim=-1).amax() for x in (q, k))
-    nats = 2 * math.prod(float(x) for x in largest) * q.shape[-1] ** -0.5
-    nats += math.log(k.shape[2] / TOLERANCE[str(q.dtype).removeprefix("torch.")])
-    return (nats / slopes).ceil().clamp(max=k.shape[2]).long()
 
 
 def load(path: Path) -> Any:
@@ -176,21 +168,9 @@ def rates(options: argparse.Namespace) -> tuple[float, float]:
 
 
 def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
-    """The share of the causal pairs that the Triton kernels visit, where queries and keys are the same tokens."""
-    arrays = {name: x.detach() for name, x in (("q", q), ("k", k), ("v", v), ("left", slopes))}
-    absent = dict.fromkeys(("right", "key_range", "query_start", "key_bound", "seed"))
-    numbers = {
-        "scale": q.shape[-1] ** -0.5,
-        "dropout": 0.0,
-        "tolerance": TOLERANCE[str(q.dtype)[6:]],
-    }
-    inputs = Inputs(**arrays, **absent, **numbers, precise=True)
-    visited = triton.operators.forward(*inputs)[3]
-    first, end, rows = triton.visited_keys(inputs, visited)
-    position = torch.arange(q.shape[2], device=q.device)
-    last = end[..., position // rows].minimum(position + 1)
-    kept = (last - first[..., position // rows]).clamp(min=0).double()
-    return round((kept.mean() / (position + 1).double().mean()).item(), 4)
+    """The share of the causal pairs that the Triton kernels read."""
+    found = linbias.torch.visited(q, k, v, slopes, implementation="triton")
+    return round(found.work_kept.mean().item(), 4)
 
 
 def model(options: argparse.Namespace) -> None:

@@ -64,6 +64,7 @@ def visited(
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)
+    first, end = first.cpu(), end.cpu()
     return Visited(first, end, tile_rows, _work_kept(inputs, first, end, tile_rows))
 
 
