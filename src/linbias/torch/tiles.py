@@ -6,6 +6,7 @@ outwards; all of it in the wide dtype (float32 for 16-bit inputs).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,10 +89,12 @@ class Group:
         return [Tile(t, min(T, t + step), self.shift, self.k.shape[1]) for t in starts]
 
     def distance(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
-        """[rows, keys], position - key: integers, subtracted as such."""
-        device = self.k.device
-        position = torch.arange(tile.start + tile.shift, tile.stop + tile.shift, device=device)
-        return (position[:, None] - torch.arange(*keys, device=device)).to(self.k.dtype)
+        """[rows, keys], position - key: integers, exact in the wide dtype up to 2^24 (or 2^53)."""
+        options: dict[str, Any] = {"device": self.k.device, "dtype": self.k.dtype}
+        # Both counted from the first of the keys, so that neither is a large number.
+        start = tile.start + tile.shift - keys[0]
+        position = torch.arange(start, start + tile.stop - tile.start, **options)
+        return position[:, None] - torch.arange(keys[1] - keys[0], **options)
 
     def near_score(self, q: Tensor, tile: Tile) -> Tensor:
         """Score [B, n, rows, keys] where keys lie on both sides of the rows; -inf where hidden."""
