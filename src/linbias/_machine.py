@@ -14,9 +14,11 @@ _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd
 
 
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """The processor's name, as the system tells it, and "with AMX" where it has a matrix unit that the name hides."""
     match = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
+    name = match[1] if match else platform.processor() or platform.machine()
+    name = " ".join(name.replace("(R)", "").replace("(TM)", "").split())
+    return f"{name} with AMX" if "amx_bf16" in cpu_features() else name
 
 
 def cpu_features() -> list[str]:
