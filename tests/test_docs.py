@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def test_docstring_examples_run(name, tmp_path):
     assert result.failed == 0
 
 
-PUBLIC = [(linbias, name) for name in linbias.__all__]
+PUBLIC = [(linbias, name) for name in linbias.__all__ if name != "near_to_far"]
+PUBLIC += [(linbias.near_to_far, name) for name in ("attention", "share_outside", "window")]
 PUBLIC += [
     (importlib.import_module("linbias.torch"), n)
     for n in (
@@ -53,7 +55,7 @@ PUBLIC += [
         "MultiheadAttention",
     )
 ]
-PUBLIC += [(linbias.jax, "attention")]
+PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 
@@ -118,6 +120,17 @@ def test_commands_that_a_document_names_exist(document):
             r"^(?:.*-m )?linbias (?:paper )?([a-z]+)\b", block, re.MULTILINE
         ):
             assert f"def {command}(" in commands, command
+
+
+def test_tables_of_abilities_are_those_of_the_implementations():
+    """`python runs/support.py` writes them."""
+    sys.path.insert(0, str(ROOT / "runs"))
+    try:
+        support = importlib.import_module("support")
+    finally:
+        sys.path.pop(0)
+    for document, implementations in support.DOCUMENTS.items():
+        assert support.table(implementations) in (ROOT / document).read_text(encoding="utf-8")
 
 
 def test_files_that_documents_point_to_exist():

@@ -21,7 +21,7 @@ LAYERS = {
     "variants": {"schedules"},
     "definition": {"_checks"} | ANYONE,
     "explain": {"definition"},
-    "near_to_far": {"definition"},
+    "near_to_far": {"definition", "_checks"},
     "kernels": {"_cpu"} | CORE,
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
@@ -132,5 +132,5 @@ def test_public_names():
         "attention_weights",
         "MultiheadAttention",
     }
-    assert set(linbias.jax.__all__) == {"attention"}
+    assert set(linbias.jax.__all__) == {"attention", "attention_weights", "merge"}
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)

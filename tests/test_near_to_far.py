@@ -111,6 +111,11 @@ def test_bad_input():
     for options in ({"tolerance": 1.0}, {"tolerance": math.nan}, {"rows": 0}, {"keys": 0}):
         with pytest.raises(ValueError, match="near_to_far: tolerance must be in"):
             near_to_far.attention(ones, ones, ones, **options)
+    for tolerance in (0.0, 1.0, math.nan):
+        with pytest.raises(ValueError, match=r"window: tolerance must be in \(0, 1\)"):
+            near_to_far.window(0.5, 1.0, 1.0, scale=1.0, tolerance=tolerance)
+    with pytest.raises(ValueError, match="window: slope must be at least 0"):
+        near_to_far.window(-0.5, 1.0, 1.0, scale=1.0, tolerance=0.1)
     with pytest.raises(ValueError, match=r"near_to_far: left must have shape \[H\]"):
         near_to_far.attention(ones, ones, ones, [1.0, 2.0])
 

@@ -16,6 +16,7 @@ class Abilities:
     """What an implementation can do wherever it runs: declared once, asked by "auto", printed in the docs."""
 
     runs_on: str  # in words
+    how: str  # likewise, for the docs
     memory: str  # above inputs and results
     devices: tuple[str, ...] = ()  # none named: every device
     dtypes: tuple[str, ...] = FLOATS

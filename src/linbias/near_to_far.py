@@ -23,6 +23,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from linbias._checks import check_slope_values
 from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
 
 LEFT, RIGHT = 0, 1
@@ -54,11 +55,17 @@ def window(
     Returns:
         [...], float64, at least 0. A bidirectional head that drops keys on both sides takes half the tolerance for each.
 
+    Raises:
+        ValueError: slope is negative or nan, or tolerance is not in (0, 1).
+
     Example:
         >>> window([0.5, 0.0], 8.0, 8.0, scale=0.125, tolerance=2**-24).round(1).tolist()
         [67.1, inf]
     """
     slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
+    check_slope_values("window", "slope", slope)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(slope > 0, nats / slope, math.inf)
@@ -276,6 +283,9 @@ def share_outside(
 
     Returns:
         [..., H, T], float64.
+
+    Raises:
+        TypeError, ValueError: As `linbias.attention`.
 
     Example:
         >>> share_outside(np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), 1, 4, [0.0]).tolist()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 from linbias.jax import operator
 from linbias.jax.certificate import Certificate
 from linbias.jax.dropout import keep_mask
@@ -29,8 +30,16 @@ from linbias.jax.tiles import LEFT, RIGHT, Side, Tiles
 NAME = "blocked"
 
 
+ABILITIES = Abilities(
+    runs_on="any JAX device",
+    how="near to far in JAX operations: static shapes, no callbacks",
+    memory="linear in length",
+    mask=True,
+)
+
+
 def why_not(problem: Problem) -> str | None:
-    return None
+    return ABILITIES.lacks(problem)
 
 
 class Results(NamedTuple):

@@ -17,6 +17,7 @@ from linbias.jax.operator import Gradients, Inputs
 from linbias.kernels import core
 
 NAME = core.NAME
+ABILITIES = replace(core.ABILITIES, how="near to far in compiled code, called by XLA")
 
 WHY_MISSING: str | None = None
 try:
@@ -29,8 +30,6 @@ def why_not(problem: Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
     if WHY_MISSING is not None:
         return WHY_MISSING
-    if problem.mask:
-        return "it takes a key_range but no mask"
     if problem.device.endswith("cpu devices"):
         return f"the arrays lie in parts on {problem.device}; call it inside jax.shard_map over batch and heads"
     return core.why_not(problem)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Inputs
 
@@ -17,8 +18,17 @@ NAME = "dense"
 _EXACT = jax.lax.Precision.HIGHEST
 
 
+ABILITIES = Abilities(
+    runs_on="any JAX device",
+    how="the whole score matrix, for reading and checking",
+    memory="length x length",
+    mask=True,
+    higher_derivatives=True,
+)
+
+
 def why_not(problem: Problem) -> str | None:
-    return None
+    return ABILITIES.lacks(problem)
 
 
 @jax.jit

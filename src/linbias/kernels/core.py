@@ -10,6 +10,7 @@ count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not`
 """
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 
 WHY_MISSING: str | None = None
 try:
@@ -30,7 +31,13 @@ except ImportError as error:  # not compiled here, or for another Python
     TILE_ROWS, BLOCK_KEYS = 48, 64
 
 NAME = "cpu"
-LARGEST_HEAD = 256
+ABILITIES = Abilities(
+    runs_on="the CPU",
+    how="near to far in compiled code",
+    memory="linear in length",
+    devices=("cpu",),
+    largest_head=256,
+)
 # Below so many multiply-adds per thread, a second one gains less than it disturbs PyTorch's own threads, which spin
 # for a while after each operation: training on 128 tokens ran 7.7k tokens/s with one, 6.8k with two (2 cores).
 _WORK_PER_THREAD = 1 << 26
@@ -38,13 +45,7 @@ _WORK_PER_THREAD = 1 << 26
 
 def why_not(problem: Problem) -> str | None:
     """Say why the core cannot run a call, or None if it can."""
-    if WHY_MISSING is not None:
-        return WHY_MISSING
-    if problem.device != "cpu":
-        return f"it runs on the CPU, and the arrays are on {problem.device}"
-    if max(problem.D, problem.E) > LARGEST_HEAD:
-        return f"head sizes go up to {LARGEST_HEAD}, got {max(problem.D, problem.E)}"
-    return None
+    return WHY_MISSING or ABILITIES.lacks(problem)
 
 
 def num_threads(sizes: tuple[int, int, int, int, int, int, int], available: int) -> int:

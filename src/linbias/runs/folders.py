@@ -73,8 +73,8 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
         here: The settings of this run.
 
     Example:
-        >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 32, "model": {}})
-        'length is 64 there and 32 here; model.size is 8 there and None here'
+        >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 64, "model": {"size": 4}})
+        'model.size is 8 there and 4 here'
     """
     old = dict(_flatten(there))
     new = dict(_flatten(json.loads(json.dumps(here))))  # tuples are lists in a file

@@ -18,16 +18,22 @@ import torch
 from torch import Tensor
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 from linbias.torch import operator
 from linbias.torch.certificate import LEFT, RIGHT, Certificate
 from linbias.torch.operator import Gradients, Inputs, Results
 from linbias.torch.tiles import BLOCK, Group, backward_tile, forward_tile, tile_rows
 
 NAME = "blocked"
+ABILITIES = Abilities(
+    runs_on="any PyTorch device",
+    how="near to far in PyTorch operations",
+    memory="linear in length",
+)
 
 
 def why_not(problem: Problem) -> str | None:
-    return None
+    return ABILITIES.lacks(problem)
 
 
 def _fill(inputs: Inputs, results: Results) -> None:

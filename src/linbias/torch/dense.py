@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 from linbias.torch.dropout import keep_mask
 from linbias.torch.operator import Inputs
 
 NAME = "dense"
+ABILITIES = Abilities(
+    runs_on="any PyTorch device",
+    how="the whole score matrix, for reading and checking",
+    memory="length x length",
+    higher_derivatives=True,
+)
 
 
 def why_not(problem: Problem) -> str | None:
-    return None
+    return ABILITIES.lacks(problem)
 
 
 def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:

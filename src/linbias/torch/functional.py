@@ -156,8 +156,7 @@ def attention(
         dropout=dropout,
         tolerance=tolerance,
     )
-    implementations = _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
-    chosen = _dispatch.choose("attention", implementation, problem, implementations)
+    chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     with without_autocast(inputs.q.device):
         out, lse = chosen.attention(inputs)
     return (out, lse) if return_lse else out
@@ -263,6 +262,11 @@ def prepare(
     seed = draw_seed(q.device) if problem.dropout else None
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
     return Inputs(*arrays_of_call, problem.scale, problem.dropout, problem.tolerance), problem
+
+
+def asked_in_turn(problem: _checks.Problem) -> tuple[types.ModuleType, ...]:
+    """The implementations in the order in which "auto" asks them."""
+    return _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
 
 
 def last_end(key_range: Tensor) -> Tensor:

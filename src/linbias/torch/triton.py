@@ -6,12 +6,14 @@ import importlib.metadata
 import math
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from linbias._checks import Problem
+from linbias._dispatch import Abilities
 from linbias.kernels.triton import sizes
 from linbias.kernels.triton.sizes import Sizes
 from linbias.torch import operator
@@ -24,6 +26,14 @@ NAME = "triton"
 
 OLDEST = (3, 6)
 OLDEST_CAPABILITY = (8, 0)
+ABILITIES = Abilities(
+    runs_on="CUDA GPUs",
+    how="near to far in Triton kernels",
+    memory="linear in length",
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16", "float32"),
+    largest_head=sizes.LARGEST_HEAD,
+)
 INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
 _INTERPRETED_BYTES, _INTERPRETED_PROCESSORS = 227 * 1024, 4
@@ -37,13 +47,11 @@ def why_not(problem: Problem) -> str | None:
     if version < OLDEST:
         return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {version[0]}.{version[1]} is installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if problem.device != "cuda" and not (interpreted and problem.device == "cpu"):
-        return f"it runs on CUDA GPUs, and the arrays are on {problem.device}"
-    if problem.dtype == "float64":
-        return "it takes float16, bfloat16 and float32, got float64"
-    if max(problem.D, problem.E) > sizes.LARGEST_HEAD:
-        return f"head sizes go up to {sizes.LARGEST_HEAD}, got {max(problem.D, problem.E)}"
-    if problem.device == "cpu":
+    on_cpu = interpreted and problem.device == "cpu"
+    lacking = ABILITIES.lacks(replace(problem, device="cuda") if on_cpu else problem)
+    if lacking is not None:
+        return lacking
+    if on_cpu:
         return (
             None
             if problem.dtype in INTERPRETED

@@ -1,17 +1,14 @@
 """`visited`: which keys a near-to-far implementation reads, and how much work that leaves."""
 
-from types import ModuleType
 from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from linbias import _dispatch
-from linbias.torch import blocked, cpu, triton
-from linbias.torch.functional import Placement, Slopes, prepare
+from linbias.torch import dense
+from linbias.torch.functional import Placement, Slopes, asked_in_turn, prepare
 from linbias.torch.operator import Inputs
-
-IMPLEMENTATIONS: tuple[ModuleType, ...] = (triton, cpu, blocked)
 
 
 class Visited(NamedTuple):
@@ -60,7 +57,8 @@ def visited(
         1.0
     """
     inputs, problem = prepare("visited", q, k, v, left, tolerance=tolerance, **placement)
-    chosen = _dispatch.choose("visited", implementation, problem, IMPLEMENTATIONS)
+    near_to_far = [module for module in asked_in_turn(problem) if module is not dense]
+    chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)
