@@ -5,8 +5,8 @@
 
 Every length, head size, type and mode is a case of its own, of about 4,096 tokens in all. The last column is what counts: how
 many times as fast as the faster peer, where the peers are scaled_dot_product_attention causal without a bias (less work, and
-something else) and the same with the bias as a mask (left out where that takes more than 3 GB). Records go to
-benchmarks/results, or where --records says.
+something else) and the same with the bias as a mask (left out where that takes more than 3 GB). Records go to records, or
+where --records says.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15, help="a third of it from 2,048 on")
-    parser.add_argument("--records", type=Path, help="default: benchmarks/results/...")
+    parser.add_argument("--records", type=Path, help="default: records/...")
     options = parser.parse_args()
     options.device, options.inputs = "cpu", "random normal"
     options.records = options.records or record.default_path()

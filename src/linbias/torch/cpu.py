@@ -22,6 +22,7 @@ def _fill_gradients(
 ) -> None:
     call, alive = _call(inputs)
     dout, dlse = dout.contiguous(), dlse.contiguous()
+    saved = saved._replace(out=saved.out.to(inputs.left.dtype))  # narrow where none was to be asked for
     wide = Gradients(*(x.to(inputs.left.dtype) for x in gradients))  # itself, if it is wide
     core.backward(
         call,
@@ -38,7 +39,9 @@ def _fill_gradients(
     del alive
 
 
-operators = operator.define(NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS)
+operators = operator.define(
+    NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS, narrows=(torch.bfloat16,)
+)
 attention = operators.attention
 
 
@@ -107,6 +110,7 @@ def _forward(results: Results) -> "core.Forward":
     return core.Forward(
         **{name: x.data_ptr() for name, x in results._asdict().items()},
         visited_tiles=results.visited.shape[2],
+        narrow=results.out.dtype == torch.bfloat16,
     )
 
 
