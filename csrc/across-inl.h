@@ -1,16 +1,19 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
-// bfloat16 on the matrix unit, forward and backward: what both need of a call. Scores are computed with keys down the rows
-// and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of whole vectors, and the weights
-// leave the registers in the form in which the next product wants them. Scores are in bits (log2), biased and scaled in float32.
+// bfloat16 on the matrix unit, forward and backward: what both need of a call. Scores are computed with keys down the
+// rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of whole vectors,
+// and the weights leave the registers in the form in which the next product wants them. Scores are in bits (log2),
+// biased and scaled in float32.
 
 constexpr int64_t kGroups = kRows / kSide;  // of 16 queries each, in a tile
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
-// Keys and values as the unit wants them: of all heads, packed before any tile, or, where there are heads enough to share out
-// (by_head), of the one that a worker is at, which then stay in its cache. A slot is a head's place or a worker's.
+// Keys and values as the unit wants them: of all heads, packed before any tile, or, where there are heads enough to
+// share out (by_head), of the one that a worker is at, which then stay in its cache. A slot is a head's place or a
+// worker's.
 struct AcrossPacked : Packed<float> {
-  // Up to here packed heads stay in a core's second cache; a certificate that can leave out this little is not worth asking for.
+  // Up to here packed heads stay in a core's second cache; a certificate that can leave out this little is not worth
+  // asking for.
   static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4;
 
   Buffer<uint16_t> key_rows;           // [slots, rows, deep_D]
@@ -39,7 +42,8 @@ struct AcrossPacked : Packed<float> {
     const int64_t num_heads = call.B * call.G, slots = by_head ? smaller_of(call.num_threads, num_heads) : num_heads;
     return heads.allocate(num_heads) && radius.allocate(slots, num_blocks) && key_rows.allocate(slots, rows, deep_D) &&
            (backward ? value_rows.allocate(slots, rows, deep_E) && keys_transposed.allocate(slots, rows, wide_D)
-                     : values_transposed.allocate(slots, rows, wide_E) && rows_room.allocate(call.num_threads, kKeys, deep_E)) &&
+                     : values_transposed.allocate(slots, rows, wide_E) &&
+                           rows_room.allocate(call.num_threads, kKeys, deep_E)) &&
            (!certify || (center.allocate(slots, deep_D) && spread.allocate(slots, num_blocks) &&
                          tails.allocate(slots, call.H / call.G * 2, num_blocks * kEntries) &&
                          keys_room.allocate(call.num_threads, kKeys, deep_D / 2)));
@@ -49,8 +53,12 @@ struct AcrossPacked : Packed<float> {
   float* tails_at(const Call& call, int64_t slot, int64_t h, int64_t side) const {
     return tails.data + ((slot * (call.H / call.G) + h % (call.H / call.G)) * 2 + side) * num_blocks * kEntries;
   }
-  uint16_t* keys_at(int64_t slot, int64_t block) const { return key_rows.data + (slot * rows + block * kKeys) * deep_D; }
-  uint16_t* values_at(int64_t slot, int64_t block) const { return value_rows.data + (slot * rows + block * kKeys) * deep_E; }
+  uint16_t* keys_at(int64_t slot, int64_t block) const {
+    return key_rows.data + (slot * rows + block * kKeys) * deep_D;
+  }
+  uint16_t* values_at(int64_t slot, int64_t block) const {
+    return value_rows.data + (slot * rows + block * kKeys) * deep_E;
+  }
   uint16_t* keys_transposed_at(int64_t slot, int64_t block) const {
     return keys_transposed.data + (slot * rows + block * kKeys) * wide_D;
   }
@@ -101,19 +109,23 @@ struct PackAcross {
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
       const int64_t count = head.num_keys - block * kKeys;
       uint16_t* keys = packed.keys_at(slot, block);
-      uint16_t* values = packed.backward ? packed.values_at(slot, block) : packed.rows_room.data + worker * kKeys * packed.deep_E;
+      uint16_t* values =
+          packed.backward ? packed.values_at(slot, block) : packed.rows_room.data + worker * kKeys * packed.deep_E;
       copy_rows(k + block * kKeys * call.k.row, call.k.row, count, call.D, kKeys, packed.deep_D, keys);
       copy_rows(v + block * kKeys * call.v.row, call.v.row, count, call.E, kKeys, packed.deep_E, values);
       if (packed.backward) lay_transposed(keys, packed.deep_D, packed.wide_D, packed.keys_transposed_at(slot, block));
       else lay_transposed(values, packed.deep_E, packed.wide_E, packed.values_transposed_at(slot, block));
-      head.radius[block] = zero_or_nan_across(keys, kKeys * packed.deep_D) + zero_or_nan_across(values, kKeys * packed.deep_E);
-      if (packed.certify) measure(unit, head, block, keys, measure_spread, packed.keys_room.data + worker * kKeys * packed.deep_D / 2);
+      head.radius[block] =
+          zero_or_nan_across(keys, kKeys * packed.deep_D) + zero_or_nan_across(values, kKeys * packed.deep_E);
+      if (packed.certify)
+        measure(unit, head, block, keys, measure_spread, packed.keys_room.data + worker * kKeys * packed.deep_D / 2);
     }
   }
 
-  // What measure_block does, with the Gram matrix of the keys themselves, which the unit makes of exact products, and the center
-  // taken off afterwards; the last term is for the rounding of that.
-  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const uint16_t* keys, bool measure_spread, uint32_t* room) const {
+  // What measure_block does, with the Gram matrix of the keys themselves, which the unit makes of exact products, and
+  // the center taken off afterwards; the last term is for the rounding of that.
+  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const uint16_t* keys, bool measure_spread,
+               uint32_t* room) const {
     const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.deep_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], found = 0;  // along: k.c
@@ -149,7 +161,8 @@ struct PackAcross {
       largest_row = total <= largest_row ? largest_row : total;
     }
     const float reach = square_root(found) + 2 * head.center_norm;
-    const float square = square_root(largest<float>(largest_row)[0] / static_cast<float>(count)) * (1 + slack) + slack * reach * reach;
+    const float square =
+        square_root(largest<float>(largest_row)[0] / static_cast<float>(count)) * (1 + slack) + slack * reach * reach;
     head.spread[block] = square_root(square);
   }
 
@@ -158,7 +171,8 @@ struct PackAcross {
     for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
       const void* sides[2] = {call.left, call.right};
       for (int64_t side = kLeft; side <= kRight; ++side) {
-        const float m = sides[side] ? static_cast<const float*>(sides[side])[index / call.G * call.H + h] : kInfinity<float>;
+        const float m =
+            sides[side] ? static_cast<const float*>(sides[side])[index / call.G * call.H + h] : kInfinity<float>;
         if (!(m > 0) || is_infinite(m)) continue;
         fill_tails(packed.heads.data[index], static_cast<Side>(side), static_cast<double>(m), slack_of<float>(call.D),
                    packed.tails_at(call, slot, h, side));
@@ -190,7 +204,9 @@ struct PackAcross {
     parallel(num_heads * parts, call.num_threads, pack_blocks, this);
     if (!packed.certify) return;
     for (int64_t index = 0; index < num_heads; ++index) shared.find_largest(packed.heads.data[index]);
-    const Task bound = [](void* context, int64_t index, int) { static_cast<PackAcross*>(context)->bound_tails(index, index); };
+    const Task bound = [](void* context, int64_t index, int) {
+      static_cast<PackAcross*>(context)->bound_tails(index, index);
+    };
     parallel(num_heads, call.num_threads, bound, this);
   }
 };
@@ -201,16 +217,16 @@ constexpr int kOutputParts = 3;  // bfloat16 that add up to any float32: the gra
 struct AcrossScratch {
   Scratch<float> of;
   float pivot[kRows];
-  uint16_t* rows;              // [64, larger of deep_D, deep_E]: queries, or gradients, as they come
-  uint32_t* q_across;          // [kGroups, deep_D / 2, 16]
+  uint16_t* rows;                       // [64, larger of deep_D, deep_E]: queries, or gradients, as they come
+  uint32_t* q_across;                   // [kGroups, deep_D / 2, 16]
   uint32_t* dout_across[kOutputParts];  // [kGroups, deep_E / 2, 16]
-  uint32_t* q_pairs;           // [32, wide_D]
+  uint32_t* q_pairs;                    // [32, wide_D]
   uint32_t* dout_pairs[kOutputParts];   // [32, wide_E]
-  float *score, *dweight;      // [kKeys, 16]
-  float* acc;                  // [kGroups, wide_E or wide_D, 16]
-  uint32_t* pairs[2];          // [kKeys / 2, 16]: weights, or gradients of scores
-  uint16_t* weight_rows;       // [kKeys, 64]
-  uint16_t* dscore_rows[2];    // [kKeys, 64]
+  float *score, *dweight;               // [kKeys, 16]
+  float* acc;                           // [kGroups, wide_E or wide_D, 16]
+  uint32_t* pairs[2];                   // [kKeys / 2, 16]: weights, or gradients of scores
+  uint16_t* weight_rows;                // [kKeys, 64]
+  uint16_t* dscore_rows[2];             // [kKeys, 64]
 };
 
 struct AcrossScratches {
@@ -220,7 +236,8 @@ struct AcrossScratches {
   bool allocate(const Call& call, const AcrossPacked& packed) {
     const int64_t deep = larger_of(packed.deep_D, packed.deep_E), wide = larger_of(packed.wide_D, packed.wide_E);
     const int64_t words = 64 * deep / 2 + kRows * packed.deep_D / 2 + 32 * packed.wide_D +
-                          kOutputParts * (kRows * packed.deep_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 + kRows * wide + kKeys * 16 + 3 * kKeys * 32;
+                          kOutputParts * (kRows * packed.deep_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 +
+                          kRows * wide + kKeys * 16 + 3 * kKeys * 32;
     if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
     for (int worker = 0; worker < call.num_threads; ++worker) {
       AcrossScratch& scratch = each.data[worker];
@@ -251,8 +268,8 @@ struct AcrossScratches {
 // The scores of 16 queries and a block in bits, biased, of one key at a time; -inf where hidden.
 struct BiasedAcross {
   static constexpr float kSteepest = 1e30f;  // finite in bits, too, so that it is 0 times a distance of 0
-  Floats relative{};  // positions of the queries, counted from the block's first key
-  Floats away{};      // far: the bias of the key that is nearest
+  Floats relative{};                         // positions of the queries, counted from the block's first key
+  Floats away{};                             // far: the bias of the key that is nearest
   float scale, slope[2];
   float further[kKeys];  // far: the bias of a key on top of that
   bool far, hidden[2];
@@ -269,7 +286,8 @@ struct BiasedAcross {
     if (!far) return;
     const bool to_the_left = block <= tile.near_last;
     for (int64_t s = 0; s < kKeys; ++s) {
-      further[s] = to_the_left ? -slope[kLeft] * static_cast<float>(kKeys - 1 - s) : -slope[kRight] * static_cast<float>(s);
+      further[s] =
+          to_the_left ? -slope[kLeft] * static_cast<float>(kKeys - 1 - s) : -slope[kRight] * static_cast<float>(s);
     }
   }
 
@@ -294,7 +312,9 @@ struct BiasedAcross {
 
   // pivot is what is taken off every score of a query; in a far block it may be part of `base`, far_base(pivot).
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return away - pivot; }
-  LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const { return product * scale + (base + further[s]); }
+  LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
+    return product * scale + (base + further[s]);
+  }
 
   LINBIAS_INLINE Floats near_score(Floats product, int64_t s, int64_t num_keys) const {
     const Floats lowest = broadcast(-kInfinity<float>), distance = reach(s);
@@ -315,7 +335,8 @@ struct DropoutAcross {
   Dropout rule;
   float share;
 
-  explicit DropoutAcross(const Tile<float>& tile) : rule(tile), share(static_cast<float>(1.0 / (1.0 - tile.call->dropout))) {}
+  explicit DropoutAcross(const Tile<float>& tile)
+      : rule(tile), share(static_cast<float>(1.0 / (1.0 - tile.call->dropout))) {}
 
   LINBIAS_INLINE Floats apply(const Tile<float>& tile, int64_t group, int64_t key, Floats x) const {
     Words hash = load_words(rule.rows + group * kSide) ^ Dropout::mix(static_cast<uint32_t>(tile.head->first + key));
@@ -330,32 +351,38 @@ struct DropoutAcross {
 
 inline void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, AcrossScratch& scratch) {
   const Call& call = *tile.call;
-  const uint16_t* q = static_cast<const uint16_t*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
+  const uint16_t* q = static_cast<const uint16_t*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
+                      tile.start * call.q.row;
   copy_rows(q, call.q.row, tile.rows, call.D, round_up(tile.rows, kDeep), packed.deep_D, scratch.rows);
   for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-    lay_across(scratch.rows + group * kSide * packed.deep_D, packed.deep_D, scratch.q_across + group * kSide * packed.deep_D / 2);
+    lay_across(scratch.rows + group * kSide * packed.deep_D, packed.deep_D,
+               scratch.q_across + group * kSide * packed.deep_D / 2);
   }
 }
 
-  // Would the block whose products are in scratch.score add next to nothing to any query of a group? If so, add it to what is
-  // left out.
-  inline bool is_negligible_across(const BiasedAcross& biased, int64_t group, int64_t rows, float allowance, AcrossScratch& scratch) {
-    float* left_out = scratch.of.left_out + group * kSide;
-    const Floats base = biased.far_base(load(scratch.pivot + group * kSide));
-    Floats high = broadcast(-kInfinity<float>);
+// Would the block whose products are in scratch.score add next to nothing to any query of a group? If so, add it to
+// what is left out.
+inline bool is_negligible_across(const BiasedAcross& biased, int64_t group, int64_t rows, float allowance,
+                                 AcrossScratch& scratch) {
+  float* left_out = scratch.of.left_out + group * kSide;
+  const Floats base = biased.far_base(load(scratch.pivot + group * kSide));
+  Floats high = broadcast(-kInfinity<float>);
 #pragma GCC unroll 4
-    for (int64_t s = 0; s < kKeys; ++s) high = larger<float>(biased.far_score(load(scratch.score + s * kSide), s, base), high);
-    const Floats total = load(left_out) + power_of_two(high) * static_cast<float>(kKeys);
-    Lanes small = (Lanes)(high <= 0.0f) & (Lanes)(total <= allowance * load(scratch.of.row_sum + group * kSide));
-    for (int lane = 0; lane < kSide; ++lane) small[lane] |= group * kSide + lane < rows ? 0 : -1;
-    if (!in_all_lanes(small)) return false;
-    store<float>(left_out, total);
-    return true;
-  }
+  for (int64_t s = 0; s < kKeys; ++s)
+    high = larger<float>(biased.far_score(load(scratch.score + s * kSide), s, base), high);
+  const Floats total = load(left_out) + power_of_two(high) * static_cast<float>(kKeys);
+  Lanes small = (Lanes)(high <= 0.0f) & (Lanes)(total <= allowance * load(scratch.of.row_sum + group * kSide));
+  for (int lane = 0; lane < kSide; ++lane) small[lane] |= group * kSide + lane < rows ? 0 : -1;
+  if (!in_all_lanes(small)) return false;
+  store<float>(left_out, total);
+  return true;
+}
 
-// to[rows, size] <- from[wide, 16], transposed, each of the 16 columns times its factor; as float, or rounded to bfloat16.
+// to[rows, size] <- from[wide, 16], transposed, each of the 16 columns times its factor; as float, or rounded to
+// bfloat16.
 template <typename To>
-LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats factor, int64_t rows, int64_t size, To* to) {
+LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats factor, int64_t rows, int64_t size,
+                                     To* to) {
   for (int64_t e = 0; e < wide; e += kSide) {
     Words x[16];
 #pragma GCC unroll 16

@@ -1,9 +1,10 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
-// The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these differences.
-// Weights are divided by their sum within their exponents. Weights and gradients of scores are rounded to bfloat16 where they enter
-// a product, gradients of scores to the sum of kScoreParts of them; dout goes in as the sum of as many as hold it: one for a gradient
-// of bfloat16, and three for any. Sums of gradients of scores are float32 throughout.
+// The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these
+// differences. Weights are divided by their sum within their exponents. Weights and gradients of scores are rounded to
+// bfloat16 where they enter a product, gradients of scores to the sum of kScoreParts of them; dout goes in as the sum
+// of as many as hold it: one for a gradient of bfloat16, and three for any. Sums of gradients of scores are float32
+// throughout.
 
 constexpr int kScoreParts = 1;
 constexpr int64_t kQueriesAcross = 64;  // columns of rows of weights; the last 16 are zeros
@@ -15,8 +16,8 @@ struct BackwardAcross {
   const PackAcross& pack;
   AcrossScratch* scratches;
   int64_t num_tiles, num_parts, tiles_per_part;
-  float *dk, *dv;    // [B, H, parts, rows, wide_D or wide_E], or by head [threads, rows, ...]
-  double* dslopes;   // [B, H, parts, 2]
+  float *dk, *dv;   // [B, H, parts, rows, wide_D or wide_E], or by head [threads, rows, ...]
+  double* dslopes;  // [B, H, parts, 2]
 
   // The gradients of keys and values that a task or worker adds to.
   float* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.wide_D; }
@@ -30,7 +31,8 @@ struct BackwardAcross {
     const BackwardAcross& self = *static_cast<const BackwardAcross*>(context);
     const Call& call = self.call;
     const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // in the order of BackwardTask
-    const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H, h = index / self.num_parts % call.H;
+    const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
+                  h = index / self.num_parts % call.H;
     self.clear_gradients(index);
     double* dslopes = self.dslopes + 2 * index;
     dslopes[kLeft] = dslopes[kRight] = 0;
@@ -51,26 +53,33 @@ struct BackwardAcross {
       double* dslopes = self.dslopes + 2 * (b * call.H + h);
       dslopes[kLeft] = dslopes[kRight] = 0;
       for (int64_t t = 0; t < self.num_tiles; ++t) {
-        self.tile(b, h, t, worker, self.scratches[worker], self.keys_gradient(worker), self.values_gradient(worker), dslopes);
+        self.tile(b, h, t, worker, self.scratches[worker], self.keys_gradient(worker), self.values_gradient(worker),
+                  dslopes);
       }
     }
     self.collect_rows(index, 0, call.S, worker, 1);
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, AcrossScratch& scratch, float* dk_of, float* dv_of, double* dslopes_of) const {
+  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, AcrossScratch& scratch, float* dk_of, float* dv_of,
+            double* dslopes_of) const {
     const Tile<float> tile(call, packed, b, h, t);
     MatrixUnit unit;
     load_queries_across(tile, packed, scratch);
     lay_in_pairs(scratch.rows, packed.deep_D, round_up(tile.rows, kDeep), packed.wide_D, scratch.q_pairs);
     const int dout_parts = load_output_gradient(tile, scratch);
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.wide_D));
-    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < kQueriesAcross / kSide; ++group) clear(scratch, group, 0);
+    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < kQueriesAcross / kSide; ++group) {
+      clear(scratch, group, 0);
+    }
     const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
     // From either end inwards, as the outer blocks may turn out to be negligible.
     bool negligible[2][kGroups];
     for (int64_t group = 0; group < kGroups; ++group) negligible[kLeft][group] = negligible[kRight][group] = true;
-    const int64_t outermost_left = tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - visited[kLeft], 0, tile.near_first);
-    const int64_t outermost_right = tile.hidden[kRight] ? tile.near_last : clamp(tile.near_last + visited[kRight], tile.near_last, tile.head->num_blocks - 1);
+    const int64_t outermost_left =
+        tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - visited[kLeft], 0, tile.near_first);
+    const int64_t outermost_right =
+        tile.hidden[kRight] ? tile.near_last
+                            : clamp(tile.near_last + visited[kRight], tile.near_last, tile.head->num_blocks - 1);
     for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
       visit(unit, tile, slot, block, dout_parts, negligible[kLeft], scratch, dk_of, dv_of);
     }
@@ -81,7 +90,8 @@ struct BackwardAcross {
     store_query_gradients(tile, scratch);
   }
 
-  // The gradient of the output in the forms that products want, and what is known of each query. Returns in how many parts.
+  // The gradient of the output in the forms that products want, and what is known of each query. Returns in how many
+  // parts.
   int load_output_gradient(const Tile<float>& tile, AcrossScratch& scratch) const {
     Scratch<float>& of = scratch.of;
     for (int64_t i = 0; i < kRows; ++i) {
@@ -127,7 +137,8 @@ struct BackwardAcross {
       }
       if (part + 1 < kOutputParts && !in_all_lanes((Lanes)((lost & 0x7fffffffu) == 0u))) parts = part + 2;
       for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-        lay_across(scratch.rows + group * kSide * deep_E, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2);
+        lay_across(scratch.rows + group * kSide * deep_E, deep_E,
+                   scratch.dout_across[part] + group * kSide * deep_E / 2);
       }
       lay_in_pairs(scratch.rows, deep_E, rows, packed.wide_E, scratch.dout_pairs[part]);
     }
@@ -146,8 +157,8 @@ struct BackwardAcross {
   }
 
   // Add what a block gives, unless for a group of queries those beyond were negligible and it is, too.
-  void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts, bool (&negligible)[kGroups],
-             AcrossScratch& scratch, float* dk_of, float* dv_of) const {
+  void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts,
+             bool (&negligible)[kGroups], AcrossScratch& scratch, float* dk_of, float* dv_of) const {
     const Head<float>& head = *tile.head;
     const int64_t deep_E = packed.deep_E;
     const uint16_t *keys = packed.keys_at(slot, block), *values = packed.values_at(slot, block);
@@ -159,18 +170,18 @@ struct BackwardAcross {
       biased.turn_to(tile, block, group, finite);
       int64_t shown = biased.end_shown;
       if (shown > 0) {
-        multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D, scratch.q_across + group * kSide * packed.deep_D / 2,
-                        scratch.score, false);
+        multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D,
+                        scratch.q_across + group * kSide * packed.deep_D / 2, scratch.score, false);
         negligible[group] = negligible[group] && finite && biased.far &&
-                       is_negligible_across(biased, group, tile.rows, allowance, scratch);
+                            is_negligible_across(biased, group, tile.rows, allowance, scratch);
         if (negligible[group]) shown = 0;
       }
       clear(scratch, group, shown);
       if (shown == 0) continue;
       most_shown = larger_of(most_shown, shown);
       for (int part = 0; part < dout_parts; ++part) {
-        multiply_column(unit, shown, deep_E, values, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2, scratch.dweight,
-                        part > 0);
+        multiply_column(unit, shown, deep_E, values, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2,
+                        scratch.dweight, part > 0);
       }
       score_gradients(tile, biased, block, group, shown, scratch);
       for (int part = 0; part < kScoreParts; ++part) {
@@ -181,8 +192,8 @@ struct BackwardAcross {
     if (most_shown == 0) return;
     const int64_t queries = round_up(tile.rows, kDeep);
     for (int part = 0; part < dout_parts; ++part) {
-      add_product(unit, most_shown, packed.wide_E, queries, scratch.weight_rows, kQueriesAcross, scratch.dout_pairs[part],
-                  packed.wide_E, dv_of + block * kKeys * packed.wide_E, packed.wide_E);
+      add_product(unit, most_shown, packed.wide_E, queries, scratch.weight_rows, kQueriesAcross,
+                  scratch.dout_pairs[part], packed.wide_E, dv_of + block * kKeys * packed.wide_E, packed.wide_E);
     }
     for (int part = 0; part < kScoreParts; ++part) {
       add_product(unit, most_shown, packed.wide_D, queries, scratch.dscore_rows[part], kQueriesAcross, scratch.q_pairs,
@@ -190,13 +201,15 @@ struct BackwardAcross {
     }
   }
 
-  LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group, int64_t shown,
-                                      AcrossScratch& scratch) const {
+  LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+                                      int64_t shown, AcrossScratch& scratch) const {
     const Floats pivot = load(scratch.pivot + group * kSide), base = biased.far_base(pivot);
     const int64_t num_keys = tile.head->num_keys - block * kKeys;
     const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
     if (biased.far && !(call.dropout > 0)) {
-      const auto score = [&](int64_t s) __attribute__((always_inline)) { return biased.far_score(load(scratch.score + s * kSide), s, base); };
+      const auto score = [&](int64_t s) __attribute__((always_inline)) {
+        return biased.far_score(load(scratch.score + s * kSide), s, base);
+      };
       gradients_of(tile, biased, block, group, shown, score, keep, scratch);
       return;
     }
@@ -206,18 +219,19 @@ struct BackwardAcross {
     };
     if (call.dropout > 0) {
       const DropoutAcross dropout(tile);
-      const auto drop = [&](int64_t s, Floats x) __attribute__((always_inline)) { return dropout.apply(tile, group, block * kKeys + s, x); };
+      const auto drop = [&](int64_t s, Floats x)
+                            __attribute__((always_inline)) { return dropout.apply(tile, group, block * kKeys + s, x); };
       gradients_of(tile, biased, block, group, shown, score, drop, scratch);
     } else {
       gradients_of(tile, biased, block, group, shown, score, keep, scratch);
     }
   }
 
-  // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what the slopes need.
-  // drop(key, x) is x for the queries that keep the key under dropout.
+  // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
+  // the slopes need. drop(key, x) is x for the queries that keep the key under dropout.
   template <typename Score, typename Drop>
-  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group, int64_t shown,
-                                   const Score& score, const Drop& drop, AcrossScratch& scratch) const {
+  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+                                   int64_t shown, const Score& score, const Drop& drop, AcrossScratch& scratch) const {
     const Floats delta = load(scratch.of.delta + group * kSide);
     Floats total{}, slope[2] = {}, reach[2] = {};
     const bool one_side = biased.far || biased.hidden[kRight];
@@ -280,8 +294,9 @@ struct BackwardAcross {
   void store_query_gradients(const Tile<float>& tile, const AcrossScratch& scratch) const {
     for (int64_t group = 0; group * kSide < tile.rows; ++group) {
       const Floats scale = broadcast(static_cast<float>(call.scale));
-      store_transposed(scratch.acc + group * kSide * packed.wide_D, packed.wide_D, scale, smaller_of(tile.rows - group * kSide, kSide),
-                       call.D, static_cast<float*>(results.dq) + tile.index(group * kSide) * call.D);
+      store_transposed(scratch.acc + group * kSide * packed.wide_D, packed.wide_D, scale,
+                       smaller_of(tile.rows - group * kSide, kSide), call.D,
+                       static_cast<float*>(results.dq) + tile.index(group * kSide) * call.D);
     }
   }
 
@@ -298,8 +313,8 @@ struct BackwardAcross {
     const Head<float>& head = packed.heads.data[index];
     const int64_t rows = packed.rows, at = index * call.S + head.first;
     for (int64_t s = from; s < smaller_of(to, head.num_keys); ++s) {
-      add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D, static_cast<float>(call.scale),
-               static_cast<float*>(results.dk) + (at + s) * call.D);
+      add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D,
+               static_cast<float>(call.scale), static_cast<float*>(results.dk) + (at + s) * call.D);
       add_rows(values_gradient(first) + s * packed.wide_E, count, rows * packed.wide_E, call.E, 1.0f,
                static_cast<float*>(results.dv) + (at + s) * call.E);
     }
@@ -338,7 +353,8 @@ inline Status backward_across(const Call& call, const Backward& results) {
   }
   PackTask<float, Bfloat16, false> shared{call, packed, false};
   PackAcross pack{call, packed, shared};
-  BackwardAcross task{call, results, packed, pack, scratches.each.data, num_tiles, num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+  BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
+                      num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
     parallel(call.B * call.G, call.num_threads, BackwardAcross::run_head, &task);
   } else {

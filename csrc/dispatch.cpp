@@ -54,14 +54,15 @@ bool has_avx512() {
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// The tile registers are there if the CPU has them, the system saves them (bits 17 and 18 of XCR0), and, on Linux, it grants
-// them to this process, whose threads inherit the grant.
+// The tile registers are there if the CPU has them, the system saves them (bits 17 and 18 of XCR0), and, on Linux, it
+// grants them to this process, whose threads inherit the grant.
 bool has_avx512_amx() {
 #if defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kSavesExtended = 1u << 27, kTileState = 3u << 17;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   unsigned a, b, c, d;
-  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile))
+    return false;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kSavesExtended)) return false;
   unsigned low, high;
   asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -93,8 +94,8 @@ const Target kTargets[] = {
 std::atomic<const Target*> forced{nullptr};
 
 const Target& best() {
-  static const Target* const found =
-      std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return !t.for_tests && t.runs_here(); });
+  static const Target* const found = std::find_if(std::begin(kTargets), std::end(kTargets),
+                                                  [](const Target& t) { return !t.for_tests && t.runs_here(); });
   return *found;
 }
 

@@ -1,8 +1,9 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
 // The forward pass of one tile on the matrix unit: as ForwardTask, with these differences. The pivot taken off a
-// query's scores is their maximum in the near blocks, and moves on only where a block would pass it by 2^kHeadroom: bfloat16 has the
-// exponents of float32, so that until then no weight needs to know a better one. A block then takes one pass from products to pairs of weights.
+// query's scores is their maximum in the near blocks, or in the first block where there are none, and moves on only
+// where the weights of a block would pass kHeadroom: bfloat16 has the exponents of float32, so that until then no
+// weight needs to know a better one. A block then takes one pass from products to pairs of weights.
 
 constexpr float kHeadroom = 0x1p40f;  // of the weights of a block, together
 
@@ -28,7 +29,9 @@ struct ForwardAcross {
     const int64_t index = self.call.B * self.call.G - 1 - task, group = self.call.H / self.call.G;
     self.pack.pack_head(index, worker, worker);
     for (int64_t h = index % self.call.G * group; h < (index % self.call.G + 1) * group; ++h) {
-      for (int64_t t = self.num_tiles - 1; t >= 0; --t) self.tile(index / self.call.G, h, t, worker, self.scratches[worker]);
+      for (int64_t t = self.num_tiles - 1; t >= 0; --t) {
+        self.tile(index / self.call.G, h, t, worker, self.scratches[worker]);
+      }
     }
   }
 
@@ -46,7 +49,9 @@ struct ForwardAcross {
 
     bool negligible[2][kGroups] = {};
     bool unused[kGroups] = {};
-    for (int64_t block = tile.near_last; block >= tile.near_first; --block) visit(unit, tile, slot, block, unused, scratch);
+    for (int64_t block = tile.near_last; block >= tile.near_first; --block) {
+      visit(unit, tile, slot, block, unused, scratch);
+    }
     int64_t next[2] = {tile.near_first - 1, tile.near_last + 1};
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
@@ -104,9 +109,12 @@ struct ForwardAcross {
       biased.turn_to(tile, block, group, finite);
       const int64_t shown = biased.end_shown;
       if (shown == 0) continue;
-      multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D, scratch.q_across + group * kSide * packed.deep_D / 2,
-                      scratch.score, false);
-      if (negligible[group] && finite && biased.far && is_negligible_across(biased, group, tile.rows, allowance, scratch)) continue;
+      multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D,
+                      scratch.q_across + group * kSide * packed.deep_D / 2, scratch.score, false);
+      if (negligible[group] && finite && biased.far &&
+          is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
+        continue;
+      }
       const Floats added = add_weights(tile, biased, block, group, num_keys, scratch);
       const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
       negligible[group] = in_all_lanes(small);
@@ -118,14 +126,16 @@ struct ForwardAcross {
   }
 
   // Turn the products of a group into weights in pairs, and add them up. Returns their sums.
-  LINBIAS_INLINE Floats add_weights(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group, int64_t num_keys,
-                                    AcrossScratch& scratch) const {
+  LINBIAS_INLINE Floats add_weights(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+                                    int64_t num_keys, AcrossScratch& scratch) const {
     float* pivots = scratch.pivot + group * kSide;
     float* sums = scratch.of.row_sum + group * kSide;
     const bool plain = !call.precise && !(call.dropout > 0);
     if (biased.far && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
       const Floats base = biased.far_base(load(pivots));
-      const auto score = [&](int64_t s) __attribute__((always_inline)) { return biased.far_score(load(scratch.score + s * kSide), s, base); };
+      const auto score = [&](int64_t s) __attribute__((always_inline)) {
+        return biased.far_score(load(scratch.score + s * kSide), s, base);
+      };
       const Floats added = plain ? round_weights<true>(tile, block, group, kKeys, score, scratch)
                                  : round_weights<false>(tile, block, group, kKeys, score, scratch);
       if (in_all_lanes((Lanes)(added < kHeadroom))) {
@@ -136,7 +146,8 @@ struct ForwardAcross {
     move_pivots(biased, group, num_keys, scratch);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
-    const auto score = [&](int64_t s) __attribute__((always_inline)) { return load(scratch.score + s * kSide) - pivot; };
+    const auto score = [&](int64_t s)
+                           __attribute__((always_inline)) { return load(scratch.score + s * kSide) - pivot; };
     const Floats added = plain ? round_weights<true>(tile, block, group, biased.end_shown, score, scratch)
                                : round_weights<false>(tile, block, group, biased.end_shown, score, scratch);
     store<float>(sums, load(sums) + added);
@@ -144,7 +155,8 @@ struct ForwardAcross {
   }
 
   // Bias the products of a group in place, and raise its pivots to their maxima, with what was summed before.
-  LINBIAS_INLINE void move_pivots(const BiasedAcross& biased, int64_t group, int64_t num_keys, AcrossScratch& scratch) const {
+  LINBIAS_INLINE void move_pivots(const BiasedAcross& biased, int64_t group, int64_t num_keys,
+                                  AcrossScratch& scratch) const {
     Floats high = broadcast(-kInfinity<float>);
     const Floats base = biased.far_base(Floats{});
     for (int64_t s = 0; s < biased.end_shown; ++s) {
@@ -170,8 +182,8 @@ struct ForwardAcross {
 
   // 2^score in pairs of keys, rounded, and where it matters what that lost; the sum of what it was.
   template <bool kPlain, typename Score>
-  LINBIAS_INLINE Floats round_weights(const Tile<float>& tile, int64_t block, int64_t group, int64_t shown, const Score& score,
-                                      AcrossScratch& scratch) const {
+  LINBIAS_INLINE Floats round_weights(const Tile<float>& tile, int64_t block, int64_t group, int64_t shown,
+                                      const Score& score, AcrossScratch& scratch) const {
     Floats total[2] = {};
     if constexpr (kPlain) {
 #pragma GCC unroll 2
@@ -194,7 +206,8 @@ struct ForwardAcross {
       }
       const Words pairs = round_to_pairs<false>(even, odd);
       store_words(scratch.pairs[0] + s / 2 * kSide, pairs);
-      store_words(scratch.pairs[1] + s / 2 * kSide, round_to_pairs<false>(even - even_of_pairs(pairs), odd - odd_of_pairs(pairs)));
+      store_words(scratch.pairs[1] + s / 2 * kSide,
+                  round_to_pairs<false>(even - even_of_pairs(pairs), odd - odd_of_pairs(pairs)));
     }
     return total[0] + total[1];
   }
@@ -205,8 +218,11 @@ struct ForwardAcross {
       const float* row_sum = scratch.of.row_sum + group * kSide;
       const Floats sums = load(row_sum), share = 1.0f / (sums == 0.0f ? broadcast(1.0f) : sums);
       const float* acc = scratch.acc + group * kSide * packed.wide_E;
-      if (results.narrow) store_transposed(acc, packed.wide_E, share, rows, call.E, static_cast<uint16_t*>(results.out) + at * call.E);
-      else store_transposed(acc, packed.wide_E, share, rows, call.E, static_cast<float*>(results.out) + at * call.E);
+      if (results.narrow) {
+        store_transposed(acc, packed.wide_E, share, rows, call.E, static_cast<uint16_t*>(results.out) + at * call.E);
+      } else {
+        store_transposed(acc, packed.wide_E, share, rows, call.E, static_cast<float*>(results.out) + at * call.E);
+      }
       for (int64_t i = 0; i < rows; ++i) {
         // What the pivot lost by rounding on its way to row_max goes to log_sum.
         const double bits = static_cast<double>(scratch.pivot[group * kSide + i]);

@@ -1,9 +1,9 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
 // The matrix unit: 8 registers that hold a tile of 16 rows of 64 bytes each, and one instruction,
-// C[16, 16] += A[16, 32] B[32, 16], of bfloat16 products summed in float32. A lies in rows; B lies in pairs: row k / 2 holds
-// B[k, n] and B[k + 1, n] side by side for each column n. This file is all that knows the instructions; LINBIAS_AMX_EMULATED
-// puts a model in plain C++ in their place, so that what is built on them can be tested anywhere.
+// C[16, 16] += A[16, 32] B[32, 16], of bfloat16 products summed in float32. A lies in rows; B lies in pairs: row k / 2
+// holds B[k, n] and B[k + 1, n] side by side for each column n. This file is all that knows the instructions;
+// LINBIAS_AMX_EMULATED puts a model in plain C++ in their place, so that what is built on them can be tested anywhere.
 
 constexpr int64_t kSide = 16, kDeep = 32;  // rows and columns of a tile of sums; the depth of one product
 
@@ -21,7 +21,8 @@ struct MatrixUnit {
   template <int kTo>
   void load(const void* from, int64_t row_bytes) {
     for (int64_t i = 0; i < kSide; ++i) {
-      __builtin_memcpy(registers[kTo].words[i], static_cast<const char*>(from) + i * row_bytes, sizeof(uint32_t) * kSide);
+      __builtin_memcpy(registers[kTo].words[i], static_cast<const char*>(from) + i * row_bytes,
+                       sizeof(uint32_t) * kSide);
     }
   }
   template <int kFrom>
@@ -81,7 +82,8 @@ struct MatrixUnit {
 #endif
 };
 
-// c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c and b without gaps between rows. depth is a multiple of 32.
+// c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c and b without gaps between rows. depth is a multiple
+// of 32.
 template <int kTiles>
 LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b,
                                    float* c, bool add) {
@@ -126,8 +128,12 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, const uint16
 LINBIAS_INLINE void multiply_column(MatrixUnit& unit, int64_t rows, int64_t depth, const uint16_t* a, int64_t a_row,
                                     const uint32_t* b, float* c, bool add) {
   int64_t i = 0;
-  for (; i + 4 * kSide <= rows; i += 4 * kSide) multiply_strip<4>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
-  for (; i + 2 * kSide <= rows; i += 2 * kSide) multiply_strip<2>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+  for (; i + 4 * kSide <= rows; i += 4 * kSide) {
+    multiply_strip<4>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+  }
+  for (; i + 2 * kSide <= rows; i += 2 * kSide) {
+    multiply_strip<2>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+  }
   if (i < rows) multiply_strip<1>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
 }
 

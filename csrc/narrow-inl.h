@@ -52,17 +52,19 @@ LINBIAS_INLINE Floats power_of_two(Floats x) {
 #endif
 }
 
-// Two vectors rounded to bfloat16, side by side in words: `even` below, `odd` above. Where rows are wanted, too, they go to
-// even_row and odd_row, 16 numbers each.
+// Two vectors rounded to bfloat16, side by side in words: `even` below, `odd` above. Where rows are wanted, too, they
+// go to even_row and odd_row, 16 numbers each.
 template <bool kRowsToo>
-LINBIAS_INLINE Words round_to_pairs(Floats even, Floats odd, uint16_t* even_row = nullptr, uint16_t* odd_row = nullptr) {
+LINBIAS_INLINE Words round_to_pairs(Floats even, Floats odd, uint16_t* even_row = nullptr,
+                                    uint16_t* odd_row = nullptr) {
 #if defined(__AVX512BF16__)
   const __m512i one_after_other = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   if constexpr (kRowsToo) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(even_row), _mm512_castsi512_si256(one_after_other));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(odd_row), _mm512_extracti64x4_epi64(one_after_other, 1));
   }
-  const __m512i order = (__m512i)((Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x10001u + 0x100000u);
+  const __m512i order =
+      (__m512i)((Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x10001u + 0x100000u);
   return (Words)_mm512_permutexvar_epi16(order, one_after_other);
 #else
   const auto rounded = [](Floats x) {
@@ -71,7 +73,8 @@ LINBIAS_INLINE Words round_to_pairs(Floats even, Floats odd, uint16_t* even_row 
   };
   const Words low = rounded(even), high = rounded(odd);
   if constexpr (kRowsToo) {
-    const HalfWords even_half = __builtin_convertvector(low, HalfWords), odd_half = __builtin_convertvector(high, HalfWords);
+    const HalfWords even_half = __builtin_convertvector(low, HalfWords),
+                    odd_half = __builtin_convertvector(high, HalfWords);
     __builtin_memcpy(even_row, &even_half, sizeof even_half);
     __builtin_memcpy(odd_row, &odd_half, sizeof odd_half);
   }
@@ -82,9 +85,10 @@ LINBIAS_INLINE Words round_to_pairs(Floats even, Floats odd, uint16_t* even_row 
 LINBIAS_INLINE Floats even_of_pairs(Words x) { return (Floats)(x << 16); }
 LINBIAS_INLINE Floats odd_of_pairs(Words x) { return (Floats)(x & 0xffff0000u); }
 
-// Rows of bfloat16 as they come, into rows of `padded` without gaps, zeros behind each and in the rows that are missing.
-LINBIAS_INLINE void copy_rows(const uint16_t* from, int64_t from_row, int64_t count, int64_t size, int64_t rows, int64_t padded,
-                              uint16_t* to) {
+// Rows of bfloat16 as they come, into rows of `padded` without gaps, zeros behind each and in the rows that are
+// missing.
+LINBIAS_INLINE void copy_rows(const uint16_t* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
+                              int64_t padded, uint16_t* to) {
   for (int64_t i = 0; i < rows; ++i, to += padded) {
     if (i >= count) {
       __builtin_memset(to, 0, static_cast<size_t>(padded) * 2);
@@ -125,7 +129,8 @@ LINBIAS_INLINE void transpose_words(const uint32_t* from, int64_t from_row, uint
   for (int i = 0; i < 16; ++i) store_words(to + i * to_row, x[i]);
 }
 
-// Rows of bfloat16 to the second factor of a product with their transpose: rows[16, padded] to to[padded / 2, 16] words.
+// Rows of bfloat16 to the second factor of a product with their transpose: rows[16, padded] to to[padded / 2, 16]
+// words.
 LINBIAS_INLINE void lay_across(const uint16_t* rows, int64_t padded, uint32_t* to) {
   for (int64_t pair = 0; pair < padded / 2; pair += 16) {
     transpose_words(reinterpret_cast<const uint32_t*>(rows) + pair, padded / 2, to + pair * 16, 16);
@@ -139,7 +144,8 @@ LINBIAS_INLINE void lay_in_pairs(const uint16_t* rows, int64_t padded, int64_t c
       HalfWords even, odd;
       __builtin_memcpy(&even, rows + i * padded + d, sizeof even);
       __builtin_memcpy(&odd, rows + (i + 1) * padded + d, sizeof odd);
-      store_words(to + i / 2 * columns + d, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16);
+      store_words(to + i / 2 * columns + d, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words)
+                                                                                       << 16);
     }
   }
 }
