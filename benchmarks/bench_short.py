@@ -62,7 +62,10 @@ def main() -> None:
                     options.repeats = repeats if length < 2048 else max(3, repeats // 3)
                     times = bench(case, q, k, v, slopes, options)
                     fastest = min(ms for name, ms in times.items() if name != "cpu")
-                    print(f"{case.name:26} {fastest / times['cpu']:.2f} x the faster peer", flush=True)
+                    print(
+                        f"{case.name:26} {fastest / times['cpu']:.2f} x the faster peer",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ def _fill_gradients(
 ) -> None:
     call, alive = _call(inputs)
     dout, dlse = dout.contiguous(), dlse.contiguous()
-    saved = saved._replace(out=saved.out.to(inputs.left.dtype))  # narrow where none was to be asked for
+    # It is narrow where forward did not expect to be differentiated.
+    saved = saved._replace(out=saved.out.to(inputs.left.dtype))
     wide = Gradients(*(x.to(inputs.left.dtype) for x in gradients))  # itself, if it is wide
     core.backward(
         call,
