@@ -439,6 +439,7 @@ void test_the_definition() {
       {2, 6, 2, 59, 131, 7, 9, true, false, {-59, -20}},
       {2, 6, 2, 59, 131, 7, 9, false, false, {131, 170}},
       {2, 6, 2, 59, 131, 7, 9, true, false, {131, 100}},
+      {2, 6, 2, 59, 128, 7, 9, false, false, {128, 190}},  // the last block is whole
       {2, 3, 3, 150, 70, 5, 3, false, false, {-33, 21}},
       // dropout
       {2, 6, 3, 61, 107, 13, 5, false, true, {20, 90}, 0.3},

@@ -21,10 +21,11 @@ def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
     call, alive = _call(inputs)
-    dout, dlse = dout.contiguous(), dlse.contiguous()
-    # It is narrow where forward did not expect to be differentiated.
-    saved = saved._replace(out=saved.out.to(inputs.left.dtype))
-    wide = Gradients(*(x.to(inputs.left.dtype) for x in gradients))  # itself, if it is wide
+    as_wide = inputs.left.dtype
+    # out, and so its gradient, is narrow where forward did not expect to be differentiated.
+    saved = saved._replace(out=saved.out.to(as_wide))
+    dout, dlse = dout.to(as_wide).contiguous(), dlse.contiguous()
+    wide = Gradients(*(x.to(as_wide) for x in gradients))  # itself, if it is wide
     core.backward(
         call,
         core.Backward(
