@@ -149,7 +149,8 @@ def check(
 
 def bench(
     case: BenchCase, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, options: argparse.Namespace
-) -> None:
+) -> dict[str, float]:
+    """Time everything that can run a case, write the records, and return the medians by name."""
     (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
     runnable = functions(case, q, k, v, slopes)
     for name, function in runnable.items():
@@ -182,6 +183,7 @@ def bench(
             f"{case.name:26} {name:18} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / first:6.2f}{kept}",
             flush=True,
         )
+    return {name: record.spread(values)["p50_ms"] for name, values in times.items()}
 
 
 def work_kept(

@@ -113,7 +113,8 @@ NB_MODULE(_cpu, m) {
       required("row_max", &Forward::row_max),
       required("log_sum", &Forward::log_sum),
       required("visited", &Forward::visited),
-      required("visited_tiles", &Forward::visited_tiles));
+      required("visited_tiles", &Forward::visited_tiles),
+      optional("narrow", &Forward::narrow));
   bind_record<Backward>(m, "Backward",
       required("dout", &Backward::dout),
       required("dlse", &Backward::dlse),

@@ -14,12 +14,13 @@
 // bfloat16: where the CPU multiplies pairs of bfloat16 (LINBIAS_BF16), forward does so. The weights, float32 like all
 // sums, are rounded to one bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two:
 // backward takes differences from `out`, and one would cost the gradients of slopes two digits.
+// Where there is a matrix unit for bfloat16 (LINBIAS_AMX), these inputs take a way of their own: across-inl.h.
 // Only C functions and templates of this file are used: an inline function of the standard library, compiled here
 // with the target's flags, could be linked into code that runs everywhere.
 
 #include <stdint.h>
 #include <stdlib.h>
-#if defined(LINBIAS_BF16)
+#if defined(LINBIAS_BF16)  // LINBIAS_AMX comes with it, but for the emulated target
 #include <immintrin.h>
 #endif
 
@@ -67,6 +68,18 @@ struct Buffer {
   }
 };
 
+// from[size] / divisor to the output, from its entry `at` on.
+template <typename W>
+LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W divisor) {
+  if (results.narrow) {
+    Bfloat16* out = static_cast<Bfloat16*>(results.out) + at;
+    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] / divisor));
+  } else {
+    W* out = static_cast<W*>(results.out) + at;
+    for (int64_t e = 0; e < size; ++e) out[e] = from[e] / divisor;
+  }
+}
+
 #include "products-inl.h"
 #include "head-inl.h"
 #include "bounds-inl.h"
@@ -76,11 +89,30 @@ struct Buffer {
 #include "forward-inl.h"
 #include "decode-inl.h"
 #include "backward-inl.h"
+#if defined(LINBIAS_AMX)
+#include "narrow-inl.h"
+#include "matrix-inl.h"
+#include "across-inl.h"
+#include "forward-across-inl.h"
+#include "backward-across-inl.h"
+#endif
+
+// Whether a matrix unit takes on these inputs.
+template <typename In>
+constexpr bool kAcross = false;
+#if defined(LINBIAS_AMX)
+template <>
+constexpr bool kAcross<Bfloat16> = true;
+#else  // named in branches that are never taken
+[[maybe_unused]] Status forward_across(const Call&, const Forward&) { return Status::ok; }
+[[maybe_unused]] Status backward_across(const Call&, const Backward&) { return Status::ok; }
+#endif
 
 template <typename W, typename In>
 Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
   if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
+  if constexpr (kAcross<In>) return forward_across(call, results);
   Packed<W> packed;
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
@@ -110,7 +142,9 @@ Status backward(const Call& call, const Backward& results) {
     case DType::float32: return backward_as<float, float>(call, results);
     case DType::float64: return backward_as<double, double>(call, results);
     case DType::float16: return backward_as<float, Float16>(call, results);
-    case DType::bfloat16: return backward_as<float, Bfloat16>(call, results);
+    case DType::bfloat16:
+      if constexpr (kAcross<Bfloat16>) return backward_across(call, results);
+      else return backward_as<float, Bfloat16>(call, results);
   }
   return Status::ok;
 }

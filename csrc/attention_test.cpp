@@ -315,6 +315,13 @@ void compare(const char* what, const std::string& name, const std::vector<W>& ac
   if (!(worst <= allowed * size)) std::printf("  error %.3g, allowed %.3g\n", worst, allowed * size);
 }
 
+// The bits of the bfloat16 nearest to x.
+std::uint16_t nearest_brain(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 template <typename In>
 void compare_forward(const std::string& name, const Arrays<In>& a, const Truth& truth, double step,
                      double step_of_out) {
@@ -324,22 +331,41 @@ void compare_forward(const std::string& name, const Arrays<In>& a, const Truth& 
   compare("lse", name, lse, truth.lse, step);
 }
 
+// Where bfloat16 is multiplied in pairs, forward rounds weights to two of them, 2^-16, or to one, 2^-8. On a matrix
+// unit backward rounds weights and gradients of scores to one.
+template <typename In>
+constexpr double kStep = std::is_same_v<In, double> ? 1e-13 : 1e-5;
+template <typename In>
+double gradient_step() {
+  if (!std::is_same_v<In, Brain>) return kStep<In>;
+  return std::strstr(target(), "amx") ? 0x1p-8 : 0x1p-15;
+}
+
 // Forward and backward; and forward of a result that will not be differentiated, which may take other ways.
 template <typename In>
 void run(const Case& c, const Inputs& x, const Truth& truth) {
-  const double step = std::is_same_v<In, double> ? 1e-13 : 1e-5;
-  // Where bfloat16 is multiplied in pairs, weights are rounded to two of them, 2^-16 or to one, 2^-8.
   constexpr bool brain = std::is_same_v<In, Brain>;
-  const double of_two = brain ? 0x1p-15 : step, of_one = brain ? 0x1p-7 : step;
+  const double step = kStep<In>, of_two = brain ? 0x1p-15 : step, of_one = brain ? 0x1p-7 : step;
+  const double of_gradients = gradient_step<In>();
   const std::string name = describe(c, Type<In>::name);
 
   Arrays<In> a(c, x);
   forward(a.call, a.results);
   backward(a.call, a.gradients);
   compare_forward(name, a, truth, step, of_two);
-  compare("dq", name, a.dq, truth.dq, of_two);
-  compare("dk", name, a.dk, truth.dk, of_two);
-  compare("dv", name, a.dv, truth.dv, of_two);
+  compare("dq", name, a.dq, truth.dq, of_gradients);
+  compare("dk", name, a.dk, truth.dk, of_gradients);
+  compare("dv", name, a.dv, truth.dv, of_gradients);
+
+  Arrays<In> again(c, x);
+  again.call.num_threads = c.threads % 3 + 1;
+  forward(again.call, again.results);
+  backward(again.call, again.gradients);
+  const bool same = again.out == a.out && again.row_max == a.row_max && again.log_sum == a.log_sum &&
+                    again.visited == a.visited && again.dq == a.dq && again.dk == a.dk && again.dv == a.dv &&
+                    again.dleft == a.dleft && again.dright == a.dright;
+  check(same, name, "the same bits with another number of threads");
+
   for (std::size_t i = 0; i < a.left.size(); ++i) {  // a hidden side has no gradient
     if (std::isinf(x.left[i])) a.dleft[i] = static_cast<typename Arrays<In>::W>(truth.dleft[i]);
     if (c.causal || std::isinf(x.right[i])) a.dright[i] = static_cast<typename Arrays<In>::W>(truth.dright[i]);
@@ -353,6 +379,15 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
     once.call.key_bound = bounded ? once.bound.data() : nullptr;
     forward(once.call, once.results);
     compare_forward(name + (bounded ? " once, bounded" : " once"), once, truth, step, of_one);
+    if constexpr (brain) {
+      std::vector<std::uint16_t> out(once.out.size(), 0x7fc0);
+      once.results.out = out.data();
+      once.results.narrow = true;
+      forward(once.call, once.results);
+      const bool rounded = std::equal(out.begin(), out.end(), once.out.begin(),
+                                      [](std::uint16_t bits, float wide) { return bits == nearest_brain(wide); });
+      check(rounded, name, "narrow out is out, rounded");
+    }
   }
 }
 
@@ -404,6 +439,7 @@ void test_the_definition() {
       {2, 6, 2, 59, 131, 7, 9, true, false, {-59, -20}},
       {2, 6, 2, 59, 131, 7, 9, false, false, {131, 170}},
       {2, 6, 2, 59, 131, 7, 9, true, false, {131, 100}},
+      {2, 6, 2, 59, 128, 7, 9, false, false, {128, 190}},  // the last block is whole
       {2, 3, 3, 150, 70, 5, 3, false, false, {-33, 21}},
       // dropout
       {2, 6, 3, 61, 107, 13, 5, false, true, {20, 90}, 0.3},
@@ -424,25 +460,26 @@ void test_the_definition() {
 
 // Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is
 // right.
+template <typename In>
 void test_what_a_caller_may_not_break() {
   constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
                          kHigh = std::numeric_limits<std::int64_t>::max();
   Case wild{2, 6, 3, 53, 157, 6, 7, false, true, {}, 0, 2, true};
-  run_on_every_target<float>(wild);
+  run_on_every_target<In>(wild);
   wild.T = 2;
-  run_on_every_target<float>(wild);
+  run_on_every_target<In>(wild);
   for (const std::int64_t T : {2, 53}) {
     for (const bool causal : {true, false}) {
       for (const bool ranges : {true, false}) {
         const Case far{2, 6, 3, T, 157, 6, 7, causal, ranges, {kLow, kHigh}};
-        const Inputs x = draw(far, false);
+        const Inputs x = draw(far, sizeof(In) == 2);
         on_every_target([&] {
-          Arrays<float> a(far, x);
+          Arrays<In> a(far, x);
           for (const bool precise : {true, false}) {
             a.call.precise = precise;
             forward(a.call, a.results);
             const auto sane = [](float y) { return std::abs(y) < 10; };  // a mean of values
-            check(std::all_of(a.out.begin(), a.out.end(), sane), describe(far, "float32"), "out of a far start");
+            check(std::all_of(a.out.begin(), a.out.end(), sane), describe(far, Type<In>::name), "out of a far start");
           }
           backward(a.call, a.gradients);
         });
@@ -451,34 +488,35 @@ void test_what_a_caller_may_not_break() {
   }
 
   const Case c{2, 6, 3, 113, 300, 5, 7, false, true, {20, 400}};
-  const Inputs x = draw(c, false);
+  const Inputs x = draw(c, sizeof(In) == 2);
   const Truth truth = define(c, x);
   on_every_target([&] {
     for (const std::int32_t count :
          {std::numeric_limits<std::int32_t>::min(), -1, 1000, std::numeric_limits<std::int32_t>::max()}) {
-      Arrays<float> a(c, x);
+      Arrays<In> a(c, x);
       forward(a.call, a.results);
       std::fill(a.visited.begin(), a.visited.end(), count);
       backward(a.call, a.gradients);
       if (count < 0) continue;
-      const std::string name = describe(c, "float32") + " visited counts too large";
-      compare("dq", name, a.dq, truth.dq, 1e-5);
-      compare("dk", name, a.dk, truth.dk, 1e-5);
-      compare("dv", name, a.dv, truth.dv, 1e-5);
+      const std::string name = describe(c, Type<In>::name) + " visited counts too large";
+      compare("dq", name, a.dq, truth.dq, gradient_step<In>());
+      compare("dk", name, a.dk, truth.dk, gradient_step<In>());
+      compare("dv", name, a.dv, truth.dv, gradient_step<In>());
     }
-    Arrays<float> one(c, x);
+    Arrays<In> one(c, x);
     forward(one.call, one.results);
     for (const int threads : {std::numeric_limits<int>::min(), 0, 7, std::numeric_limits<int>::max()}) {
-      Arrays<float> a(c, x);
+      Arrays<In> a(c, x);
       a.call.num_threads = threads;
       forward(a.call, a.results);
-      check(a.out == one.out, describe(c, "float32"), "out for any number of threads");
+      check(a.out == one.out, describe(c, Type<In>::name), "out for any number of threads");
     }
   });
 }
 
 // The keys that `visited` says a tile read, by the words of attention.h.
-Range read_keys(const Case& c, const Inputs& x, const Arrays<float>& a, std::int64_t b, std::int64_t h,
+template <typename In>
+Range read_keys(const Case& c, const Inputs& x, const Arrays<In>& a, std::int64_t b, std::int64_t h,
                 std::int64_t tile) {
   const auto [first, end] = range_of(c, x, b, h / (c.H / c.G));
   const std::int64_t n = (end - first + kBlockKeys - 1) / kBlockKeys,
@@ -488,10 +526,11 @@ Range read_keys(const Case& c, const Inputs& x, const Arrays<float>& a, std::int
   const auto near_end = std::clamp<std::int64_t>(std::ceil((p + static_cast<double>(rows)) / kBlockKeys), 0, n);
   const std::int32_t* visited = a.visited.data() + ((b * c.H + h) * a.tiles + tile) * 2;
   check(visited[0] >= 0 && visited[0] <= near_first && visited[1] >= 0 && near_end + visited[1] <= n,
-        describe(c, "float32"), "visited blocks exist");
+        describe(c, Type<In>::name), "visited blocks exist");
   return {first + (near_first - visited[0]) * kBlockKeys, std::min(end, first + (near_end + visited[1]) * kBlockKeys)};
 }
 
+template <typename In>
 void test_visited_says_which_keys_were_read() {
   const Case cases[] = {
       {1, 2, 2, 101, 900, 8, 8, false, false, {300}},
@@ -499,23 +538,23 @@ void test_visited_says_which_keys_were_read() {
       {1, 2, 2, 40, 500, 8, 8, false, false, {-100}},
   };
   for (const Case& c : cases) {
-    Inputs x = draw(c, false);
+    Inputs x = draw(c, sizeof(In) == 2);
     std::fill(x.left.begin(), x.left.end(), 0.3);
     std::fill(x.right.begin(), x.right.end(), 0.2);
     on_every_target([&] {
-      const std::string name = describe(c, "float32");
-      Arrays<float> a(c, x);
+      const std::string name = describe(c, Type<In>::name);
+      Arrays<In> a(c, x);
       forward(a.call, a.results);
       std::int64_t left_out = 0;
       for (std::int64_t task = 0; task < c.B * c.H * a.tiles; ++task) {
         const std::int64_t tile = task % a.tiles, h = task / a.tiles % c.H, b = task / a.tiles / c.H;
         const auto [from, to] = read_keys(c, x, a, b, h, tile);
-        Arrays<float> other(c, x);
+        Arrays<In> other(c, x);
         const auto [first, end] = range_of(c, x, b, h / (c.H / c.G));
         for (std::int64_t s = first; s < end; ++s) {
           if (s >= from && s < to) continue;
           ++left_out;
-          std::fill_n(other.v.begin() + ((b * c.G + h / (c.H / c.G)) * c.S + s) * c.E, c.E, 1e9f);
+          std::fill_n(other.v.begin() + ((b * c.G + h / (c.H / c.G)) * c.S + s) * c.E, c.E, narrow<In>(1e9));
         }
         forward(other.call, other.results);
         const std::int64_t at = ((b * c.H + h) * c.T + tile * kTileRows) * c.E;
@@ -552,8 +591,10 @@ void test_several_threads_may_call_at_once() {
 
 int main() {
   test_the_definition();
-  test_what_a_caller_may_not_break();
-  test_visited_says_which_keys_were_read();
+  test_what_a_caller_may_not_break<float>();
+  test_what_a_caller_may_not_break<Brain>();
+  test_visited_says_which_keys_were_read<float>();
+  test_visited_says_which_keys_were_read<Brain>();
   test_several_threads_may_call_at_once();
   std::printf("%d checks on %s, %d failed\n", checks.load(), targets(), failures.load());
   return failures ? 1 : 0;

@@ -6,6 +6,14 @@
 #include <thread>
 #include <vector>
 
+#if defined(LINBIAS_X86)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 #include "linbias/attention.h"
 #include "parallel.h"
 
@@ -21,6 +29,10 @@ LINBIAS_DECLARE(baseline)
 LINBIAS_DECLARE(avx2)
 LINBIAS_DECLARE(avx512)
 LINBIAS_DECLARE(avx512_bf16)
+LINBIAS_DECLARE(avx512_amx)
+#endif
+#if defined(LINBIAS_EMULATE_AMX)
+LINBIAS_DECLARE(avx512_amx_emulated)
 #endif
 
 namespace {
@@ -30,6 +42,7 @@ struct Target {
   bool (*runs_here)();
   Status (*forward)(const Call&, const Forward&);
   Status (*backward)(const Call&, const Backward&);
+  bool for_tests = false;  // only force_target chooses it
 };
 
 bool always() { return true; }
@@ -40,11 +53,30 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// The tile registers are there if the CPU has them, the system saves them (bits 17 and 18 of XCR0), and, on Linux, it
+// grants them to this process, whose threads inherit the grant.
+bool has_avx512_amx() {
+#if defined(__linux__)
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kSavesExtended = 1u << 27, kTileState = 3u << 17;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile))
+    return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kSavesExtended)) return false;
+  unsigned low, high;
+  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 // Best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
 const Target kTargets[] = {
 #if defined(LINBIAS_X86)
+    {"avx512_amx", has_avx512_amx, avx512_amx::forward, avx512_amx::backward},
     {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward},
     {"avx512", has_avx512, avx512::forward, avx512::backward},
     {"avx2", has_avx2, avx2::forward, avx2::backward},
@@ -54,13 +86,16 @@ const Target kTargets[] = {
 #else
     {"baseline", always, baseline::forward, baseline::backward},
 #endif
+#if defined(LINBIAS_EMULATE_AMX)
+    {"avx512_amx_emulated", always, avx512_amx_emulated::forward, avx512_amx_emulated::backward, true},
+#endif
 };
 
 std::atomic<const Target*> forced{nullptr};
 
 const Target& best() {
-  static const Target* const found =
-      std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return t.runs_here(); });
+  static const Target* const found = std::find_if(std::begin(kTargets), std::end(kTargets),
+                                                  [](const Target& t) { return !t.for_tests && t.runs_here(); });
   return *found;
 }
 

@@ -140,8 +140,7 @@ struct ForwardTask {
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t at = tile.index(i);
       const W row_sum = scratch.row_sum[i], divisor = row_sum == 0 ? W{1} : row_sum;
-      W* out = static_cast<W*>(results.out) + at * call.E;
-      for (int64_t e = 0; e < call.E; ++e) out[e] = scratch.acc[i * packed.padded_E + e] / divisor;
+      store_output<W>(results, at * call.E, call.E, scratch.acc + i * packed.padded_E, divisor);
       static_cast<W*>(results.row_max)[at] = scratch.row_max[i];
       static_cast<W*>(results.log_sum)[at] = static_cast<W>(__builtin_log(static_cast<double>(row_sum)));
     }

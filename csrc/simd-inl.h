@@ -150,6 +150,12 @@ LINBIAS_INLINE float widen(Bfloat16 x) {
   __builtin_memcpy(&y, &bits, sizeof y);
   return y;
 }
+LINBIAS_INLINE Bfloat16 round_to_bfloat16(float x) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  const std::uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return {static_cast<std::uint16_t>(x == x ? nearest : 0x7fc0)};
+}
 struct Float16 {
   std::uint16_t bits;
 };

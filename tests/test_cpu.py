@@ -16,6 +16,8 @@ from cases import by_name, make_inputs
 from contract import check_case
 from linbias import cpu
 from linbias.kernels import core
+from linbias.torch import cpu as torch_cpu
+from linbias.torch import operator
 from test_torch import TorchSubject
 from truth import true_attention
 
@@ -288,3 +290,21 @@ def test_the_stub_says_what_the_compiled_module_has(tmp_path):
     stub = Path(cpu.__file__).with_name("_cpu.pyi")
     found, expected = (ast.dump(ast.parse(path.read_text()), indent=1) for path in (stub, written))
     assert found == expected, "write it anew, and ruff format"
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_bfloat16_is_written_at_once_where_nothing_will_be_differentiated(precise):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 16).to(torch.bfloat16).requires_grad_()
+    slopes = torch.tensor([0.5, 0.1])
+    inputs = operator.Inputs(
+        q, k, v, slopes, None, None, None, None, None, 0.25, 0.0, 1e-4, precise=precise
+    )
+    out, *_ = torch_cpu.operators.forward(*inputs)
+    assert out.dtype == (torch.float32 if precise else torch.bfloat16)
+    expected = linbias.torch.attention(q, k, v, slopes, scale=0.25, implementation="dense")
+    torch.testing.assert_close(out.to(torch.bfloat16), expected, atol=2e-2, rtol=2e-2)
+    # Backward of what was not to be differentiated works all the same, and loses digits.
+    (actual,) = torch.autograd.grad(out.float().sum(), q)
+    (gradient,) = torch.autograd.grad(expected.float().sum(), q)
+    torch.testing.assert_close(actual, gradient, atol=3e-2, rtol=3e-2)

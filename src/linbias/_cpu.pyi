@@ -46,7 +46,14 @@ class Call:
 
 class Forward:
     def __init__(
-        self, *, out: int, row_max: int, log_sum: int, visited: int, visited_tiles: int
+        self,
+        *,
+        out: int,
+        row_max: int,
+        log_sum: int,
+        visited: int,
+        visited_tiles: int,
+        narrow: bool = False,
     ) -> None: ...
 
 class Backward:

@@ -21,8 +21,11 @@ def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
 ) -> None:
     call, alive = _call(inputs)
-    dout, dlse = dout.contiguous(), dlse.contiguous()
-    wide = Gradients(*(x.to(inputs.left.dtype) for x in gradients))  # itself, if it is wide
+    as_wide = inputs.left.dtype
+    # out, and so its gradient, is narrow where forward did not expect to be differentiated.
+    saved = saved._replace(out=saved.out.to(as_wide))
+    dout, dlse = dout.to(as_wide).contiguous(), dlse.contiguous()
+    wide = Gradients(*(x.to(as_wide) for x in gradients))  # itself, if it is wide
     core.backward(
         call,
         core.Backward(
@@ -38,7 +41,9 @@ def _fill_gradients(
     del alive
 
 
-operators = operator.define(NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS)
+operators = operator.define(
+    NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS, narrows=(torch.bfloat16,)
+)
 attention = operators.attention
 
 
@@ -107,6 +112,7 @@ def _forward(results: Results) -> "core.Forward":
     return core.Forward(
         **{name: x.data_ptr() for name, x in results._asdict().items()},
         visited_tiles=results.visited.shape[2],
+        narrow=results.out.dtype == torch.bfloat16,
     )
 
 

@@ -38,7 +38,8 @@ class Inputs(NamedTuple):
 class Results(NamedTuple):
     """What forward gives.
 
-    `out` is wide, because backward takes differences from it, unless an implementation mends those in another way.
+    `out` is wide, because backward takes differences from it, unless an implementation mends those in another way or
+    nothing will be differentiated.
     lse comes as row_max + log_sum, in the implementation's unit: their rounded sum would cost backward the digits
     of log_sum. `visited` counts the blocks that each tile visited beyond the near ones, to the left and to the
     right; backward visits the same.
@@ -86,6 +87,7 @@ def define(
     unit: float = 1.0,
     out_is_wide: bool = True,
     visited_on_device: bool = False,
+    narrows: tuple[torch.dtype, ...] = (),
 ) -> Operators:
     """Make the operators linbias::<name>_forward and linbias::<name>_backward.
 
@@ -97,6 +99,7 @@ def define(
         unit: Of row_max and log_sum, in nats.
         out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
         visited_on_device: `visited` lies where q does; otherwise on the CPU.
+        narrows: Types of q for which `out` is in q's type where it will not be differentiated: written once, not twice.
 
     Returns:
         `attention`, which returns out [B, H, T, E] in q's dtype and lse [B, H, T]; and the forward operator itself.
@@ -107,7 +110,8 @@ def define(
         B, H, T, _ = q.shape
         # One more than there are: a size that may be 1 would tie an exported program to short sequences.
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
-        out_like = left if out_is_wide else q
+        wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
+        out_like = left if wide else q
         rows = left.new_empty((B, H, T))
         return Results(
             out_like.new_empty((B, H, T, v.shape[3])),

@@ -1,0 +1,375 @@
+// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+//
+// The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these
+// differences. Weights are divided by their sum within their exponents. Weights and gradients of scores are rounded to
+// bfloat16 where they enter a product, gradients of scores to the sum of kScoreParts of them; dout goes in as the sum
+// of as many as hold it: one for a gradient of bfloat16, and three for any. Sums of gradients of scores are float32
+// throughout.
+
+constexpr int kScoreParts = 1;
+constexpr int64_t kQueriesAcross = 64;  // columns of rows of weights; the last 16 are zeros
+
+struct BackwardAcross {
+  const Call& call;
+  const Backward& results;
+  const AcrossPacked& packed;
+  const PackAcross& pack;
+  AcrossScratch* scratches;
+  int64_t num_tiles, num_parts, tiles_per_part;
+  float *dk, *dv;   // [B, H, parts, rows, wide_D or wide_E], or by head [threads, rows, ...]
+  double* dslopes;  // [B, H, parts, 2]
+
+  // The gradients of keys and values that a task or worker adds to.
+  float* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.wide_D; }
+  float* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.wide_E; }
+  void clear_gradients(int64_t index) const {
+    __builtin_memset(keys_gradient(index), 0, sizeof(float) * static_cast<size_t>(packed.rows * packed.wide_D));
+    __builtin_memset(values_gradient(index), 0, sizeof(float) * static_cast<size_t>(packed.rows * packed.wide_E));
+  }
+
+  static void run(void* context, int64_t task, int worker) {
+    const BackwardAcross& self = *static_cast<const BackwardAcross*>(context);
+    const Call& call = self.call;
+    const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // in the order of BackwardTask
+    const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
+                  h = index / self.num_parts % call.H;
+    self.clear_gradients(index);
+    double* dslopes = self.dslopes + 2 * index;
+    dslopes[kLeft] = dslopes[kRight] = 0;
+    const int64_t from = part * self.tiles_per_part, slot = b * call.G + h / (call.H / call.G);
+    for (int64_t t = from; t < smaller_of(from + self.tiles_per_part, self.num_tiles); ++t) {
+      self.tile(b, h, t, slot, self.scratches[worker], self.keys_gradient(index), self.values_gradient(index), dslopes);
+    }
+  }
+
+  // A key/value head and all that read it.
+  static void run_head(void* context, int64_t task, int worker) {
+    const BackwardAcross& self = *static_cast<const BackwardAcross*>(context);
+    const Call& call = self.call;
+    const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
+    self.pack.pack_head(index, worker, worker);
+    self.clear_gradients(worker);
+    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
+      double* dslopes = self.dslopes + 2 * (b * call.H + h);
+      dslopes[kLeft] = dslopes[kRight] = 0;
+      for (int64_t t = 0; t < self.num_tiles; ++t) {
+        self.tile(b, h, t, worker, self.scratches[worker], self.keys_gradient(worker), self.values_gradient(worker),
+                  dslopes);
+      }
+    }
+    self.collect_rows(index, 0, call.S, worker, 1);
+  }
+
+  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, AcrossScratch& scratch, float* dk_of, float* dv_of,
+            double* dslopes_of) const {
+    const Tile<float> tile(call, packed, b, h, t);
+    MatrixUnit unit;
+    load_queries_across(tile, packed, scratch);
+    lay_in_pairs(scratch.rows, packed.deep_D, round_up(tile.rows, kDeep), packed.wide_D, scratch.q_pairs);
+    const int dout_parts = load_output_gradient(tile, scratch);
+    __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.wide_D));
+    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < kQueriesAcross / kSide; ++group) {
+      clear(scratch, group, 0);
+    }
+    const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    // From either end inwards, as the outer blocks may turn out to be negligible.
+    bool negligible[2][kGroups];
+    for (int64_t group = 0; group < kGroups; ++group) negligible[kLeft][group] = negligible[kRight][group] = true;
+    const int64_t outermost_left =
+        tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - visited[kLeft], 0, tile.near_first);
+    const int64_t outermost_right =
+        tile.hidden[kRight] ? tile.near_last
+                            : clamp(tile.near_last + visited[kRight], tile.near_last, tile.head->num_blocks - 1);
+    for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
+      visit(unit, tile, slot, block, dout_parts, negligible[kLeft], scratch, dk_of, dv_of);
+    }
+    for (int64_t block = outermost_right; block > tile.near_last; --block) {
+      visit(unit, tile, slot, block, dout_parts, negligible[kRight], scratch, dk_of, dv_of);
+    }
+    add_slope_gradients(tile, scratch, dslopes_of);
+    store_query_gradients(tile, scratch);
+  }
+
+  // The gradient of the output in the forms that products want, and what is known of each query. Returns in how many
+  // parts.
+  int load_output_gradient(const Tile<float>& tile, AcrossScratch& scratch) const {
+    Scratch<float>& of = scratch.of;
+    for (int64_t i = 0; i < kRows; ++i) {
+      of.delta[i] = of.dscore_sum[i] = of.left_out[i] = 0;
+      of.slope_sum[kLeft][i] = of.slope_sum[kRight][i] = of.reach_sum[kLeft][i] = of.reach_sum[kRight][i] = 0;
+      of.row_sum[i] = 1;
+      scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
+    }
+    const int64_t at = tile.index(0), E = call.E, deep_E = packed.deep_E, rows = round_up(tile.rows, kDeep);
+    const float* given = static_cast<const float*>(results.dout) + at * E;
+    const float* out = static_cast<const float*>(results.saved.out) + at * E;
+    const float* log_sum = static_cast<const float*>(results.saved.log_sum) + at;
+    const float* row_max = static_cast<const float*>(results.saved.row_max) + at;
+    const float* dlse = static_cast<const float*>(results.dlse) + at;
+    int parts = 1;
+    for (int part = 0; part < parts; ++part) {
+      Words lost{};
+      for (int64_t i = 0; i < rows; ++i) {
+        const bool seen = i < tile.rows && log_sum[i] != -kInfinity<float>;
+        Floats delta{};
+        for (int64_t e = 0; e < deep_E; e += 32) {
+          Floats x[2] = {}, y[2] = {};
+          const size_t bytes = sizeof(float) * static_cast<size_t>(seen ? smaller_of(larger_of(E - e, 0), 32) : 0);
+          if (bytes == sizeof x) {
+            __builtin_memcpy(x, given + i * E + e, sizeof x);
+            __builtin_memcpy(y, out + i * E + e, sizeof y);
+          } else if (bytes > 0) {
+            __builtin_memcpy(x, given + i * E + e, bytes);
+            __builtin_memcpy(y, out + i * E + e, bytes);
+          }
+          delta += x[0] * y[0] + x[1] * y[1];
+          uint16_t* to = scratch.rows + i * deep_E + e;
+          for (int taken = 0; taken <= part; ++taken) {
+            const Words rounded = round_to_pairs<true>(x[0], x[1], to, to + 16);
+            x[0] -= even_of_pairs(rounded);
+            x[1] -= odd_of_pairs(rounded);
+          }
+          lost |= (Words)x[0] | (Words)x[1];
+        }
+        if (!seen || part > 0) continue;
+        of.delta[i] = sum<float>(delta) - dlse[i];
+        scratch.pivot[i] = row_max[i] * kLog2eAcross + log_sum[i] * kLog2eAcross;
+      }
+      if (part + 1 < kOutputParts && !in_all_lanes((Lanes)((lost & 0x7fffffffu) == 0u))) parts = part + 2;
+      for (int64_t group = 0; group * kSide < tile.rows; ++group) {
+        lay_across(scratch.rows + group * kSide * deep_E, deep_E,
+                   scratch.dout_across[part] + group * kSide * deep_E / 2);
+      }
+      lay_in_pairs(scratch.rows, deep_E, rows, packed.wide_E, scratch.dout_pairs[part]);
+    }
+    return parts;
+  }
+
+  // Zeros for the weights of a group and their gradients, from some key on.
+  static void clear(AcrossScratch& scratch, int64_t group, int64_t from) {
+    for (int64_t s = from; s < kKeys; ++s) {
+      const HalfWords zeros{};
+      __builtin_memcpy(scratch.weight_rows + s * kQueriesAcross + group * kSide, &zeros, sizeof zeros);
+      for (int part = 0; part < kScoreParts; ++part) {
+        __builtin_memcpy(scratch.dscore_rows[part] + s * kQueriesAcross + group * kSide, &zeros, sizeof zeros);
+      }
+    }
+  }
+
+  // Add what a block gives, unless for a group of queries those beyond were negligible and it is, too.
+  void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts,
+             bool (&negligible)[kGroups], AcrossScratch& scratch, float* dk_of, float* dv_of) const {
+    const Head<float>& head = *tile.head;
+    const int64_t deep_E = packed.deep_E;
+    const uint16_t *keys = packed.keys_at(slot, block), *values = packed.values_at(slot, block);
+    const bool finite = head.radius[block] == head.radius[block];
+    const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
+    BiasedAcross biased(tile, block, static_cast<float>(call.scale));
+    int64_t most_shown = 0;
+    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
+      biased.turn_to(tile, block, group, finite);
+      int64_t shown = biased.end_shown;
+      if (shown > 0) {
+        multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D,
+                        scratch.q_across + group * kSide * packed.deep_D / 2, scratch.score, false);
+        negligible[group] = negligible[group] && finite && biased.far &&
+                            is_negligible_across(biased, group, tile.rows, allowance, scratch);
+        if (negligible[group]) shown = 0;
+      }
+      clear(scratch, group, shown);
+      if (shown == 0) continue;
+      most_shown = larger_of(most_shown, shown);
+      for (int part = 0; part < dout_parts; ++part) {
+        multiply_column(unit, shown, deep_E, values, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2,
+                        scratch.dweight, part > 0);
+      }
+      score_gradients(tile, biased, block, group, shown, scratch);
+      for (int part = 0; part < kScoreParts; ++part) {
+        multiply_column(unit, packed.wide_D, shown, packed.keys_transposed_at(slot, block), kKeys, scratch.pairs[part],
+                        scratch.acc + group * kSide * packed.wide_D, true);
+      }
+    }
+    if (most_shown == 0) return;
+    const int64_t queries = round_up(tile.rows, kDeep);
+    for (int part = 0; part < dout_parts; ++part) {
+      add_product(unit, most_shown, packed.wide_E, queries, scratch.weight_rows, kQueriesAcross,
+                  scratch.dout_pairs[part], packed.wide_E, dv_of + block * kKeys * packed.wide_E, packed.wide_E);
+    }
+    for (int part = 0; part < kScoreParts; ++part) {
+      add_product(unit, most_shown, packed.wide_D, queries, scratch.dscore_rows[part], kQueriesAcross, scratch.q_pairs,
+                  packed.wide_D, dk_of + block * kKeys * packed.wide_D, packed.wide_D);
+    }
+  }
+
+  LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+                                      int64_t shown, AcrossScratch& scratch) const {
+    const Floats pivot = load(scratch.pivot + group * kSide), base = biased.far_base(pivot);
+    const int64_t num_keys = tile.head->num_keys - block * kKeys;
+    const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
+    if (biased.far && !(call.dropout > 0)) {
+      const auto score = [&](int64_t s) __attribute__((always_inline)) {
+        return biased.far_score(load(scratch.score + s * kSide), s, base);
+      };
+      gradients_of(tile, biased, block, group, shown, score, keep, scratch);
+      return;
+    }
+    const auto score = [&](int64_t s) __attribute__((always_inline)) {
+      const Floats product = load(scratch.score + s * kSide);
+      return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s, num_keys) - pivot;
+    };
+    if (call.dropout > 0) {
+      const DropoutAcross dropout(tile);
+      const auto drop = [&](int64_t s, Floats x)
+                            __attribute__((always_inline)) { return dropout.apply(tile, group, block * kKeys + s, x); };
+      gradients_of(tile, biased, block, group, shown, score, drop, scratch);
+    } else {
+      gradients_of(tile, biased, block, group, shown, score, keep, scratch);
+    }
+  }
+
+  // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
+  // the slopes need. drop(key, x) is x for the queries that keep the key under dropout.
+  template <typename Score, typename Drop>
+  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+                                   int64_t shown, const Score& score, const Drop& drop, AcrossScratch& scratch) const {
+    const Floats delta = load(scratch.of.delta + group * kSide);
+    Floats total{}, slope[2] = {}, reach[2] = {};
+    const bool one_side = biased.far || biased.hidden[kRight];
+    for (int64_t s = 0; s < shown; s += 2) {
+      Floats weight[2], dscore[2];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        weight[i] = power_of_two(score(s + i));
+        const Floats dweight = drop(s + i, load(scratch.dweight + (s + i) * kSide));
+        dscore[i] = weight[i] * (dweight - delta);
+        const Floats distance = biased.reach(s + i);
+        total += dscore[i];
+        if (one_side) {
+          slope[kLeft] += dscore[i] * distance;
+          reach[kLeft] += weight[i] * distance;
+        } else {
+          const Floats left = distance > 0.0f ? distance : Floats{}, right = left - distance;
+          slope[kLeft] += dscore[i] * left;
+          reach[kLeft] += weight[i] * left;
+          slope[kRight] += dscore[i] * right;
+          reach[kRight] += weight[i] * right;
+        }
+        weight[i] = drop(s + i, weight[i]);
+      }
+      const int64_t at = s * kQueriesAcross + group * kSide;
+      round_to_pairs<true>(weight[0], weight[1], scratch.weight_rows + at, scratch.weight_rows + at + kQueriesAcross);
+      for (int part = 0; part < kScoreParts; ++part) {
+        uint16_t* rows = scratch.dscore_rows[part] + at;
+        const Words pairs = round_to_pairs<true>(dscore[0], dscore[1], rows, rows + kQueriesAcross);
+        store_words(scratch.pairs[part] + s / 2 * kSide, pairs);
+        dscore[0] -= even_of_pairs(pairs);
+        dscore[1] -= odd_of_pairs(pairs);
+      }
+    }
+    // In a block to the right all distances are negative.
+    const bool to_the_right = biased.far && block > tile.near_last;
+    Scratch<float>& of = scratch.of;
+    add_to(of.dscore_sum + group * kSide, total);
+    add_to(of.slope_sum[to_the_right ? kRight : kLeft] + group * kSide, to_the_right ? -slope[kLeft] : slope[kLeft]);
+    add_to(of.reach_sum[to_the_right ? kRight : kLeft] + group * kSide, to_the_right ? -reach[kLeft] : reach[kLeft]);
+    if (one_side) return;
+    add_to(of.slope_sum[kRight] + group * kSide, slope[kRight]);
+    add_to(of.reach_sum[kRight] + group * kSide, reach[kRight]);
+  }
+
+  LINBIAS_INLINE static void add_to(float* sums, Floats x) { store<float>(sums, load(sums) + x); }
+
+  // As BackwardTask's, with weights that are divided by their sums.
+  void add_slope_gradients(const Tile<float>& tile, const AcrossScratch& scratch, double* dslopes_of) const {
+    const Scratch<float>& of = scratch.of;
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      if (scratch.pivot[i] == kInfinity<float>) continue;
+      const float error = of.dscore_sum[i] - static_cast<const float*>(results.dlse)[tile.index(i)];
+      for (int side = kLeft; side <= kRight; ++side) {
+        dslopes_of[side] -= static_cast<double>(of.slope_sum[side][i] - error * of.reach_sum[side][i]);
+      }
+    }
+  }
+
+  void store_query_gradients(const Tile<float>& tile, const AcrossScratch& scratch) const {
+    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
+      const Floats scale = broadcast(static_cast<float>(call.scale));
+      store_transposed(scratch.acc + group * kSide * packed.wide_D, packed.wide_D, scale,
+                       smaller_of(tile.rows - group * kSide, kSide), call.D,
+                       static_cast<float*>(results.dq) + tile.index(group * kSide) * call.D);
+    }
+  }
+
+  // Add up what the query heads of a group, and the parts of each, found for one block of a key/value head.
+  static void collect(void* context, int64_t task, int) {
+    const BackwardAcross& self = *static_cast<const BackwardAcross*>(context);
+    const Call& call = self.call;
+    const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks, group = call.H / call.G;
+    const int64_t first = (index / call.G * call.H + index % call.G * group) * self.num_parts;
+    self.collect_rows(index, block * kKeys, (block + 1) * kKeys, first, group * self.num_parts);
+  }
+
+  void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
+    const Head<float>& head = packed.heads.data[index];
+    const int64_t rows = packed.rows, at = index * call.S + head.first;
+    for (int64_t s = from; s < smaller_of(to, head.num_keys); ++s) {
+      add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D,
+               static_cast<float>(call.scale), static_cast<float*>(results.dk) + (at + s) * call.D);
+      add_rows(values_gradient(first) + s * packed.wide_E, count, rows * packed.wide_E, call.E, 1.0f,
+               static_cast<float*>(results.dv) + (at + s) * call.E);
+    }
+  }
+
+  static void add_rows(const float* from, int64_t count, int64_t step, int64_t size, float factor, float* to) {
+    for (int64_t x = 0; x < size; ++x) {
+      float total = 0;
+      for (int64_t source = 0; source < count; ++source) total += from[source * step + x];
+      to[x] = total * factor;
+    }
+  }
+};
+
+// Calls that a matrix unit takes on.
+inline Status backward_across(const Call& call, const Backward& results) {
+  constexpr int64_t kEnoughTasks = 16;  // as in backward_as
+  const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
+  for (int64_t head = 0; head < num_heads; ++head) {
+    static_cast<float*>(results.dleft)[head] = static_cast<float*>(results.dright)[head] = 0;
+  }
+  if (num_heads == 0 || num_tiles == 0) return Status::ok;
+  AcrossPacked packed;
+  AcrossScratches scratches;
+  Buffer<float> dk, dv;
+  Buffer<double> dslopes;
+  packed.measure(call, true);
+  packed.by_head = packed.is_small() && call.B * call.G >= kEnoughTasks;
+  int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
+  const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
+  num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
+  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_parts;
+  if (!packed.allocate(call) || !scratches.allocate(call, packed) || !dk.allocate(sums, packed.rows, packed.wide_D) ||
+      !dv.allocate(sums, packed.rows, packed.wide_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
+    return Status::out_of_memory;
+  }
+  PackTask<float, Bfloat16, false> shared{call, packed, false};
+  PackAcross pack{call, packed, shared};
+  BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
+                      num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+  if (packed.by_head) {
+    parallel(call.B * call.G, call.num_threads, BackwardAcross::run_head, &task);
+  } else {
+    pack.run();
+    parallel(num_heads * num_parts, call.num_threads, BackwardAcross::run, &task);
+    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardAcross::collect, &task);
+  }
+  for (int64_t head = 0; head < num_heads; ++head) {
+    double totals[2] = {0, 0};
+    for (int64_t part = 0; part < num_parts; ++part) {
+      totals[kLeft] += dslopes.data[(head * num_parts + part) * 2 + kLeft];
+      totals[kRight] += dslopes.data[(head * num_parts + part) * 2 + kRight];
+    }
+    static_cast<float*>(results.dleft)[head] = static_cast<float>(totals[kLeft]);
+    static_cast<float*>(results.dright)[head] = static_cast<float>(totals[kRight]);
+  }
+  return Status::ok;
+}
