@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linbias import _checks, _dispatch
 from linbias.schedules import slopes
-from linbias.torch import blocked, cpu, dense, triton
+from linbias.torch import blocked, cpu, dense, transforms, triton
 from linbias.torch.constant import constant
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
@@ -96,8 +96,9 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse. Under autocast q, k and v are cast
-    as for `scaled_dot_product_attention`.
+    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`.
+    Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
+    `scaled_dot_product_attention`.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -132,7 +133,7 @@ def attention(
     Raises:
         TypeError: A wrong dtype or kind of argument.
         ValueError: A shape, device or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: The implementation cannot run this call; the message says why.
+        NotImplementedError: The implementation cannot run this call, or give this derivative; the message says why.
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 3, 4)
@@ -291,13 +292,17 @@ def _check_values(
     S: int,
 ) -> None:
     """Check what only the values tell, where reading them does not wait for a device."""
-    for name, slope in (("left", left), ("right", right)):
-        if slope is not None and slope.device.type == "cpu":
-            _checks.check_slope_values(function, name, slope.detach().numpy())
-    if key_range is not None and key_range.device.type == "cpu":
-        _checks.check_key_range_values(function, key_range.numpy(), S)
-    if query_start is not None and query_start.device.type == "cpu":
-        _checks.check_query_start_values(function, query_start.numpy())
+    slopes_left, slopes_right, ranges, starts = (
+        None if x is None or x.device.type != "cpu" else transforms.known_values(x)
+        for x in (left, right, key_range, query_start)
+    )
+    for name, slope in (("left", slopes_left), ("right", slopes_right)):
+        if slope is not None:
+            _checks.check_slope_values(function, name, slope)
+    if ranges is not None:
+        _checks.check_key_range_values(function, ranges, S)
+    if starts is not None:
+        _checks.check_query_start_values(function, starts)
 
 
 def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

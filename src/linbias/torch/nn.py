@@ -201,7 +201,7 @@ class MultiheadAttention(nn.Module):
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
             return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
-        log_slope = self.get_parameter(f"log_{side}")
+        log_slope = getattr(self, f"log_{side}")
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
         hidden = log_slope == torch.inf
         return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
