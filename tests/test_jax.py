@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import linbias
 from budget import assert_within_budget
-from cases import CASES, by_name
+from cases import CASES, VANISHING, by_name, far_block
 from contract import check_case, check_certificate_holds, expected
 from jax_subject import (
     IMPLEMENTATIONS,
@@ -50,6 +51,19 @@ def test_contract_in_other_dtypes(implementation, name, dtype):
 @pytest.mark.parametrize("name", ("far-key-aligned-symmetric",))
 def test_dropped_mass_is_at_most_the_tolerance(name):
     check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
+
+
+@pytest.mark.parametrize(("q_size", "k_size"), VANISHING)
+def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
+    arrays, slope, scale = far_block(q_size, k_size)
+    out = attention(
+        *(x.astype(np.float32)[:, :, None] for x in arrays),
+        [slope],
+        scale=scale,
+        implementation="blocked",
+    )
+    expected_out = linbias.attention(*arrays, [slope], scale=scale)
+    np.testing.assert_allclose(out[0, :, 0], expected_out[0], atol=1e-5)
 
 
 def steps(q, k, v, left, **options):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import cases
 import contract
 import linbias
 import linbias.torch
 from budget import assert_within_budget
-from cases import CASES, Case, by_name, make_inputs, short
+from cases import CASES, Case, by_name, far_block, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
@@ -188,6 +189,26 @@ LONG = [case for case in CASES if case.T * case.S > 5000 and not case.dropout]
 @pytest.mark.parametrize("implementation", ("blocked", "cpu"))
 def test_dropped_mass_is_at_most_the_tolerance(implementation, case, tolerance):
     check_certificate_holds(TorchSubject(implementation), case, tolerance)
+
+
+VANISHING = [
+    *(("float32", *sizes) for sizes in cases.VANISHING),
+    *(("float64", *sizes) for sizes in cases.VANISHING_WIDE),
+]
+
+
+@pytest.mark.parametrize(("dtype", "q_size", "k_size"), VANISHING)
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_size, k_size):
+    arrays, slope, scale = far_block(q_size, k_size)
+    expected_out = linbias.attention(*arrays, [slope], scale=scale)
+    out = linbias.torch.attention(
+        *(torch.tensor(x, dtype=getattr(torch, dtype))[None] for x in arrays),
+        torch.tensor([slope], dtype=torch.float64),
+        scale=scale,
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(out[0], expected_out, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", ("q", "k", "v"))
