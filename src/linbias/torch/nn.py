@@ -48,7 +48,7 @@ class MultiheadAttention(nn.Module):
         max_bias: As for `linbias.slopes`.
         implementation: As for `linbias.torch.attention`.
         device: Of the parameters.
-        dtype: Of the parameters.
+        dtype: Of the parameters; `log_left` and `log_right` are at least float32.
 
     Raises:
         ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
@@ -193,15 +193,16 @@ class MultiheadAttention(nn.Module):
         return f"{heads}, variant={self.variant!r}, learned={self.learned}"
 
     def _register_slopes(self) -> None:
-        device = self.q_proj.weight.device
+        device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
         for side in ("left",) if self.causal else ("left", "right"):
-            log_slope = torch.tensor(self._fixed[side], device=device).log()
-            self.register_parameter(f"log_{side}", nn.Parameter(log_slope))
+            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=device)
+            self.register_parameter(f"log_{side}", nn.Parameter(slope.log().to(dtype)))
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
             return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
-        log_slope = getattr(self, f"log_{side}")
+        log_slope: Tensor = getattr(self, f"log_{side}")
+        log_slope = log_slope.to(_at_least_float32(log_slope.dtype))
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
         hidden = log_slope == torch.inf
         return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
@@ -264,6 +265,10 @@ class MultiheadAttention(nn.Module):
                 f" (T = {T}, S = {S}): where do the queries stand?"
             )
         return placement
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _check_settings(
