@@ -316,6 +316,23 @@ def test_slopes_of_any_kind_are_taken():
         assert torch.equal(linbias.torch.attention(q, k, v, left), expected)
 
 
+@pytest.mark.parametrize("default", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind", (list, np.array))
+def test_slopes_are_not_rounded_to_the_default_dtype(kind, default):
+    q, k, v = torch.randn(3, 1, 2, 50, 8, dtype=torch.float64)
+    lengths = torch.tensor([0, 50])
+    expected = linbias.torch.attention(q, k, v, torch.tensor([0.1, 0.3], dtype=torch.float64))
+    torch.set_default_dtype(default)
+    try:
+        out = linbias.torch.attention(q, k, v, kind([0.1, 0.3]))
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        parts = linbias.torch.attention_varlen(*packed, lengths, lengths, kind([0.1, 0.3]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(parts.transpose(0, 1), expected[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)

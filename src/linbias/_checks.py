@@ -8,9 +8,10 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -25,7 +26,6 @@ TOLERANCE = {
     "float16": 2.0**-14,
     "bfloat16": 2.0**-12,
 }
-
 
 LARGEST_START = 2**30
 
@@ -164,6 +164,21 @@ def check_placement(
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:
     return tuple(array.shape[layout.index(axis)] for axis in "BHTD")
+
+
+def real_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """The values as an array of real numbers, in their own dtype."""
+    array = as_array(function, name, values)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+    return array
+
+
+def as_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"{function}: {name} must be an array, got {values!r}") from error
 
 
 def check_slope_values(function: str, name: str, values: np.ndarray) -> None:

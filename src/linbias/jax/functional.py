@@ -237,7 +237,10 @@ def prepare(
         raise TypeError(f"{function}: causal must be True or False, got {_kind(causal)}")
     described = describe_all(function, q, k, v)
     wide = np.float64 if described[0].dtype == "float64" else np.float32
-    left, right = (None if s is None else _as_slopes(s, wide) for s in (left, right))
+    left, right = (
+        None if slope is None else _as_slopes(function, name, slope, wide)
+        for name, slope in (("left", left), ("right", right))
+    )
     optional = [
         None if array is None else describe(name, array, function)
         for name, array in (
@@ -362,9 +365,13 @@ def _device(array: ArrayLike) -> str:
     return default if isinstance(default, str) else str(default.platform)
 
 
-def _as_slopes(values: Slopes, wide: type) -> ArrayLike:
+def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
     """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
-    return values.astype(wide) if isinstance(values, Array) else np.asarray(values, wide)
+    if not isinstance(values, Array):
+        return _checks.real_array(function, name, values).astype(wide)
+    if jnp.iscomplexobj(values):
+        raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
+    return values.astype(wide)
 
 
 def _check_values(

@@ -230,7 +230,10 @@ def prepare(
     q, k, v = _autocast(q, k, v)
     described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
+    left, right = (
+        None if slope is None else as_slopes(function, name, slope, wide, q.device)
+        for name, slope in (("left", left), ("right", right))
+    )
     optional = [
         None if array is None else describe(name, array, function)
         for name, array in (
@@ -279,8 +282,18 @@ def describe(name: str, array: Any, function: str = "attention") -> _checks.Desc
     return _checks.Described(tuple(array.shape), dtype, str(array.device))
 
 
-def as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    return torch.as_tensor(values).to(device=device, dtype=dtype)
+def as_slopes(
+    function: str, name: str, values: Slopes, dtype: torch.dtype, device: torch.device | None
+) -> Tensor:
+    """Slopes in the wide dtype; those that are no tensor pass through float64, whatever PyTorch's default dtype."""
+    if isinstance(values, Tensor):
+        if values.is_complex():
+            kind = str(values.dtype).removeprefix("torch.")
+            raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
+        return values.to(device=device, dtype=dtype)
+    if not torch.compiler.is_compiling():
+        values = _checks.real_array(function, name, values).astype(np.float64)
+    return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def _check_values(
