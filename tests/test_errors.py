@@ -61,8 +61,9 @@ MESSAGES = [
     (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
-    (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1.0"),
-    (dict(dropout=-0.1), ValueError, r"dropout must be in \[0, 1\), got -0.1"),
+    (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
+    (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
+    (dict(dropout=-0.1), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got -0.1"),
     (dict(dropout=True), TypeError, "dropout must be a number, got True"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
@@ -179,4 +180,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 29
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 30

@@ -333,6 +333,13 @@ def test_slopes_are_not_rounded_to_the_default_dtype(kind, default):
     torch.testing.assert_close(parts.transpose(0, 1), expected[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_dropout_keeps_hardly_any_weight(implementation):
+    q, k, v = torch.randn(3, 2, 2, 50, 8)
+    out = linbias.torch.attention(q, k, v, dropout=1 - 2**-32, implementation=implementation)
+    assert (out == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)

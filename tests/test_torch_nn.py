@@ -171,7 +171,7 @@ MESSAGES = [
         "variant 'directional' needs an even num_heads, got 3",
     ),
     (dict(variant="none", learned=True), "variant 'none' has no slopes to learn"),
-    (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+    (dict(dropout=1.0), r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
 ]
 
 

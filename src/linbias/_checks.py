@@ -29,6 +29,8 @@ TOLERANCE = {
 
 LARGEST_START = 2**30
 
+LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
+
 
 class Described(NamedTuple):
     """What a rule may know of an array."""
@@ -140,7 +142,7 @@ def check(
         causal=causal,
         scale=_number(function, "scale", scale, -math.inf, math.inf, 1 / math.sqrt(D)),
         tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
-        dropout=_number(function, "dropout", dropout, 0.0, 1.0, 0.0),
+        dropout=check_dropout(function, dropout),
         key_range=key_range is not None,
         query_start=query_start is not None,
     )
@@ -164,6 +166,14 @@ def check_placement(
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:
     return tuple(array.shape[layout.index(axis)] for axis in "BHTD")
+
+
+def check_dropout(function: str, dropout: object) -> float:
+    """Dropout is a number from 0 to LARGEST_DROPOUT."""
+    number = _number(function, "dropout", dropout, -math.inf, math.inf, 0.0)
+    if not 0 <= number <= LARGEST_DROPOUT:
+        raise ValueError(f"{function}: dropout must be in [0, 1 - 2^-32], got {number}")
+    return number
 
 
 def real_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:

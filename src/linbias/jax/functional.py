@@ -122,7 +122,7 @@ def attention(
         key_bound: [B, G], floating point: at least |k| of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
-        dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
+        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
             that without dropout. The mask is the same for all implementations.
         dropout_key: A key of `jax.random` to draw the mask from; needed if dropout is not 0.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None

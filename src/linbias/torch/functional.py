@@ -119,7 +119,7 @@ def attention(
         key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
-        dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
+        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linbias import _checks
 from linbias.torch.constant import constant
 from linbias.torch.functional import Placement, attention, attention_weights
 from linbias.variants import is_causal, variant_slopes
@@ -34,7 +35,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: Width of query and output.
         num_heads: Query heads H; head size D = embed_dim // num_heads unless head_dim is given.
-        dropout: Probability that an attention weight is dropped in training.
+        dropout: Probability that an attention weight is dropped in training, in [0, 1 - 2^-32].
         bias: Give the projections a bias.
         kdim: Width of key; None means embed_dim.
         vdim: Width of value; None means embed_dim.
@@ -294,5 +295,4 @@ def _check_settings(
         raise ValueError(
             f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
         )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"MultiheadAttention: dropout must be in [0, 1), got {dropout}")
+    _checks.check_dropout("MultiheadAttention", dropout)
