@@ -99,8 +99,8 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse; twice only by `dense`. Works under jit, vmap,
-    jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
+    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`. Works
+    under jit, vmap, jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
     values of key_range and query_start are not checked but moved to the nearest that is allowed.
 
     Args:
@@ -138,7 +138,8 @@ def attention(
     Raises:
         TypeError: A wrong dtype or kind of argument, such as a traced value where a number is needed.
         ValueError: A shape or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: The implementation cannot run this call, or give a second derivative.
+        NotImplementedError: The implementation cannot run this call, or give this derivative (in forward mode under
+            jit, JAX raises a TypeError of its own).
 
     Example:
         >>> q = k = v = jnp.ones((1, 3, 2, 4))
