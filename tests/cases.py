@@ -274,3 +274,18 @@ def short(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
 
 def by_name(name: str, **changes: object) -> Case:
     return replace(next(case for case in CASES if case.name == name), **changes)
+
+
+# Sizes of entries of queries and keys whose squares vanish, in float32 and in float64.
+VANISHING = ((1e-25, 1e2), (1e2, 1e-25), (1e-30, 1e2), (1e-22, 1e3))
+VANISHING_WIDE = ((1e-170, 1e3), (1e3, 1e-170))
+
+
+def far_block(q_size: float, k_size: float) -> tuple[list[np.ndarray], float, float]:
+    """q [1, 70, 64], k, v [1, 4096, 64] with entries of these sizes, slope and scale: one far block of keys counts."""
+    rng, T, S, D, slope, score = np.random.default_rng(0), 70, 4096, 64, 0.01, 45.0
+    direction = np.sign(rng.standard_normal(D))
+    q = np.tile(direction * q_size, (1, T, 1))
+    k, v = np.zeros((1, S, D)), rng.standard_normal((1, S, D))
+    k[:, :64] = direction * k_size
+    return [q, k, v], slope, score / (q_size * k_size * D)

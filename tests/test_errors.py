@@ -41,6 +41,11 @@ MESSAGES = [
     (dict(right=[1.0], causal=False), ValueError, "right must have shape"),
     (dict(left=[1.0, -0.5, 1, 1]), ValueError, r"left must be at least 0 \(or inf\), got -0.5"),
     (dict(left=[1.0, 1, 1, float("nan")]), ValueError, r"left must be at least 0 \(or inf\), got nan"),
+    (dict(left=[1j] * 4), TypeError, "attention: left must hold real numbers, got complex128"),
+    (dict(left=torch.ones(4) * 1j), TypeError, "attention: left must hold real numbers, got complex64"),
+    (dict(left=["steep"] * 4), TypeError, "left must hold real numbers, got <U5"),
+    (dict(right=[None] * 4, causal=False), TypeError, "right must hold real numbers, got object"),
+    (dict(left=[[1.0], [1.0, 2.0]]), ValueError, r"attention: left must be an array, got \[\[1.0\], \[1.0, 2.0\]\]"),
     (dict(right=[-1.0] * 4, causal=False), ValueError, r"right must be at least 0 \(or inf\), got -1.0"),
     (dict(key_range=torch.ones(2, 2)), TypeError, "key_range must hold integers, got float32"),
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a torch.Tensor, got list"),
@@ -56,8 +61,9 @@ MESSAGES = [
     (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
-    (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1\), got 1.0"),
-    (dict(dropout=-0.1), ValueError, r"dropout must be in \[0, 1\), got -0.1"),
+    (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
+    (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
+    (dict(dropout=-0.1), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got -0.1"),
     (dict(dropout=True), TypeError, "dropout must be a number, got True"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
@@ -92,6 +98,7 @@ VARLEN_MESSAGES = [
     (dict(key_range=torch.tensor([[0, 3], [0, 5]])), r"0 <= first <= end <= 4, the keys of sequence 1, got \[0, 5\]"),
     (dict(query_start=torch.ones(2)), "attention_varlen: query_start must hold integers, got float32"),
     (dict(query_start=torch.ones(1, dtype=INT)), r"attention_varlen: query_start must have shape \[B\] = \[2\], got \[1\]"),
+    (dict(left=[1j] * 4), "attention_varlen: left must hold real numbers, got complex128"),
     (dict(left=np.ones((1, 4))), "attention_varlen: left has 1 rows for 2 sequences"),
     (dict(causal=False, right=np.ones((3, 4))), "attention_varlen: right has 3 rows for 2 sequences"),
 ]  # fmt: skip
@@ -107,6 +114,18 @@ ONES = np.ones((2, 3, 4))
 NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES[0], ONES, ONES), ValueError, r"attention: q must have at least 3 axes, .*, got \[3, 4\]"),
     (lambda: linbias.attention(ONES > 0, ONES, ONES), TypeError, "attention: q must hold real numbers, got bool"),
+    (lambda: linbias.attention(ONES * 1j, ONES, ONES), TypeError, "attention: q must hold real numbers, got complex128"),
+    (lambda: linbias.explain(ONES, (ONES * 1j).tolist(), ONES), TypeError, "explain: k must hold real numbers, got complex128"),
+    (lambda: linbias.attention(ONES, ONES, ONES.astype(object)), TypeError, "v must hold real numbers, got object"),
+    (lambda: linbias.explain([["a"]], ONES, ONES), TypeError, "explain: q must hold real numbers, got <U1"),
+    (lambda: linbias.explain([[1], [2, 3]], ONES, ONES), ValueError, r"explain: q must be an array, got \[\[1\], \[2, 3\]\]"),
+    (lambda: linbias.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: left must hold real numbers, got complex128"),
+    (lambda: linbias.attention(ONES, ONES, ONES, causal=False, right=["a", "b"]), TypeError, "right must hold real numbers, got <U1"),
+    (lambda: linbias.attention(ONES, ONES, ONES, key_range=[[0], [1, 2]]), ValueError, r"key_range must be an array, got \[\[0\], \[1, 2\]\]"),
+    (lambda: linbias.attention(ONES, ONES, ONES, query_start=1j), TypeError, "query_start must hold integers, got complex128"),
+    (lambda: linbias.attention_backward(ONES * 1j, ONES, ONES, ONES), TypeError, "dout must hold real numbers, got complex128"),
+    (lambda: linbias.merge([ONES * 1j], [ONES[..., 0]]), TypeError, "merge: outs must hold real numbers, got complex128"),
+    (lambda: linbias.bias([1j], 2, 2), TypeError, "bias: left must hold real numbers, got complex128"),
     (lambda: linbias.attention(ONES, ONES[None], ONES), ValueError, r"k has batch axes \[1\] but q has \[\]"),
     (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "left must be at least 0"),
     (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: left must have shape \[H\] = \[2\]"),
@@ -163,4 +182,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 27
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 30

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import linbias
 from budget import assert_within_budget
-from cases import CASES, by_name
+from cases import CASES, VANISHING, by_name, far_block
 from contract import check_case, check_certificate_holds, expected
 from jax_subject import (
     IMPLEMENTATIONS,
@@ -50,6 +51,19 @@ def test_contract_in_other_dtypes(implementation, name, dtype):
 @pytest.mark.parametrize("name", ("far-key-aligned-symmetric",))
 def test_dropped_mass_is_at_most_the_tolerance(name):
     check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
+
+
+@pytest.mark.parametrize(("q_size", "k_size"), VANISHING)
+def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
+    arrays, slope, scale = far_block(q_size, k_size)
+    out = attention(
+        *(x.astype(np.float32)[:, :, None] for x in arrays),
+        [slope],
+        scale=scale,
+        implementation="blocked",
+    )
+    expected_out = linbias.attention(*arrays, [slope], scale=scale)
+    np.testing.assert_allclose(out[0, :, 0], expected_out[0], atol=1e-5)
 
 
 def steps(q, k, v, left, **options):
@@ -207,6 +221,9 @@ MESSAGES = [
     (dict(query_start=np.zeros(3, int)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
     (dict(query_start=np.array([0, 2**30 + 1])), ValueError, r"within 2\^30 of key 0, got 1073741825 in batch row 1"),
     (dict(key_bound=np.ones((2, 3))), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\]"),
+    (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
+    (dict(left=[1j] * 4), TypeError, "attention: left must hold real numbers, got complex128"),
+    (dict(left=jnp.ones(4) * 1j), TypeError, "attention: left must hold real numbers, got complex"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
     (dict(causal=1.0), TypeError, "causal must be True or False, got float"),
     (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),

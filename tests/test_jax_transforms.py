@@ -64,6 +64,41 @@ def test_second_derivatives_come_from_dense_and_are_refused_elsewhere():
             jax.grad(slope)(q, name)
 
 
+FORWARD_MODES = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1],
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x).sum(),
+    "jvp of jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (jnp.ones_like(x),))[1],
+    "jit of jvp": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),))[1])(x),
+    "jvp of vmap": lambda f, x: jax.jvp(
+        lambda x: jax.vmap(f)(x[None]).sum(), (x,), (jnp.ones_like(x),)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("argument", (0, 1, 2, 3))
+@pytest.mark.parametrize("how", FORWARD_MODES)
+def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, argument):
+    given = [*map(jnp.asarray, random(1, 5, 2, 4)), jnp.array([0.5, 0.1])]
+
+    def loss(x, implementation):
+        out = attention(
+            *given[:argument], x, *given[argument + 1 :], implementation=implementation
+        )
+        return (out**2).sum()
+
+    def along_ones(implementation):
+        return FORWARD_MODES[how](lambda x: loss(x, implementation), given[argument])
+
+    expected = jax.grad(loss)(given[argument], "dense").sum()
+    np.testing.assert_allclose(along_ones("dense"), expected, rtol=1e-4, atol=1e-5)
+    for name in ("blocked", "cpu"):
+        words = f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
+        if "jit" in how:  # the compiler finds out, when the call is over
+            words = "can't apply forward-mode"
+        with pytest.raises((NotImplementedError, TypeError), match=words):
+            along_ones(name)
+
+
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

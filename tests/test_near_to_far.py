@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import linbias
-from cases import CASES, Case, by_name, make_inputs
+from cases import CASES, Case, by_name, far_block, make_inputs
 from linbias import near_to_far
 
 PLAIN = [case for case in CASES if not case.dropout]
@@ -72,6 +72,20 @@ def test_the_far_key_of_largest_norm_is_not_forgotten():
         arrays[0], arrays[1], *intervals(visit, case.T), arrays[3], **options
     )
     assert left_out.max() <= 1e-9
+
+
+@pytest.mark.parametrize("size", (1e-165, 1e165))
+def test_keys_count_although_squares_of_entries_vanish_or_overflow(size):
+    arrays, slope, scale = far_block(size, 1 / size)
+    visit = near_to_far.attention(*arrays, [slope], scale=scale)
+    np.testing.assert_allclose(
+        visit.out, linbias.attention(*arrays, [slope], scale=scale), atol=1e-12
+    )
+    # The bound is a number: it tells what may be left out.
+    bounds = [step.bound for step in visit.tiles[0][0][-1].steps]
+    assert np.isfinite(bounds).all()
+    steep = near_to_far.attention(*arrays, [1.0], scale=scale).tiles[0][0][-1]
+    assert steep.end - steep.first < 500
 
 
 def test_a_key_that_is_not_finite_is_always_read():

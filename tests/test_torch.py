@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import cases
 import contract
 import linbias
 import linbias.torch
 from budget import assert_within_budget
-from cases import CASES, Case, by_name, make_inputs, short
+from cases import CASES, Case, by_name, far_block, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
@@ -190,6 +191,26 @@ def test_dropped_mass_is_at_most_the_tolerance(implementation, case, tolerance):
     check_certificate_holds(TorchSubject(implementation), case, tolerance)
 
 
+VANISHING = [
+    *(("float32", *sizes) for sizes in cases.VANISHING),
+    *(("float64", *sizes) for sizes in cases.VANISHING_WIDE),
+]
+
+
+@pytest.mark.parametrize(("dtype", "q_size", "k_size"), VANISHING)
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_size, k_size):
+    arrays, slope, scale = far_block(q_size, k_size)
+    expected_out = linbias.attention(*arrays, [slope], scale=scale)
+    out = linbias.torch.attention(
+        *(torch.tensor(x, dtype=getattr(torch, dtype))[None] for x in arrays),
+        torch.tensor([slope], dtype=torch.float64),
+        scale=scale,
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(out[0], expected_out, atol=1e-5)
+
+
 @pytest.mark.parametrize("where", ("q", "k", "v"))
 @pytest.mark.parametrize("value", (torch.nan, torch.inf))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -293,6 +314,30 @@ def test_slopes_of_any_kind_are_taken():
         torch.tensor([0.5, 0.25]).double(),
     ):
         assert torch.equal(linbias.torch.attention(q, k, v, left), expected)
+
+
+@pytest.mark.parametrize("default", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind", (list, np.array))
+def test_slopes_are_not_rounded_to_the_default_dtype(kind, default):
+    q, k, v = torch.randn(3, 1, 2, 50, 8, dtype=torch.float64)
+    lengths = torch.tensor([0, 50])
+    expected = linbias.torch.attention(q, k, v, torch.tensor([0.1, 0.3], dtype=torch.float64))
+    torch.set_default_dtype(default)
+    try:
+        out = linbias.torch.attention(q, k, v, kind([0.1, 0.3]))
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        parts = linbias.torch.attention_varlen(*packed, lengths, lengths, kind([0.1, 0.3]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(parts.transpose(0, 1), expected[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_largest_dropout_keeps_hardly_any_weight(implementation):
+    q, k, v = torch.randn(3, 2, 2, 50, 8)
+    out = linbias.torch.attention(q, k, v, dropout=1 - 2**-32, implementation=implementation)
+    assert (out == 0).all()
 
 
 @pytest.mark.gpu

@@ -141,6 +141,19 @@ def test_sixteen_bit_modules_keep_their_slopes_exact():
     np.testing.assert_array_equal(module.left, linbias.slopes(12))
 
 
+def test_learned_slopes_are_as_precise_as_the_module_and_at_least_float32():
+    wide = layer(12, 12, learned=True, dtype=torch.float64)
+    assert wide.log_left.dtype == torch.float64
+    np.testing.assert_allclose(wide.left.detach(), linbias.slopes(12), rtol=1e-15)
+    assert layer(12, 12, learned=True).log_left.dtype == torch.float32
+    narrow = layer(12, 12, learned=True, dtype=torch.bfloat16)
+    np.testing.assert_allclose(narrow.left.detach(), linbias.slopes(12), rtol=1e-6)
+    rounded = narrow.bfloat16()
+    np.testing.assert_allclose(
+        rounded.left.detach(), rounded.log_left.double().exp().detach(), rtol=1e-6
+    )
+
+
 def test_dropout_acts_in_training_only():
     module, x = layer(12, 4, 0.5), torch.randn(2, 9, 12)
     assert not torch.equal(module(x)[0], module(x)[0])
@@ -158,7 +171,7 @@ MESSAGES = [
         "variant 'directional' needs an even num_heads, got 3",
     ),
     (dict(variant="none", learned=True), "variant 'none' has no slopes to learn"),
-    (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+    (dict(dropout=1.0), r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
 ]
 
 

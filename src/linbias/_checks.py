@@ -8,9 +8,10 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -26,8 +27,9 @@ TOLERANCE = {
     "bfloat16": 2.0**-12,
 }
 
-
 LARGEST_START = 2**30
+
+LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
 
 
 class Described(NamedTuple):
@@ -140,7 +142,7 @@ def check(
         causal=causal,
         scale=_number(function, "scale", scale, -math.inf, math.inf, 1 / math.sqrt(D)),
         tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
-        dropout=_number(function, "dropout", dropout, 0.0, 1.0, 0.0),
+        dropout=check_dropout(function, dropout),
         key_range=key_range is not None,
         query_start=query_start is not None,
     )
@@ -164,6 +166,29 @@ def check_placement(
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:
     return tuple(array.shape[layout.index(axis)] for axis in "BHTD")
+
+
+def check_dropout(function: str, dropout: object) -> float:
+    """Dropout is a number from 0 to LARGEST_DROPOUT."""
+    number = _number(function, "dropout", dropout, -math.inf, math.inf, 0.0)
+    if not 0 <= number <= LARGEST_DROPOUT:
+        raise ValueError(f"{function}: dropout must be in [0, 1 - 2^-32], got {number}")
+    return number
+
+
+def real_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """The values as an array of real numbers, in their own dtype."""
+    array = as_array(function, name, values)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+    return array
+
+
+def as_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"{function}: {name} must be an array, got {values!r}") from error
 
 
 def check_slope_values(function: str, name: str, values: np.ndarray) -> None:

@@ -87,8 +87,10 @@ def bias(
     Source: Press, Smith and Lewis, ICLR 2022, section 3; two-sided forms: the discussion of encoder attention in
     the paper's repository.
     """
-    left = np.asarray(left, dtype=np.float64)
-    right = left if right is None else np.asarray(right, dtype=np.float64)
+    left = _checks.real_array("bias", "left", left).astype(np.float64)
+    right = (
+        left if right is None else _checks.real_array("bias", "right", right).astype(np.float64)
+    )
     for name, values in (("left", left), ("right", right)):
         _checks.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
@@ -282,10 +284,11 @@ def attention_backward(
     given = {"dout": (dout, (*rows, inputs.v.shape[3]))}
     if dlse is not None:
         given["dlse"] = (dlse, rows)
-    for name, (array, shape) in given.items():
-        if np.shape(array) != shape:
+    for name, (values, shape) in given.items():
+        found = _checks.real_array("attention_backward", name, values).shape
+        if found != shape:
             raise ValueError(
-                f"attention_backward: {name} must have shape {list(shape)}, got {list(np.shape(array))}"
+                f"attention_backward: {name} must have shape {list(shape)}, got {list(found)}"
             )
     steps = compute(inputs)
     dout = np.asarray(dout, np.float64).reshape(steps.output.shape)
@@ -333,15 +336,17 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         >>> np.allclose(merge(*zip(*parts))[0], attention(q, k, v, [0.5]))
         True
     """
-    _checks.check_parts([np.shape(out) for out in outs], [np.shape(lse) for lse in lses])
-    parts = np.stack([np.asarray(lse, np.float64) for lse in lses])
+    values = [_checks.real_array("merge", "outs", out) for out in outs]
+    logs = [_checks.real_array("merge", "lses", lse) for lse in lses]
+    _checks.check_parts([out.shape for out in values], [lse.shape for lse in logs])
+    parts = np.stack([lse.astype(np.float64) for lse in logs])
     highest = parts.max(0)
     highest = np.where(np.isneginf(highest), 0.0, highest)  # any finite number serves an empty row
     with np.errstate(divide="ignore"):
         lse = highest + np.log(np.exp(parts - highest).sum(0))
     share = np.exp(parts - np.where(np.isneginf(lse), 0.0, lse))[..., None]
-    out = sum(s * np.asarray(out, np.float64) for s, out in zip(share, outs, strict=True))
-    return np.asarray(out, np.asarray(outs[0]).dtype), lse
+    out = sum(s * out.astype(np.float64) for s, out in zip(share, values, strict=True))
+    return np.asarray(out, values[0].dtype), lse
 
 
 class Steps(NamedTuple):
@@ -435,10 +440,13 @@ def prepare(
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
     B = math.prod(batch)
     q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
-    left, right = (None if s is None else np.asarray(s, dtype=np.float64) for s in (left, right))
+    left, right = (
+        None if slope is None else _checks.real_array(function, name, slope).astype(np.float64)
+        for name, slope in (("left", left), ("right", right))
+    )
     ranges, starts = (
-        None if integers is None else flatten_batch(np.asarray(integers), batch)
-        for integers in (key_range, query_start)
+        None if x is None else flatten_batch(_checks.as_array(function, name, x), batch)
+        for name, x in (("key_range", key_range), ("query_start", query_start))
     )
     problem = _checks.check(
         function,
@@ -492,9 +500,7 @@ def real_arrays(
     """q, k and v as arrays of real numbers [..., heads, length, size], and the batch axes that they share."""
     arrays = []
     for name, argument in (("q", q), ("k", k), ("v", v)):
-        array = np.asarray(argument)
-        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-            raise TypeError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+        array = _checks.real_array(function, name, argument)
         if array.ndim < 3:
             raise ValueError(
                 f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}"

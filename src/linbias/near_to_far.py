@@ -198,9 +198,9 @@ class _Rows:
         finite has no bound (nan), and is always read.
         """
         center = self.k.mean(0) if len(self.k) else np.zeros(self.k.shape[1])
-        radius = np.linalg.norm(self.k - center, axis=1) + 0.0 * self.v.sum(1)
+        radius = _norm(self.k - center) + 0.0 * self.v.sum(1)
         outwards = np.maximum.accumulate(radius), np.maximum.accumulate(radius[::-1])[::-1]
-        q_norm = np.linalg.norm(self.q, axis=1)
+        q_norm = _norm(self.q)
         to_left, to_right = ((self.q @ center)[:, None] + q_norm[:, None] * r for r in outwards)
         return to_left, to_right
 
@@ -220,6 +220,14 @@ class _Rows:
                     right = min(S, right + size)
 
         return (low, high), outwards()
+
+
+def _norm(x: Float64) -> Float64:
+    """The length of [n, size], also where the squares of all entries would vanish or overflow."""
+    largest = np.abs(x).max(1, initial=0.0)
+    with np.errstate(invalid="ignore"):  # nan for entries that are not finite
+        unit = x / np.where(largest == 0, 1.0, largest)[:, None]
+    return np.linalg.norm(unit, axis=1) * largest
 
 
 def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64, Tile]:

@@ -121,15 +121,13 @@ def _head(inputs: Inputs, h: Array) -> tuple[Head, Certificate]:
     k, v = (tiles.pad_keys(x[:, :, g].astype(wide)) for x in (inputs.k, inputs.v))
     # Hidden keys may hold anything, NaN included, and 0 * NaN is NaN.
     k, v = (jnp.where(seen[..., None], x, 0) for x in (k, v))
-    q = tiles.tile(inputs.q[:, :, h].astype(wide))
+    q = tiles.tile(inputs.q[:, :, h].astype(wide)) * inputs.scale
     of_head = (slice(None), h, None, None, None)
     slopes = inputs.left[of_head], None if right is None else right[of_head]
-    certificate = Certificate.prepare(
-        tiles, q, k, v, seen, (first, end), slopes, inputs.scale, inputs.tolerance
-    )
+    certificate = Certificate.prepare(tiles, q, k, v, seen, (first, end), slopes, inputs.tolerance)
     head = Head(
         tiles,
-        q=q * inputs.scale,
+        q=q,
         k=k,
         v=v,
         left=slopes[0],

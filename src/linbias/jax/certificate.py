@@ -49,22 +49,21 @@ class Certificate:
         seen: Array,
         key_range: tuple[Array, Array],
         slopes: tuple[Array, Array | None],
-        scale: float,
         tolerance: float,
     ) -> "Certificate":
-        """Take q [B, tiles, rows, D] without scale, k, v [B, padded keys, size] with zeros where not seen."""
+        """Take q [B, tiles, rows, D] times scale, k, v [B, padded keys, size] with zeros where not seen."""
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
         slack = (k.shape[-1] + 8) * float(jnp.finfo(k.dtype).eps)  # eps is twice the unit roundoff
         count = jnp.maximum(seen.sum(1), 1)[:, None].astype(k.dtype)
         center = k.sum(1) / count
-        radius = jnp.linalg.norm(k - center[:, None], axis=-1) * (1 + slack) + 0 * v.sum(-1)
+        radius = _norm(k - center[:, None]) * (1 + slack) + 0 * v.sum(-1)
         radius = jnp.where(seen, radius, 0)
         from_key_on = None if slopes[1] is None else lax.cummax(radius, axis=1, reverse=True)
-        q_norm = jnp.linalg.norm(q, axis=-1) * abs(scale) * (1 + slack)
-        largest = jnp.linalg.norm(center, axis=-1) + radius.max(1)
+        q_norm = _norm(q) * (1 + slack)
+        largest = _norm(center) + radius.max(1)
         exact = lax.Precision.HIGHEST
-        aligned = jnp.einsum("btrd,bd->btr", q, center, precision=exact) * scale
-        base = aligned + slack * q_norm * largest[:, None, None]
+        aligned = jnp.einsum("btrd,bd->btr", q, center, precision=exact)
+        base = aligned + slack * (q_norm * largest[:, None, None])
         share = tolerance if slopes[1] is None else tolerance / 2
         log_share = math.log(share) if share else -math.inf
         sides = slopes[0][..., 0], None if slopes[1] is None else slopes[1][..., 0]
@@ -104,3 +103,9 @@ class Certificate:
         # Nothing is there, nothing is seen there, or the row is padding.
         nothing = (count <= 0)[..., None] | jnp.isinf(slope) | (tiles.row_numbers() < 0)
         return (small | nothing).all()
+
+
+def _norm(x: Array) -> Array:
+    """The length of [..., D], also where the squares of all entries would vanish; NaN for entries that are not finite."""
+    largest = jnp.abs(x).max(-1, keepdims=True)
+    return jnp.linalg.norm(x / jnp.where(largest == 0, 1, largest), axis=-1) * largest[..., 0]

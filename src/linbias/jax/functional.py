@@ -99,8 +99,8 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse; twice only by `dense`. Works under jit, vmap,
-    jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
+    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`. Works
+    under jit, vmap, jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
     values of key_range and query_start are not checked but moved to the nearest that is allowed.
 
     Args:
@@ -122,7 +122,7 @@ def attention(
         key_bound: [B, G], floating point: at least |k| of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
-        dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
+        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
             that without dropout. The mask is the same for all implementations.
         dropout_key: A key of `jax.random` to draw the mask from; needed if dropout is not 0.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
@@ -138,7 +138,8 @@ def attention(
     Raises:
         TypeError: A wrong dtype or kind of argument, such as a traced value where a number is needed.
         ValueError: A shape or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: The implementation cannot run this call, or give a second derivative.
+        NotImplementedError: The implementation cannot run this call, or give this derivative (in forward mode under
+            jit, JAX raises a TypeError of its own).
 
     Example:
         >>> q = k = v = jnp.ones((1, 3, 2, 4))
@@ -237,7 +238,10 @@ def prepare(
         raise TypeError(f"{function}: causal must be True or False, got {_kind(causal)}")
     described = describe_all(function, q, k, v)
     wide = np.float64 if described[0].dtype == "float64" else np.float32
-    left, right = (None if s is None else _as_slopes(s, wide) for s in (left, right))
+    left, right = (
+        None if slope is None else _as_slopes(function, name, slope, wide)
+        for name, slope in (("left", left), ("right", right))
+    )
     optional = [
         None if array is None else describe(name, array, function)
         for name, array in (
@@ -362,9 +366,13 @@ def _device(array: ArrayLike) -> str:
     return default if isinstance(default, str) else str(default.platform)
 
 
-def _as_slopes(values: Slopes, wide: type) -> ArrayLike:
+def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
     """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
-    return values.astype(wide) if isinstance(values, Array) else np.asarray(values, wide)
+    if not isinstance(values, Array):
+        return _checks.real_array(function, name, values).astype(wide)
+    if jnp.iscomplexobj(values):
+        raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
+    return values.astype(wide)
 
 
 def _check_values(

@@ -82,7 +82,19 @@ def define(
         return (_cotangents(inputs, backward_once(inputs, saved, dout, dlse)),)
 
     attention.defvjp(save, differentiate)
-    return jax.jit(lambda inputs: attention(with_the_same_mesh_axes(inputs)))
+    compiled = jax.jit(lambda inputs: attention(with_the_same_mesh_axes(inputs)))
+
+    def run(inputs: Inputs) -> tuple[Array, Array]:
+        try:
+            return compiled(inputs)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
+            ) from error
+
+    return run
 
 
 def with_the_same_mesh_axes(arrays: Any) -> Any:

@@ -39,9 +39,7 @@ def why_not(problem: Problem) -> str | None:
 def _fill(inputs: Inputs, results: Results) -> None:
     out, row_max, log_sum, visited = results
     for group in _groups(inputs):
-        certificate = Certificate(
-            group.k, group.v, group.left, group.right, inputs.scale, inputs.tolerance
-        )
+        certificate = Certificate(group.k, group.v, group.left, group.right, inputs.tolerance)
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
             out[here], row_max[here], log_sum[here], counts = forward_tile(

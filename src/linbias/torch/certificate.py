@@ -36,15 +36,13 @@ class Certificate:
         v: Tensor,
         left: Tensor,
         right: Tensor | None,
-        scale: float,
         tolerance: float,
     ) -> None:
-        self.scale = scale
         self.slopes = (left, right)
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
         self.slack = (k.shape[-1] + 8) * torch.finfo(k.dtype).eps  # eps is twice the unit roundoff
         self.center = k.mean(1)
-        radius = torch.linalg.vector_norm(k - self.center[:, None], dim=-1) * (1 + self.slack)
+        radius = _norm(k - self.center[:, None]) * (1 + self.slack)
         radius = radius + 0.0 * v.sum(-1)
         self.reach = radius.cummax(1).values, radius.flip(1).cummax(1).values.flip(1)
         share = tolerance if right is None else tolerance / 2
@@ -59,7 +57,7 @@ class Certificate:
         ]
 
     def about(self, q: Tensor, first_position: int) -> "Question":
-        """Ask about rows q [B, n, rows, D] that stand at first_position and on."""
+        """Ask about rows q [B, n, rows, D], times scale, that stand at first_position and on."""
         return Question(self, q, first_position)
 
 
@@ -70,13 +68,12 @@ class Question:
         self.certificate = certificate
         self.positions = torch.arange(q.shape[2], device=q.device) + first_position
         center = certificate.center
-        self.q_norm = torch.linalg.vector_norm(q, dim=-1) * abs(certificate.scale)
-        self.q_norm = self.q_norm * (1 + certificate.slack)
-        largest = torch.linalg.vector_norm(center, dim=-1)
+        self.q_norm = _norm(q) * (1 + certificate.slack)
+        largest = _norm(center)
         if certificate.reach[LEFT].shape[1]:
             largest = largest + certificate.reach[LEFT][:, -1]
-        aligned = torch.einsum("bhtd,bd->bht", q, center) * certificate.scale
-        self.base = aligned + certificate.slack * self.q_norm * largest[:, None, None]
+        aligned = torch.einsum("bhtd,bd->bht", q, center)
+        self.base = aligned + certificate.slack * (self.q_norm * largest[:, None, None])
 
     def covered(self, side: int, nearest: int, heads: Tensor, lse: Tensor) -> Tensor:
         """Say which heads may leave out every key from `nearest` outwards.
@@ -102,3 +99,10 @@ class Question:
         tail = best - slope * distance * (1 - certificate.slack) + log_count
         allowed = certificate.log_share + lse
         return ((tail <= allowed) & (slope > 0)).all(-1).all(0)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The length of [..., D], also where the squares of all entries would vanish; NaN for entries that are not finite."""
+    largest = x.abs().amax(-1, keepdim=True)
+    unit = x / largest.masked_fill(largest == 0, 1.0)
+    return torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)

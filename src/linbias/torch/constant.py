@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from linbias.torch import transforms
+
 _MAX_ENTRIES = 256
 _kept: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}
 
@@ -23,7 +25,8 @@ def constant(
         >>> constant((0.5, 0.25), torch.float32, torch.device("cpu"))
         tensor([0.5000, 0.2500])
     """
-    if device.type == "cpu" or torch.compiler.is_compiling():
+    # What is made under a transform belongs to it.
+    if device.type == "cpu" or torch.compiler.is_compiling() or transforms.active():
         return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
     key = tuple(values), dtype, device
     if key not in _kept:

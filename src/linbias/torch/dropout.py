@@ -29,7 +29,7 @@ def keep_mask(
 
     Args:
         seed: [], int64.
-        dropout: Probability to drop, in [0, 1).
+        dropout: Probability to drop, in [0, 1 - 2^-32], so that the threshold fits 32 bits.
         batch_heads: [...], int64, b * H + h.
         queries: [T], int64, row of q.
         keys: [S], int64, row of k.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linbias import _checks, _dispatch
 from linbias.schedules import slopes
-from linbias.torch import blocked, cpu, dense, triton
+from linbias.torch import blocked, cpu, dense, transforms, triton
 from linbias.torch.constant import constant
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
@@ -96,8 +96,9 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse. Under autocast q, k and v are cast
-    as for `scaled_dot_product_attention`.
+    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`.
+    Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
+    `scaled_dot_product_attention`.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -118,7 +119,7 @@ def attention(
         key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
-        dropout: Probability that a weight is dropped, in [0, 1); the others are divided by 1 - dropout. lse is
+        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
@@ -132,7 +133,7 @@ def attention(
     Raises:
         TypeError: A wrong dtype or kind of argument.
         ValueError: A shape, device or value breaks a rule above; the message names argument, rule and value.
-        NotImplementedError: The implementation cannot run this call; the message says why.
+        NotImplementedError: The implementation cannot run this call, or give this derivative; the message says why.
 
     Example:
         >>> q = k = v = torch.ones(1, 2, 3, 4)
@@ -228,7 +229,10 @@ def prepare(
     q, k, v = _autocast(q, k, v)
     described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
+    left, right = (
+        None if slope is None else as_slopes(function, name, slope, wide, q.device)
+        for name, slope in (("left", left), ("right", right))
+    )
     optional = [
         None if array is None else describe(name, array, function)
         for name, array in (
@@ -282,8 +286,18 @@ def describe(name: str, array: Any, function: str = "attention") -> _checks.Desc
     return _checks.Described(tuple(array.shape), dtype, str(array.device))
 
 
-def as_slopes(values: Slopes, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    return torch.as_tensor(values).to(device=device, dtype=dtype)
+def as_slopes(
+    function: str, name: str, values: Slopes, dtype: torch.dtype, device: torch.device | None
+) -> Tensor:
+    """Slopes in the wide dtype; those that are no tensor pass through float64, whatever PyTorch's default dtype."""
+    if isinstance(values, Tensor):
+        if values.is_complex():
+            kind = str(values.dtype).removeprefix("torch.")
+            raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
+        return values.to(device=device, dtype=dtype)
+    if not torch.compiler.is_compiling():
+        values = _checks.real_array(function, name, values).astype(np.float64)
+    return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def _check_values(
@@ -295,13 +309,17 @@ def _check_values(
     S: int,
 ) -> None:
     """Check what only the values tell, where reading them does not wait for a device."""
-    for name, slope in (("left", left), ("right", right)):
-        if slope is not None and slope.device.type == "cpu":
-            _checks.check_slope_values(function, name, slope.detach().numpy())
-    if key_range is not None and key_range.device.type == "cpu":
-        _checks.check_key_range_values(function, key_range.numpy(), S)
-    if query_start is not None and query_start.device.type == "cpu":
-        _checks.check_query_start_values(function, query_start.numpy())
+    slopes_left, slopes_right, ranges, starts = (
+        None if x is None or x.device.type != "cpu" else transforms.known_values(x)
+        for x in (left, right, key_range, query_start)
+    )
+    for name, slope in (("left", slopes_left), ("right", slopes_right)):
+        if slope is not None:
+            _checks.check_slope_values(function, name, slope)
+    if ranges is not None:
+        _checks.check_key_range_values(function, ranges, S)
+    if starts is not None:
+        _checks.check_query_start_values(function, starts)
 
 
 def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linbias import _checks
 from linbias.torch.constant import constant
 from linbias.torch.functional import Placement, attention, attention_weights
 from linbias.variants import is_causal, variant_slopes
@@ -34,7 +35,7 @@ class MultiheadAttention(nn.Module):
     Args:
         embed_dim: Width of query and output.
         num_heads: Query heads H; head size D = embed_dim // num_heads unless head_dim is given.
-        dropout: Probability that an attention weight is dropped in training.
+        dropout: Probability that an attention weight is dropped in training, in [0, 1 - 2^-32].
         bias: Give the projections a bias.
         kdim: Width of key; None means embed_dim.
         vdim: Width of value; None means embed_dim.
@@ -48,7 +49,7 @@ class MultiheadAttention(nn.Module):
         max_bias: As for `linbias.slopes`.
         implementation: As for `linbias.torch.attention`.
         device: Of the parameters.
-        dtype: Of the parameters.
+        dtype: Of the parameters; `log_left` and `log_right` are at least float32.
 
     Raises:
         ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
@@ -193,15 +194,16 @@ class MultiheadAttention(nn.Module):
         return f"{heads}, variant={self.variant!r}, learned={self.learned}"
 
     def _register_slopes(self) -> None:
-        device = self.q_proj.weight.device
+        device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
         for side in ("left",) if self.causal else ("left", "right"):
-            log_slope = torch.tensor(self._fixed[side], device=device).log()
-            self.register_parameter(f"log_{side}", nn.Parameter(log_slope))
+            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=device)
+            self.register_parameter(f"log_{side}", nn.Parameter(slope.log().to(dtype)))
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
             return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
-        log_slope = self.get_parameter(f"log_{side}")
+        log_slope: Tensor = getattr(self, f"log_{side}")
+        log_slope = log_slope.to(_at_least_float32(log_slope.dtype))
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
         hidden = log_slope == torch.inf
         return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
@@ -266,6 +268,10 @@ class MultiheadAttention(nn.Module):
         return placement
 
 
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _check_settings(
     embed_dim: int,
     num_heads: int,
@@ -289,5 +295,4 @@ def _check_settings(
         raise ValueError(
             f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
         )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"MultiheadAttention: dropout must be in [0, 1), got {dropout}")
+    _checks.check_dropout("MultiheadAttention", dropout)

@@ -1,16 +1,20 @@
 """What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
 
 An implementation fills arrays (`Fill`, `FillGradients`); `define` makes of that an operator with a backward
-operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step.
+operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step;
+`torch.func` takes it through the functions of `linbias.torch.transforms`.
 The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
+
+from linbias.torch import transforms
 
 
 class Inputs(NamedTuple):
@@ -173,8 +177,13 @@ def define(
         # row_max counts as a constant, so that the gradient of log_sum is that of lse.
         ctx.mark_non_differentiable(output[1], output[3])
 
-    def differentiate(
-        ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
+    def differentiate_by(
+        backward: Callable[..., Any],
+        ctx: Any,
+        dout: Tensor,
+        _drow_max: Tensor,
+        dlog_sum: Tensor,
+        _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
         # Read once: activation checkpointing recomputes them at the first touch.
         saved = ctx.saved_tensors
@@ -193,14 +202,45 @@ def define(
         )
         return dq, dk, dv, dleft, dright, *[None] * (len(Inputs._fields) - 5)
 
-    forward.register_autograd(differentiate, setup_context=save)
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"attention: {name} gives first derivatives only; implementation='dense' gives all"
+        )
+
+    def refuse_forward_mode(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
+        )
+
+    forward.register_autograd(functools.partial(differentiate_by, backward), setup_context=save)
+    backward.register_autograd(refuse)
+    names = Inputs._fields, ("dout", "dlse", *Results._fields, *Inputs._fields)
+    for operator, arguments in zip((forward, backward), names, strict=True):
+        operator.register_vmap(transforms.vmap_rule(operator, arguments))
+    backward_once = transforms.function(
+        backward, names[1], lambda ctx, inputs, output: None, refuse, refuse_forward_mode
+    )
+    forward_once = transforms.function(
+        forward,
+        names[0],
+        save,
+        functools.partial(differentiate_by, backward_once),
+        refuse_forward_mode,
+    )
 
     def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
         leaves = inputs[:5]
+        run: Callable[..., Sequence[Tensor]] = forward
         precise = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in leaves
         )
-        out, row_max, log_sum, _ = forward(*inputs._replace(precise=precise))
+        if transforms.active():
+            if not torch.compiler.is_compiling():
+                # Under nested transforms a tensor does not say what is asked of those that it wraps.
+                run, precise = forward_once, True
+            elif transforms.forward_mode():  # the compiler would take the tangents for zero
+                refuse_forward_mode()
+        out, row_max, log_sum, _ = run(*inputs._replace(precise=precise))
         lse = row_max + log_sum
         return out.to(inputs.q.dtype), lse if unit == 1 else lse * unit
 

@@ -136,9 +136,8 @@ def forward_tile(
     group: Group, tile: Tile, certificate: Certificate
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [B, n, rows, E], row_max and log_sum [B, n, rows] and the visited blocks [n, 2] of one tile."""
-    q = group.q[:, :, tile.rows].to(group.k.dtype)
+    q = group.q[:, :, tile.rows].to(group.k.dtype) * group.scale
     question = certificate.about(q, tile.start + tile.shift)
-    q = q * group.scale
     B, n, rows, _ = q.shape
     acc = q.new_zeros(B, n, rows, group.v.shape[2])
     row_max = q.new_full((B, n, rows, 1), -torch.inf)

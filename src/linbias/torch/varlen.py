@@ -74,7 +74,10 @@ def attention_varlen(
             f" but cu_seqlens_k {len(starts_k) - 1}"
         )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (None if s is None else as_slopes(s, wide, q.device) for s in (left, right))
+    left, right = (
+        None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
+        for name, slope in (("left", left), ("right", right))
+    )
     for name, slope in (("left", left), ("right", right)):
         if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
             raise ValueError(

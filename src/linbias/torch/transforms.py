@@ -1,0 +1,120 @@
+"""What `torch.func` and forward mode ask of a custom operator beyond its derivative.
+
+PyTorch gives a custom operator a derivative that `torch.func.grad` refuses, and whose forward-mode tangents are
+silently none. An `autograd.Function` around it says what each transform does, so `define` in `operator.py` calls
+that one wherever a transform is active.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def active() -> bool:
+    """Whether a transform of `torch.func`, or forward mode, is running."""
+    return torch._C._are_functorch_transforms_active() or forward_mode()
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents. That they do, a tensor inside further transforms does not say."""
+    return forward_ad._current_level >= 0
+
+
+def known_values(x: Tensor) -> np.ndarray[Any, Any] | None:
+    """The values of a tensor on the CPU, whatever transforms wrap it; None under `vmap`, which gives it an axis more.
+
+    Example:
+        >>> torch.func.grad(lambda x: x.sum() * known_values(x).item())(torch.tensor([3.0]))
+        tensor([3.])
+    """
+    if not active():
+        return x.detach().numpy()
+    values = torch.func.debug_unwrap(x)
+    # Within a transform, detach would wrap them again.
+    return np.array(values.tolist()).reshape(x.shape) if values.shape == x.shape else None
+
+
+def function(
+    operator: Callable[..., Any],
+    names: Sequence[str],
+    save: Callable[..., None],
+    differentiate: Callable[..., Any],
+    forward_mode: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Make a function of an operator that PyTorch can transform.
+
+    Args:
+        operator: Of positional arguments, to a tuple of tensors.
+        names: Of its arguments, as `vmap_rule` reads them.
+        save, differentiate: As `register_autograd` takes them.
+        forward_mode: Of a context and tangents, to tangents.
+    """
+
+    class Transformable(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: Any) -> tuple[Tensor, ...]:
+            return tuple(operator(*arguments))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return differentiate(ctx, *gradients)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            return forward_mode(ctx, *tangents)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+            return vmap_rule(Transformable.apply, names)(info, in_dims, *arguments)
+
+    return Transformable.apply
+
+
+def vmap_rule(operator: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Make the rule by which `torch.func.vmap` runs an operator whose tensors begin with the batch axis B.
+
+    The mapped axis becomes part of B. With dropout, whose mask counts B, the operator runs once per element.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        given = dict(zip(names, arguments, strict=True))
+        axes = dict(zip(names, in_dims, strict=True))
+        size = info.batch_size
+        if given["seed"] is not None:
+            runs = [operator(*_element(i, arguments, in_dims)) for i in range(size)]
+            results = tuple(torch.stack(parts) for parts in zip(*runs, strict=True))
+            return results, (0,) * len(results)
+        q, axis = given["q"], axes["q"]
+        B = q.shape[0] if axis is None else q.movedim(axis, 0).shape[1]
+        folded = [_fold(name, x, axes[name], size, B) for name, x in given.items()]
+        results = tuple(x.unflatten(0, (size, B)) for x in operator(*folded))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def _element(i: int, arguments: Sequence[Any], in_dims: Sequence[int | None]) -> list[Any]:
+    return [x if d is None else x.select(d, i) for x, d in zip(arguments, in_dims, strict=True)]
+
+
+def _fold(name: str, x: Any, axis: int | None, size: int, B: int) -> Any:
+    """An argument of all elements: [B, ...] or [size, B, ...] -> [size * B, ...]."""
+    if not isinstance(x, Tensor):
+        return x
+    if axis is not None:
+        x = x.movedim(axis, 0)
+    if name in ("left", "right") and x.dim() - (axis is not None) == 1:
+        if axis is None:
+            return x  # [H]: the same for all
+        x = x[:, None].expand(size, B, -1)
+    elif axis is None:
+        x = x.expand(size, *x.shape)
+    return x.flatten(0, 1)

@@ -1,0 +1,277 @@
+"""`linbias.torch.attention` under `torch.func`, forward mode and second derivatives: right, or refused in our words."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import linbias.torch
+from linbias.torch.constant import constant
+
+# PyTorch's own forward mode, when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+NEAR_TO_FAR = ("blocked", "cpu")
+NO_TANGENT = "attention: {} has no forward-mode derivative; implementation='dense' has it"
+ONCE = "attention: {} gives first derivatives only; implementation='dense' gives all"
+
+
+def arguments(T=9, S=70, B=2, H=4, G=2):
+    generator = torch.Generator().manual_seed(0)
+    normal = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    return {
+        "q": normal(B, H, T, 8),
+        "k": normal(B, G, S, 8),
+        "v": normal(B, G, S, 3),
+        "left": normal(B, H).abs(),
+        "right": normal(H).abs(),
+        "key_range": torch.tensor([[[0, S], [3, S - 2]]] * B),
+        "query_start": torch.arange(B) * 7 + S - T,
+    }
+
+
+def run(implementation, **given):
+    out, lse = linbias.torch.attention(
+        **given, causal=False, implementation=implementation, return_lse=True
+    )
+    return torch.cat([out, lse[..., None]], -1)
+
+
+def weighed(implementation, **given):
+    """A loss that weighs every output differently."""
+    result = run(implementation, **given)
+    weights = torch.linspace(-1, 1, result.numel(), dtype=result.dtype)
+    return (result.flatten() * weights).sum()
+
+
+def transforms(implementation):
+    """Every way of `torch.func` to first derivatives in reverse, as functions of the arguments."""
+
+    def loss(q, k, v, left, right, key_range, query_start):
+        return weighed(
+            implementation, q=q, k=k, v=v, left=left, right=right,
+            key_range=key_range, query_start=query_start,
+        )  # fmt: skip
+
+    def some_rows(*given):
+        names = ("q", "k", "v", "left", "right", "key_range", "query_start")
+        return run(implementation, **dict(zip(names, given, strict=True)))[:, 1, :2, 1:]
+
+    wanted = (0, 1, 2, 3, 4)
+    return {
+        "grad": torch.func.grad(loss, wanted),
+        "vjp": lambda *x: torch.func.vjp(lambda *leaves: loss(*leaves, *x[5:]), *x[:5])[1](
+            torch.tensor(2.0, dtype=torch.float64)
+        ),
+        "jacrev": torch.func.jacrev(some_rows, wanted),
+        "grad of vmap": torch.func.grad(
+            lambda *x: torch.func.vmap(loss)(*(torch.stack([y, y]) for y in x)).sum(), wanted
+        ),
+        "vmap of grad": lambda *x: torch.func.vmap(torch.func.grad(loss, wanted))(
+            *(torch.stack([y, y.flip(0)]) for y in x)
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "T", (2, 9)
+)  # with 2 queries the core would decode, and keep nothing for backward
+@pytest.mark.parametrize("how", transforms("dense"))
+@pytest.mark.parametrize("implementation", ("dense", *NEAR_TO_FAR))
+def test_reverse_mode_of_torch_func_gives_the_gradients_of_autograd(implementation, how, T):
+    given = arguments(T=T, S=600 if how != "jacrev" else 70)
+    found = transforms(implementation)[how](*given.values())
+    if how in ("grad", "vjp"):
+        leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in given.items()}
+        wanted = torch.autograd.grad(weighed("dense", **leaves), [*leaves.values()][:5])
+        factor = 2 if how == "vjp" else 1
+        torch.testing.assert_close(found, tuple(factor * x for x in wanted))
+    else:
+        torch.testing.assert_close(found, transforms("dense")[how](*given.values()))
+
+
+MAPPED = {
+    "all": dict(q=0, k=0, v=0, left=0, right=0, key_range=0, query_start=0),
+    "q": dict(q=2, k=None, v=None, left=None, right=None, key_range=None, query_start=None),
+    "slopes": dict(q=None, k=None, v=None, left=1, right=1, key_range=None, query_start=None),
+    "places": dict(q=None, k=None, v=None, left=None, right=None, key_range=3, query_start=1),
+}
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("implementation", ("dense", *NEAR_TO_FAR))
+def test_vmap_equals_one_call_after_the_other(implementation, mapped):
+    given, axes = arguments(), MAPPED[mapped]
+    shift = {"key_range": 2, "query_start": -5}
+    varied = {
+        n: x if axes[n] is None else torch.stack([x, abs(x + shift.get(n, 1.0))], axes[n])
+        for n, x in given.items()
+    }
+    if axes["key_range"] is not None:
+        varied["key_range"] = varied["key_range"].clamp(max=70)
+
+    def call(*x):
+        return run(implementation, **dict(zip(given, x, strict=True)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of PyTorch, where it runs an operator element by element
+        together = torch.func.vmap(call, tuple(axes.values()))(*varied.values())
+    for i in range(2):
+        one = [x if axes[n] is None else x.select(axes[n], i) for n, x in varied.items()]
+        torch.testing.assert_close(together[i], call(*one))
+
+
+@pytest.mark.parametrize("randomness", ("same", "different"))
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_vmap_with_dropout_draws_the_masks_that_dense_draws(implementation, randomness):
+    q, k, v = torch.randn(3, 2, 1, 2, 9, 8)
+
+    def call(implementation):
+        torch.manual_seed(3)
+        attention = functools.partial(
+            linbias.torch.attention, dropout=0.5, implementation=implementation
+        )
+        return torch.func.vmap(attention, randomness=randomness)(q, k, v)
+
+    torch.testing.assert_close(call(implementation), call("dense"))
+
+
+def dual(function, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(
+            function(forward_ad.make_dual(x, torch.ones_like(x)))
+        ).tangent
+
+
+FORWARD_MODES = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "dual": dual,
+    "dual that requires a gradient": lambda f, x: dual(f, x.clone().requires_grad_()),
+    "jvp of vmap": lambda f, x: torch.func.jvp(
+        lambda x: torch.func.vmap(f)(x[None]).sum(), (x,), (torch.ones_like(x),)
+    )[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "left", "right"))
+@pytest.mark.parametrize("how", FORWARD_MODES)
+def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, name):
+    given = arguments(T=3, S=7)
+
+    def loss(x, implementation):
+        return weighed(implementation, **given | {name: x})
+
+    leaf = given[name].clone().requires_grad_()
+    wanted = torch.autograd.grad(loss(leaf, "dense"), leaf)[0].sum()
+    ways = FORWARD_MODES[how]
+    torch.testing.assert_close(ways(lambda x: loss(x, "dense"), given[name]), wanted)
+    for implementation in (*NEAR_TO_FAR, "auto"):
+        words = NO_TANGENT.format("cpu" if implementation == "auto" else implementation)
+        with pytest.raises(NotImplementedError, match=words):
+            ways(functools.partial(loss, implementation=implementation), given[name])
+
+
+def again_by_autograd(f, x):
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+    return torch.autograd.grad((first**2).sum(), x)[0]
+
+
+SECOND = {
+    "autograd": (again_by_autograd, ONCE),
+    "grad of grad": (
+        lambda f, x: torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 2).sum())(x),
+        ONCE,
+    ),
+    "jvp of grad": (
+        lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (torch.func.grad(f)(x) * 2,))[1],
+        NO_TANGENT,
+    ),
+    "grad of jvp": (
+        lambda f, x: torch.func.grad(
+            lambda y: torch.func.jvp(f, (y,), (torch.func.grad(f)(x) * 2,))[1]
+        )(x),
+        NO_TANGENT,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_second_derivatives_come_from_dense_and_are_refused_elsewhere(how):
+    given = arguments(T=3, S=7)
+    second, words = SECOND[how]
+
+    def loss(q, implementation):
+        return weighed(implementation, **given | {"q": q})
+
+    found = second(lambda q: loss(q, "dense"), given["q"])
+    torch.testing.assert_close(found, again_by_autograd(lambda q: loss(q, "dense"), given["q"]))
+    for implementation in NEAR_TO_FAR:
+        with pytest.raises(NotImplementedError, match=words.format(implementation)):
+            second(functools.partial(loss, implementation=implementation), given["q"])
+
+
+@pytest.mark.parametrize("how", ("jvp", "dual"))
+def test_forward_mode_inside_compile_is_refused(how):
+    """PyTorch would take an operator's tangent for zero there."""
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def compiled(q):
+        return FORWARD_MODES[how](lambda q: linbias.torch.attention(q, k, v).sum(), q)
+
+    with pytest.raises(NotImplementedError, match=NO_TANGENT.format("cpu")):
+        compiled(q)
+
+
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_vmap_inside_compile(implementation):
+    q, k, v = torch.randn(3, 2, 1, 2, 5, 4)
+    attention = functools.partial(linbias.torch.attention, implementation=implementation)
+    compiled = torch.compile(torch.func.vmap(attention), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v)[1], attention(q[1], k[1], v[1]))
+
+
+def test_values_are_checked_under_transforms_too():
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+
+    def loss(left, key_range):
+        return linbias.torch.attention(q, k, v, left, key_range=key_range).sum()
+
+    slopes, places = torch.tensor([1.0, -0.5]), torch.tensor([[0, 6]])
+    with pytest.raises(ValueError, match=r"left must be at least 0 \(or inf\), got -0.5"):
+        torch.func.grad(loss)(slopes, None)
+    with pytest.raises(
+        ValueError, match=r"0 <= first <= end <= S = 5, got \[0, 6\] in batch row 0"
+    ):
+        torch.func.grad(loss)(slopes.abs(), places)
+
+
+def test_a_layer_gives_gradients_per_sample():
+    layer = linbias.torch.MultiheadAttention(12, 3, variant="asymmetric", batch_first=True)
+    x = torch.randn(4, 6, 12)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, x):
+        out, _ = torch.func.functional_call(layer, parameters, (x[None],) * 3)
+        return (out**2).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for i, row in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, row), [*parameters.values()])
+        for gradients, gradient in zip(together.values(), alone, strict=True):
+            torch.testing.assert_close(gradients[i], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_constant_slopes_of_a_transform_are_not_kept():
+    device = torch.device("meta")  # stands for a GPU
+
+    def call(x):
+        return x * constant((0.25, 0.75), torch.float32, device).sum().to(x.device)
+
+    torch.func.grad(lambda x: call(x).sum())(torch.ones((), device="meta"))
+    kept = constant((0.25, 0.75), torch.float32, device)
+    assert torch.func.debug_unwrap(kept) is kept
