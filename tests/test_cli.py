@@ -195,6 +195,18 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     assert result.stdout == ""
 
 
+@pytest.mark.filterwarnings("always")
+def test_a_warning_is_one_line_beside_the_result(model, corpus):
+    result = run("evaluate", model, "--corpus", f"{corpus.parent}/*", "--length", 16, "--json")
+    assert result.stderr == ""  # the one file of the folder, cut as before
+    with (corpus.parent / "more.txt").open("w") as file:
+        file.write("other words")
+    result = run("evaluate", model, "--corpus", corpus.parent, "--length", 16, "-q", "--json")
+    (corpus.parent / "more.txt").unlink()
+    assert re.fullmatch(r"warning: read_split: corpus must be split .+\n", result.stderr)
+    assert len(json.loads(result.stdout)) == 1
+
+
 def test_arrays_that_would_run_code_are_refused(tmp_path):
     np.savez(tmp_path / "arrays.npz", q=np.array([print], dtype=object))
     result = run("explain", tmp_path / "arrays.npz")

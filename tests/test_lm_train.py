@@ -20,6 +20,7 @@ import linbias.lm.train as train_module
 from interrupting import Kill, Stop, StopAt, die, torchrun
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
+from linbias.lm.evaluate import read_split
 from linbias.lm.settings import TrainSettings
 from linbias.lm.train import LanguageModelMetrics, train
 
@@ -246,6 +247,40 @@ def test_other_settings_and_other_text_are_refused_with_the_difference(
     assert "model.position is None there and 'rotary' here" in str(error.value)
     with pytest.raises(ValueError, match=r"corpus\.fingerprint is '\w+' there and 'other' here"):
         train(SETTINGS, replace(corpus, fingerprint="other"), unbroken, progress=False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files") / "corp"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"{i} times {i} is {i * i}\n")
+    return folder
+
+
+def test_a_run_goes_on_however_the_path_of_its_corpus_is_spelled(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, steps=2, batch_size=2)
+    monkeypatch.chdir(files.parent)
+    interrupt(load_corpus("corp"), tmp_path, 1, settings)
+    train(settings, load_corpus(str(files)), tmp_path, progress=False)
+
+
+def test_another_split_of_the_same_corpus_is_refused_by_its_run_and_told_by_evaluation(
+    files: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, steps=1, batch_size=2)
+    run = train_into(settings, load_corpus(str(files)), tmp_path / "run")
+    read_split(run, str(files))  # the same split: no warning
+    above = str(files.parent)
+    with pytest.raises(ValueError, match=r"corpus\.splits\.train is '\w+' there and '\w+' here"):
+        train(settings, load_corpus(above), run, progress=False)
+    for name in (above, f"{files}/*0.txt", f"{files}/7.txt"):
+        with pytest.warns(UserWarning, match=r"read_split: corpus must be split as in training"):
+            read_split(run, name, max_bytes=1000)
+    (tmp_path / "other.txt").write_text("another text " * 9)
+    read_split(run, str(tmp_path / "other.txt"))
 
 
 def test_folder_of_something_else_is_refused_and_left_alone(

@@ -80,7 +80,10 @@ def extrapolate(
         max_bytes=settings.max_bytes,
     )
     _check_test_split(settings, corpus)
-    identity = {**settings.to_dict(), "fingerprint": corpus.fingerprint}
+    identity = {
+        **settings.to_dict(),
+        "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
+    }
     open_run_folder(folder / "settings.json", identity, "extrapolate")
     log = JsonLog(folder / "results.jsonl")
     run = _Run(settings, corpus, log, Console(stderr=True, quiet=not progress))

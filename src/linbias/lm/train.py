@@ -153,11 +153,14 @@ def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
         output / "settings.json",
         {
             "settings": asdict(settings),
-            "corpus": {"name": corpus.name, "fingerprint": corpus.fingerprint},
+            "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
             "num_processes": processes,
         },
         "train",
-        first_time={"steps": lambda: _num_steps(settings, corpus)},
+        first_time={
+            "steps": lambda: _num_steps(settings, corpus),
+            "location": lambda: corpus.location,  # not compared: a corpus may move
+        },
     )
     return int(record["steps"])
 
