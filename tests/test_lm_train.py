@@ -23,6 +23,7 @@ from linbias.data.segments import Segments
 from linbias.lm.evaluate import read_split
 from linbias.lm.settings import TrainSettings
 from linbias.lm.train import LanguageModelMetrics, train
+from linbias.runs.folders import hold_run_folder
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does
@@ -283,6 +284,19 @@ def test_another_split_of_the_same_corpus_is_refused_by_its_run_and_told_by_eval
     read_split(run, str(tmp_path / "other.txt"))
 
 
+def test_folder_in_use_is_refused_and_left_alone(
+    unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
+    with (
+        hold_run_folder(tmp_path, "test"),
+        pytest.raises(ValueError, match=rf"train: .* held by process {os.getpid()} on"),
+    ):
+        train(SETTINGS, corpus, tmp_path, progress=False)
+    assert newest.exists()
+    assert not (tmp_path / ".lock").exists()
+
+
 def test_folder_of_something_else_is_refused_and_left_alone(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -360,6 +374,10 @@ for name, kind in {"resumed": settings, "sharded": replace(settings, fsdp={})}.i
         run(name, kind, callbacks=[StopAt(7)])
     except Stop:
         run(name, kind)
+try:
+    run("held")
+except ValueError as error:
+    print(error, file=open(f"{folder}/refused{distributed.get_rank()}", "w"))
 distributed.destroy_process_group()
 """
 
@@ -367,12 +385,17 @@ distributed.destroy_process_group()
 def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)
-    done = torchrun(script, text, tmp_path)
+    with hold_run_folder(tmp_path / "held", "test"):
+        done = torchrun(script, text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and "missing keys" not in done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
+
+    for rank in (0, 1):  # the first one asks for the lock, and both end alike
+        refusal = (tmp_path / f"refused{rank}").read_text()
+        assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
     alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")

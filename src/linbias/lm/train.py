@@ -40,7 +40,7 @@ from linbias.models.config import LinbiasConfig
 from linbias.models.linbias import LinbiasForCausalLM
 from linbias.models.load import no_bars
 from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.folders import open_run_folder
+from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.processes import is_main, wait_for_all
 from linbias.runs.training import (
     TrainingMetrics,
@@ -95,7 +95,7 @@ def train(
         `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: The folder cannot be written or belongs to another run; the corpus is shorter
+        ValueError: The folder cannot be written, is in use or belongs to another run; the corpus is shorter
             than a segment; the batch cannot be divided; the loss ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
             and the same call continues from there.
@@ -112,7 +112,8 @@ def train(
     on_cpu = uses_cpu(settings.device, settings.precision)
     _config(settings, corpus)  # may refuse, and should before anything is written
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    with _threads(settings.threads), no_bars():
+    _check_batch(settings)
+    with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
         steps = _open_run(settings, corpus, output)
         if not is_finished(output):
             _run(settings, corpus, output, steps, progress, callbacks)
@@ -141,20 +142,23 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
-    """Opens the run's folder, and returns the number of steps."""
+def _check_batch(settings: TrainSettings) -> None:
     processes = PartialState().num_processes
     if settings.batch_size % (processes * settings.accumulation):
         raise ValueError(
             f"train: batch_size must be a multiple of processes x accumulation = "
             f"{processes} x {settings.accumulation}, got {settings.batch_size}"
         )
+
+
+def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
+    """Opens the run's folder, and returns the number of steps."""
     record = open_run_folder(
         output / "settings.json",
         {
             "settings": asdict(settings),
             "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
-            "num_processes": processes,
+            "num_processes": PartialState().num_processes,
         },
         "train",
         first_time={
