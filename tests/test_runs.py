@@ -111,6 +111,9 @@ def test_a_log_with_a_damaged_line_is_refused_and_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"JsonLog: line 2 of .*log is damaged"):
         JsonLog(tmp_path / "log")
     assert len((tmp_path / "log").read_text().splitlines()) == 3
+    (tmp_path / "log").write_text('{"a": 1}\n3\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*log is damaged \(it holds no JSON object"):
+        JsonLog(tmp_path / "log")
 
 
 def test_a_log_starts_again_from_other_records(tmp_path):

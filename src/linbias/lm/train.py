@@ -18,7 +18,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -40,6 +40,7 @@ from linbias.models.config import LinbiasConfig
 from linbias.models.linbias import LinbiasForCausalLM
 from linbias.models.load import no_bars
 from linbias.runs.checkpoints import Checkpoints
+from linbias.runs.files import Record
 from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.processes import is_main, wait_for_all
 from linbias.runs.training import (
@@ -153,20 +154,24 @@ def _check_batch(settings: TrainSettings) -> None:
 
 def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
     """Opens the run's folder, and returns the number of steps."""
-    record = open_run_folder(
-        output / "settings.json",
-        {
-            "settings": asdict(settings),
-            "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
-            "num_processes": PartialState().num_processes,
-        },
-        "train",
-        first_time={
-            "steps": lambda: _num_steps(settings, corpus),
-            "location": lambda: corpus.location,  # not compared: a corpus may move
-        },
-    )
-    return int(record["steps"])
+    identity: Record = {
+        "settings": asdict(settings),
+        "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
+        "num_processes": PartialState().num_processes,
+    }
+    first_time: dict[str, Callable[[], Any]] = {
+        "location": lambda: corpus.location,  # not compared: a corpus may move
+    }
+    if settings.seconds is None:
+        identity["steps"] = _num_steps(settings, corpus)
+    else:
+        first_time["steps"] = lambda: _num_steps(settings, corpus)
+    path = output / "settings.json"
+    record = open_run_folder(path, identity, "train", first_time=first_time)
+    steps = record["steps"]
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"train: {path} is damaged (steps is {steps!r})")
+    return steps
 
 
 def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:

@@ -153,6 +153,9 @@ def open_run_folder(
         raise ValueError(
             f"{function}: output must not be another run's, got {folder} ({differences})"
         )
+    missing = [name for name in first_time if name not in record]
+    if missing:
+        raise ValueError(f"{function}: {path} is damaged (it lacks {', '.join(missing)})")
     return record
 
 
