@@ -349,8 +349,10 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
     if head is None or model.base_model is model:
         return False
     inputs = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
-    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-    logits = model(input_ids=inputs, use_cache=False).logits
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state
+    logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits
     return torch.equal(head(hidden).to(logits.dtype), logits)
 
 
@@ -360,9 +362,11 @@ def _losses(
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
     rows, keep = targets.shape
     if not head_is_separate:
-        logits = model(input_ids=inputs, use_cache=False).logits[:, -keep:]
+        logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]
         return F.cross_entropy(logits.float().mT, targets, reduction="none")
-    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[:, -keep:]
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state[:, -keep:]
     head: nn.Module = model.get_output_embeddings()
     part_rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
     parts = zip(

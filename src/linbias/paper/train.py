@@ -33,6 +33,7 @@ from linbias.data.batches import Batches
 from linbias.data.blocks import batch_order, blocks
 from linbias.data.dictionary import Dictionary
 from linbias.data.store import StoredIds, read_data
+from linbias.models.fields import own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
@@ -134,7 +135,7 @@ def train(
 
 
 def _config(recipe: Recipe, dictionary: Dictionary) -> PaperConfig:
-    unknown = sorted(set(recipe.model) - set(PaperConfig().to_dict()))
+    unknown = sorted(set(recipe.model) - own_fields(PaperConfig))
     if unknown:
         raise ValueError(f"train: model must be made of PaperConfig's fields, got {unknown}")
     return PaperConfig(
