@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,16 @@ def test_evaluate_slides_a_window(model, corpus):
     assert result["count_by_position"] == [1] * 15 + [85]
 
 
+def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "return_dict": False}))
+    words = ["--corpus", corpus, "--limit-tokens", 50, "-q", "--json"]
+    nll = [json.loads(run("evaluate", m, *words).stdout)[0]["nll"] for m in (folder, model)]
+    assert nll[0] == nll[1]
+    assert run("generate", folder, "-n", 2).exit_code == 0
+
+
 def test_generate_is_fixed_by_its_seed(model):
     words = ["generate", model, "--prompt", "train ", "-n", 20]
     texts = [json.loads(run(*words, "--seed", s, "--json").stdout)["text"] for s in (1, 1, 2)]
@@ -177,6 +188,12 @@ ERRORS = [
     (["extrapolate", "--methods", "rope"], "methods must be among alibi"),
     (["extrapolate", "--test-lengths", "1,x"], "--test-lengths: must be whole numbers"),
     (["generate", "{model}", "--prompt", ""], "prompt must not be empty"),
+    (["generate", "{model}", "--prompt", "a\udcff"], "got '\\udcff' at character 1"),
+    (["train", "--set", "return_dict=false"], "LinbiasConfig's fields, got ['return_dict']"),
+    (
+        ["train", "--corpus", "{corpus}", "--set", "num_hidden_layers=1000000", "-o", "{tmp}/x"],
+        "LinbiasConfig: num_hidden_layers must be at most 2048, got 1000000",
+    ),
     (["generate", "{corpus}"], "path must be a folder with a config.json"),
     (["explain", "{corpus}"], "arrays must be an .npz file"),
     (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
@@ -193,6 +210,18 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     assert message in result.stderr
     assert re.fullmatch(r"error: .+\n", result.stderr)
     assert result.stdout == ""
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_is_one_line_beside_the_result(model, corpus):
+    result = run("evaluate", model, "--corpus", f"{corpus.parent}/*", "--length", 16, "--json")
+    assert result.stderr == ""  # the one file of the folder, cut as before
+    with (corpus.parent / "more.txt").open("w") as file:
+        file.write("other words")
+    result = run("evaluate", model, "--corpus", corpus.parent, "--length", 16, "-q", "--json")
+    (corpus.parent / "more.txt").unlink()
+    assert re.fullmatch(r"warning: read_split: corpus must be split .+\n", result.stderr)
+    assert len(json.loads(result.stdout)) == 1
 
 
 def test_arrays_that_would_run_code_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from linbias.lm import findings, page, terminal
 from linbias.lm.extrapolate import extrapolate
 from linbias.lm.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.runs.folders import hold_run_folder
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -125,6 +126,14 @@ def test_another_runs_folder_is_refused_with_the_difference(
     with pytest.raises(ValueError, match=f"extrapolate: .*another run.*{difference}"):
         extrapolate(replace(settings, **change), folder, progress=False)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_folder_in_use_is_refused(settings, finished):
+    with (
+        hold_run_folder(finished[0], "test"),
+        pytest.raises(ValueError, match="extrapolate: output must be used by one run at a time"),
+    ):
+        extrapolate(settings, finished[0], progress=False)
 
 
 def test_a_folder_with_other_files_is_refused(settings, tmp_path):

@@ -102,7 +102,7 @@ def test_stdlib_holds_source_only() -> None:
 
 def test_no_file_and_no_content_is_in_two_splits() -> None:
     files = {f"{i}.txt": b"text %d\n" % (i // 2) for i in range(100)}  # each content twice
-    texts = corpora._split_files(files)
+    texts = corpora._split_files(files).texts
     lines = [line for split in SPLITS for line in texts[split].splitlines()]
     assert len(lines) == len(set(lines)) == 50
     assert [len(texts[split].splitlines()) for split in ("valid", "test")] == [2, 2]
@@ -112,6 +112,36 @@ def test_split_of_files_depends_on_paths_not_on_their_order() -> None:
     files = {f"{i}.txt": b"text %d\n" % i for i in range(30)}
     shuffled = dict(sorted(files.items(), key=lambda item: hash(item[0])))
     assert corpora._split_files(files) == corpora._split_files(shuffled)
+
+
+def test_split_of_a_folder_does_not_depend_on_how_its_path_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"corp/{'sub/' * (i % 2)}{i}.txt": b"text %d\n" % i for i in range(40)}
+    write_files(tmp_path, files)
+    (tmp_path / "link").symlink_to("corp")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spellings = ["corp", "./corp", "corp/", "corp/../corp", f"{tmp_path}/corp", "~/corp", "link"]
+    globs = ["corp/**/*.txt", "./corp/**/*.txt", f"{tmp_path}/corp/**/*"]
+    loaded = [load_corpus(name) for name in spellings + globs]
+    assert len({corpus.fingerprint for corpus in loaded}) == 1
+    assert len({tuple(corpus.splits.values()) for corpus in loaded}) == 1
+    assert {corpus.location for corpus in loaded} == {str(tmp_path / "corp")}
+
+
+def test_a_split_is_told_from_another_of_the_same_files(tmp_path: Path) -> None:
+    write_files(tmp_path / "corp", {f"{i}.txt": b"text %d\n" % i for i in range(40)})
+    within, above = load_corpus(f"{tmp_path}/corp"), load_corpus(str(tmp_path))
+    assert not set(within.splits.values()) & set(above.splits.values())
+    (tmp_path / "corp" / "7.txt").write_text("edited")
+    edited = load_corpus(f"{tmp_path}/corp")
+    assert edited.splits == within.splits and edited.fingerprint != within.fingerprint
+
+
+def test_names_of_files_need_not_be_utf8(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"{i}\udcff.txt": b"text %d\n" % i for i in range(9)})
+    assert sum(load_corpus(str(tmp_path)).num_bytes.values()) == 9 * 7
 
 
 def test_three_files_are_one_split_each(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,11 @@ import linbias.lm.train as train_module
 from interrupting import Kill, Stop, StopAt, die, torchrun
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
+from linbias.lm.evaluate import read_split
 from linbias.lm.settings import TrainSettings
 from linbias.lm.train import LanguageModelMetrics, train
+from linbias.runs.checkpoints import Checkpoints
+from linbias.runs.folders import hold_run_folder
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does
@@ -179,16 +183,132 @@ def interrupt(corpus: Corpus, output: Path, step: int, settings: TrainSettings =
     return output / "checkpoints"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "unmarked"])
+@pytest.mark.parametrize("damage", ["flipped", "missing", "unmarked"])
 def test_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage: str, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
-    if damage == "truncated":
-        os.truncate(newest / "optimizer.pt", 1000)
+    if damage == "unmarked":  # as a kill leaves it, and nothing to speak of
+        (newest / "complete.json").unlink()
+        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+        return
+    if damage == "flipped":
+        flip_a_bit(newest / "optimizer.pt")
+        message = (
+            r"got checkpoint-10 \(optimizer\.pt is damaged\) in .*; going on from checkpoint-5"
+        )
     else:
-        (newest / {"missing": "rng_state.pth", "unmarked": "complete.json"}[damage]).unlink()
-    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+        (newest / "rng_state.pth").unlink()
+        message = (
+            r"got checkpoint-10 \(rng_state\.pth is missing\) in .*; going on from checkpoint-5"
+        )
+    with pytest.warns(UserWarning, match=message):
+        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def interrupted(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after its second checkpoint; to be copied."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    interrupt(corpus, folder, 11)
+    return folder
+
+
+FILES = [
+    *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
+    *("config.json", "generation_config.json", "training_args.bin", "complete.json"),
+]
+
+
+def test_one_flipped_bit_in_any_file_of_a_checkpoint_is_seen(
+    interrupted: Path, tmp_path: Path
+) -> None:
+    names = {path.name for path in (interrupted / "checkpoints" / "checkpoint-10").iterdir()}
+    assert names == set(FILES)
+    for name in FILES:
+        folder = tmp_path / name
+        shutil.copytree(interrupted / "checkpoints", folder)
+        flip_a_bit(folder / "checkpoint-10" / name)
+        with pytest.warns(UserWarning, match=rf"got checkpoint-10 \({name} is damaged\)"):
+            assert Checkpoints(folder).latest() == folder / "checkpoint-5"
+        assert not (folder / "checkpoint-10").exists()
+
+
+@pytest.mark.parametrize(
+    "mark", ["{}", "[]", "3", '{"sec', '{"seconds": 1}', '{"sha256": 3, "mark": null}', "\0"]
+)
+def test_a_mark_that_is_none_counts_as_damage(
+    mark: str, interrupted: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
+    (folder / "checkpoint-10" / "complete.json").write_text(mark)
+    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(complete\.json is damaged\)"):
+        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
+
+
+def test_no_undamaged_checkpoint_is_an_error_and_none_is_deleted(
+    interrupted: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    run = shutil.copytree(interrupted, tmp_path / "run")
+    for step in (5, 10):
+        flip_a_bit(run / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
+    message = (
+        r"train: checkpoints must have an undamaged one to go on from, got checkpoint-10 "
+        r"\(model\.safetensors is damaged\), checkpoint-5 \(model\.safetensors is damaged\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(SETTINGS, corpus, run, progress=False)
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
+    (folder / "checkpoint-abc").mkdir()
+    (folder / "checkpoint-99").write_text("x")
+    (folder / "checkpoint-98").symlink_to(tmp_path)
+    (folder / "checkpoint-\u0667").mkdir()
+    assert Checkpoints(folder).latest() == folder / "checkpoint-10"
+    assert len(list(folder.iterdir())) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "output must not be another run's"),
+        ("[]", r"settings\.json is damaged \(it holds no JSON object\)"),
+        ('{"sett', r"settings\.json is damaged"),
+    ],
+)
+def test_settings_that_are_damaged_are_one_error(
+    content: str, message: str, interrupted: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    run = shutil.copytree(interrupted, tmp_path / "run")
+    (run / "settings.json").write_text(content)
+    with pytest.raises(ValueError, match=f"train: .*{message}"):
+        train(SETTINGS, corpus, run, progress=False)
+
+
+@pytest.mark.parametrize("steps", [None, "7", 0])
+def test_measured_steps_that_are_damaged_are_one_error(
+    steps: object, corpus: Corpus, tmp_path: Path
+) -> None:
+    by_seconds = replace(SETTINGS, steps=None, seconds=0.1)
+    interrupt(corpus, tmp_path, 1, by_seconds)
+    path = tmp_path / "settings.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "steps": steps}))
+    with pytest.raises(ValueError, match=rf"settings\.json is damaged \(steps is {steps!r}\)"):
+        train(by_seconds, corpus, tmp_path, progress=False)
+    del record["steps"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"settings\.json is damaged \(it lacks steps\)"):
+        train(by_seconds, corpus, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("full_at", ["optimizer.pt", "model.safetensors"])
@@ -246,6 +366,53 @@ def test_other_settings_and_other_text_are_refused_with_the_difference(
     assert "model.position is None there and 'rotary' here" in str(error.value)
     with pytest.raises(ValueError, match=r"corpus\.fingerprint is '\w+' there and 'other' here"):
         train(SETTINGS, replace(corpus, fingerprint="other"), unbroken, progress=False)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files") / "corp"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"{i} times {i} is {i * i}\n")
+    return folder
+
+
+def test_a_run_goes_on_however_the_path_of_its_corpus_is_spelled(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, steps=2, batch_size=2)
+    monkeypatch.chdir(files.parent)
+    interrupt(load_corpus("corp"), tmp_path, 1, settings)
+    train(settings, load_corpus(str(files)), tmp_path, progress=False)
+
+
+def test_another_split_of_the_same_corpus_is_refused_by_its_run_and_told_by_evaluation(
+    files: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, steps=1, batch_size=2)
+    run = train_into(settings, load_corpus(str(files)), tmp_path / "run")
+    read_split(run, str(files))  # the same split: no warning
+    above = str(files.parent)
+    with pytest.raises(ValueError, match=r"corpus\.splits\.train is '\w+' there and '\w+' here"):
+        train(settings, load_corpus(above), run, progress=False)
+    for name in (above, f"{files}/*0.txt", f"{files}/7.txt"):
+        with pytest.warns(UserWarning, match=r"read_split: corpus must be split as in training"):
+            read_split(run, name, max_bytes=1000)
+    (tmp_path / "other.txt").write_text("another text " * 9)
+    read_split(run, str(tmp_path / "other.txt"))
+
+
+def test_folder_in_use_is_refused_and_left_alone(
+    unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
+    with (
+        hold_run_folder(tmp_path, "test"),
+        pytest.raises(ValueError, match=rf"train: .* held by process {os.getpid()} on"),
+    ):
+        train(SETTINGS, corpus, tmp_path, progress=False)
+    assert newest.exists()
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_folder_of_something_else_is_refused_and_left_alone(
@@ -325,6 +492,10 @@ for name, kind in {"resumed": settings, "sharded": replace(settings, fsdp={})}.i
         run(name, kind, callbacks=[StopAt(7)])
     except Stop:
         run(name, kind)
+try:
+    run("held")
+except ValueError as error:
+    print(error, file=open(f"{folder}/refused{distributed.get_rank()}", "w"))
 distributed.destroy_process_group()
 """
 
@@ -332,12 +503,17 @@ distributed.destroy_process_group()
 def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)
-    done = torchrun(script, text, tmp_path)
+    with hold_run_folder(tmp_path / "held", "test"):
+        done = torchrun(script, text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and "missing keys" not in done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert_same_run(tmp_path / "resumed", tmp_path / "unbroken")
+
+    for rank in (0, 1):  # the first one asks for the lock, and both end alike
+        refusal = (tmp_path / f"refused{rank}").read_text()
+        assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
     alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")

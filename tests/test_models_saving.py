@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.paper.checkpoint import load as load_paper_model
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -179,7 +181,11 @@ def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
             read(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"model_type": ["a"]}', "{}", "\x00"], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", "3", "null", '"a"', "[" * 10**5, '{"model_type": ["a"]}', "{}", "\x00"],
+    ids=lambda content: content[:20],
+)
 def test_a_damaged_configuration_is_one_clear_error(
     content: str, byte_folder: Path, tmp_path: Path
 ) -> None:
@@ -187,3 +193,59 @@ def test_a_damaged_configuration_is_one_clear_error(
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"^load_model: cannot read a model at"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id2label": "x"}, "LinbiasConfig: id2label must be None or a mapping, got 'x'"),
+        ({"dtype": "os"}, "LinbiasConfig: dtype must be None or the name of a dtype"),
+        ({"num_hidden_layers": 10**6}, "LinbiasConfig: num_hidden_layers must be at most 2048"),
+        (
+            {"model_type": "gpt2", "num_hidden_layers": 10**6},
+            "GPT2Config: num_hidden_layers must be at",
+        ),
+        ({"quantization_config": 3}, ""),
+        ({"auto_map": 3}, ""),
+    ],
+    ids=str,
+)
+def test_a_hostile_configuration_is_one_clear_error(
+    fields: dict[str, object], message: str, byte_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(ValueError, match=rf"^load_model: cannot read a model at '.*': {message}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["bomb", "zeros", "empty", "cut", "text"])
+def test_hostile_or_damaged_pickled_weights_are_one_clear_error(
+    kind: str, byte_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    weights = folder / "pytorch_model.bin"
+    if kind == "bomb":
+        torch.save({"lm_head.weight": _Bomb(tmp_path / "exploded")}, weights)
+    else:
+        damaged = {"zeros": bytes(99), "empty": b"", "cut": b"PK\3\4abc", "text": b"weights"}
+        weights.write_bytes(damaged[kind])
+    with pytest.raises(ValueError, match=r"^load_model: cannot read a model at") as error:
+        load_model(folder)
+    assert "weights_only" not in str(error.value)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("content", ["3", "null", "[" * 10**5, '{"id2label": "x"}'])
+def test_a_hostile_configuration_of_the_paper_is_one_clear_error(
+    content: str, paper_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(paper_folder, tmp_path / "model")
+    path = folder / "config.json"
+    if content.startswith("{"):
+        content = json.dumps({**json.loads(path.read_text()), **json.loads(content)})
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"^load: "):
+        load_paper_model(folder)

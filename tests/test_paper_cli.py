@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from linbias import cli
+from linbias.runs.folders import hold_run_folder
 from paper_training import ORIGINAL
 
 SMALL = [
@@ -66,6 +68,18 @@ def test_run_of_other_texts_is_refused(whole_path: tuple[Path, dict], texts: lis
     result = linbias("run", texts[0], texts[2], texts[1], "-o", whole_path[0], *SMALL)
     assert result.exit_code == 2
     assert "run: output must not be another run's" in result.stderr
+
+
+@pytest.mark.parametrize("held", ["", "model"])
+def test_run_in_a_folder_in_use_is_refused(
+    held: str, whole_path: tuple[Path, dict], texts: list[Path]
+) -> None:
+    folder = whole_path[0]
+    with hold_run_folder(folder / held, "test"):
+        result = linbias("run", *texts, "-o", folder, "--steps", 3, *SMALL, "-q")
+    assert result.exit_code == 2
+    assert "output must be used by one run at a time" in result.stderr
+    assert str(os.getpid()) in result.stderr
 
 
 def test_texts_that_fail_leave_the_folder_to_others(texts: list[Path], tmp_path: Path) -> None:

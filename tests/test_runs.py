@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from linbias.data.dictionary import Dictionary
+from linbias.runs import folders
 from linbias.runs.files import (
     JsonLog,
     move_into_place,
@@ -18,7 +20,7 @@ from linbias.runs.files import (
     write_json,
     write_whole,
 )
-from linbias.runs.folders import list_differences, open_run_folder
+from linbias.runs.folders import hold_run_folder, list_differences, open_run_folder
 
 
 def full(*_: object) -> None:
@@ -109,6 +111,9 @@ def test_a_log_with_a_damaged_line_is_refused_and_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"JsonLog: line 2 of .*log is damaged"):
         JsonLog(tmp_path / "log")
     assert len((tmp_path / "log").read_text().splitlines()) == 3
+    (tmp_path / "log").write_text('{"a": 1}\n3\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*log is damaged \(it holds no JSON object"):
+        JsonLog(tmp_path / "log")
 
 
 def test_a_log_starts_again_from_other_records(tmp_path):
@@ -156,6 +161,64 @@ def test_a_run_does_not_move_into_a_folder_with_other_files(tmp_path):
 def test_settings_that_one_run_lacks_are_differences():
     assert list_differences({"a": 1}, {"a": 1, "b": None}) == ""
     assert list_differences({"a": 1, "b": {"c": 2}}, {"a": 1}) == "b.c is 2 there and None here"
+
+
+# One run at a time
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from linbias.runs.folders import hold_run_folder
+with hold_run_folder(Path(sys.argv[1]), "train"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_held_by_one_run_until_it_ends_in_whatever_way(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        holder = rf"held by process {other.pid} on {platform.node()} since 20\d\d-"
+        with pytest.raises(ValueError, match=rf"^extrapolate: output must be used by .*{holder}"):
+            hold_run_folder(tmp_path / "run", "extrapolate").__enter__()
+        assert other.poll() is None
+        other.kill()  # as kill -9: its file stays behind
+    assert (tmp_path / "run" / ".lock").exists()
+    with hold_run_folder(tmp_path / "run", "train"):
+        assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == os.getpid()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_lock_whose_holder_deleted_it_while_we_waited_is_taken_anew(tmp_path, monkeypatch):
+    flock, first = folders.fcntl.flock, []
+
+    def delete_before(file, kind):
+        if not first:
+            first.append(file)
+            (tmp_path / ".lock").unlink()
+        flock(file, kind)
+
+    monkeypatch.setattr(folders.fcntl, "flock", delete_before)
+    with hold_run_folder(tmp_path, "train"):
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="one run at a time"):
+            hold_run_folder(tmp_path, "train").__enter__()
+
+
+@pytest.mark.parametrize("why", ["system", "file system"])
+def test_where_there_are_no_locks_a_run_says_so_and_starts(why, tmp_path, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if why == "system":
+        monkeypatch.setattr(folders, "fcntl", None)
+    else:
+        monkeypatch.setattr(folders.fcntl, "flock", flock)
+    held = hold_run_folder(tmp_path, "train")
+    with pytest.warns(UserWarning, match="train: output should be locked, got"):
+        held.__enter__()
+    held.__exit__(None, None, None)
 
 
 # What worker processes import

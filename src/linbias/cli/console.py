@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, context: Any) -> Any:
         try:
-            return super().invoke(context)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return super().invoke(context)
         except BrokenPipeError:
             raise  # the reader of a pipe went away, which is no error of the command
         except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
@@ -38,6 +41,12 @@ class _Commands(TyperGroup):
             advice = " The same command continues from here." if resumable else ""
             err.print(f"\nStopped.{advice}")
             raise typer.Exit(130) from interrupt
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line, as errors are."""
+    line = " ".join(str(message).split())
+    err.print(f"[bold yellow]warning:[/] {escape(line)}", soft_wrap=True)
 
 
 def new_group() -> typer.Typer:

@@ -19,8 +19,9 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class Corpus:
         test: Text to report.
         num_bytes: UTF-8 bytes of each split's text, by the split's name.
         fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
+        location: Where the text is, however `name` spells it: "stdlib", the absolute path of a file
+            or folder (of a glob: its folders before the first wildcard), or a data set's id.
+        splits: By split, a SHA-256 of what belongs to it: the paths of its files in the folder, or
+            the bytes at which one text was cut. Not of their content.
     """
 
     name: str
@@ -64,6 +69,15 @@ class Corpus:
     test: TokenIds
     num_bytes: dict[str, int]
     fingerprint: str
+    location: str
+    splits: dict[str, str]
+
+
+class _Splits(NamedTuple):
+    """The text of each split, and what belongs to it: paths of files, or two offsets in one text."""
+
+    texts: dict[str, bytes]
+    members: dict[str, list[Any]]
 
 
 def load_corpus(
@@ -78,9 +92,10 @@ def load_corpus(
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
-    Each file goes to one split as a whole, by a hash of its path: 5 % of the files to test, 5 % to
-    valid, the others to train; a file that repeats another's content is left out. Fewer than three
-    files, or a data set without splits of its own, are one text cut in the same proportions.
+    Each file goes to one split as a whole, by a hash of its path inside the folder: 5 % of the files
+    to test, 5 % to valid, the others to train; a file that repeats another's content is left out.
+    How `name` spells the folder does not matter. Fewer than three files, or a data set without
+    splits of its own, are one text cut in the same proportions.
 
     Args:
         name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
@@ -108,23 +123,38 @@ def load_corpus(
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"load_corpus: max_bytes must be positive, got {max_bytes}")
     if name == "stdlib":
-        texts, source = _split_files(_stdlib_files()), "source of Python's standard library"
+        splits, source = _split_files(_stdlib_files()), "source of Python's standard library"
+        location = name
     elif paths := _matching_files(name):
-        texts = _split_files({str(path): _read_text(path) for path in paths})
+        root = _root(name)
+        files = {path.relative_to(root).as_posix(): _read_text(path) for path in paths}
+        splits = _split_files(files)
         source = f"{len(paths)} file{'s' * (len(paths) > 1)} of {name}"
+        location = str((paths[0] if Path(name).expanduser() == paths[0] else root).resolve())
     elif _DATA_SET_ID.fullmatch(name) and Path(name).suffix not in _TEXT_SUFFIXES:
-        texts = _data_set_texts(name, column, stream, max_bytes, cache_dir)
-        source = f"Hugging Face data set {WIKITEXT.get(name, name)}"
+        splits = _data_set_splits(name, column, stream, max_bytes, cache_dir)
+        location = WIKITEXT.get(name, name)
+        source = f"Hugging Face data set {location}"
     else:
         raise ValueError(
             "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
             f"a Hugging Face data set, got {name!r}"
         )
-    texts = {split: _clip(text, max_bytes) for split, text in texts.items()}
+    texts = {split: _clip(text, max_bytes) for split, text in splits.texts.items()}
     if not all(texts.values()):
         total = sum(map(len, texts.values()))
         raise ValueError(f"load_corpus: {name} must hold text for three splits, got {total} bytes")
-    return _tokenise(name, source, texts, tokenizer, vocab_size, cache_dir)
+    digest, token_maker, ids = _tokenise(texts, tokenizer, vocab_size, cache_dir)
+    return Corpus(
+        name,
+        source,
+        token_maker,
+        **ids,
+        num_bytes={split: len(text) for split, text in texts.items()},
+        fingerprint=digest,
+        location=location,
+        splits={split: _digest(splits.members[split]) for split in SPLITS},
+    )
 
 
 def _stdlib_files() -> dict[str, bytes]:
@@ -150,6 +180,17 @@ def _matching_files(name: str) -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
+def _root(name: str) -> Path:
+    """The folder that the paths of `_matching_files` are relative to, as `name` spells it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        return path.parent
+    plain = takewhile(lambda part: not glob.has_magic(part), path.parent.parts)
+    return Path(*plain)
+
+
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
@@ -173,22 +214,29 @@ def _why_binary(text: bytes) -> str | None:
     return None
 
 
-def _split_files(files: dict[str, bytes]) -> dict[str, bytes]:
+def _split_files(files: dict[str, bytes]) -> _Splits:
     """Gives each file to a split; by the hash, the choice is arbitrary, yet the same everywhere."""
     unique = {text: path for path, text in sorted(files.items(), reverse=True) if text}
-    order = sorted(unique, key=lambda text: hashlib.sha256(unique[text].encode()).digest())
+    order = sorted(unique, key=lambda text: hashlib.sha256(os.fsencode(unique[text])).digest())
     if len(order) < len(SPLITS):
         return _cut_into_splits(_join(order))
     held_out = max(1, round(HELD_OUT * len(order)))
     parts = (order[2 * held_out :], order[:held_out], order[held_out : 2 * held_out])
-    return {split: _join(part) for split, part in zip(SPLITS, parts, strict=True)}
+    return _Splits(
+        {split: _join(part) for split, part in zip(SPLITS, parts, strict=True)},
+        {
+            split: sorted(unique[text] for text in part)
+            for split, part in zip(SPLITS, parts, strict=True)
+        },
+    )
 
 
-def _cut_into_splits(text: bytes) -> dict[str, bytes]:
+def _cut_into_splits(text: bytes) -> _Splits:
     """Cuts one text into a first part to train on and two shorter ones that follow it."""
     ends = (_before_character(text, round(len(text) * (1 - k * HELD_OUT))) for k in (2, 1))
     first, second = ends
-    return {"train": text[:first], "valid": text[first:second], "test": text[second:]}
+    members = {"train": [0, first], "valid": [first, second], "test": [second, len(text)]}
+    return _Splits({split: text[slice(*members[split])] for split in SPLITS}, members)
 
 
 def _clip(text: bytes, max_bytes: int | None) -> bytes:
@@ -206,13 +254,13 @@ def _join(documents: Iterable[bytes]) -> bytes:
     return b"".join(text if text.endswith(b"\n") else text + b"\n" for text in documents)
 
 
-def _data_set_texts(
+def _data_set_splits(
     name: str,
     column: str,
     stream: bool,
     max_bytes: int | None,
     cache_dir: str | os.PathLike[str] | None,
-) -> dict[str, bytes]:
+) -> _Splits:
     try:
         rows = open_data_set(WIKITEXT.get(name, name), stream=stream, cache_dir=cache_dir)
     except ValueError as error:
@@ -224,7 +272,10 @@ def _data_set_texts(
         return _cut_into_splits(
             _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
         )
-    return {split: _column_text(rows[split], column, max_bytes) for split in SPLITS}
+    return _Splits(
+        {split: _column_text(rows[split], column, max_bytes) for split in SPLITS},
+        {split: [split] for split in SPLITS},
+    )
 
 
 def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
@@ -243,14 +294,17 @@ def _column_text(rows: Any, column: str, max_bytes: int | None) -> bytes:
     return b"".join(parts)
 
 
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def _tokenise(
-    name: str,
-    source: str,
     texts: dict[str, bytes],
     kind: str,
     vocab_size: int,
     cache_dir: str | os.PathLike[str] | None,
-) -> Corpus:
+) -> tuple[str, Tokenizer, dict[str, TokenIds]]:
+    """A fingerprint of the texts and the tokenizer, the tokenizer, and the ids of each split."""
     digest = hashlib.sha256(json.dumps([kind, vocab_size if kind == "bpe" else 256]).encode())
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
@@ -262,8 +316,7 @@ def _tokenise(
         tokenizer, ids = _learn_bpe(texts, vocab_size)
     else:
         tokenizer, ids = _cached_bpe(texts, vocab_size, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
-    num_bytes = {split: len(texts[split]) for split in SPLITS}
-    return Corpus(name, source, tokenizer, **ids, num_bytes=num_bytes, fingerprint=fingerprint)
+    return fingerprint, tokenizer, ids
 
 
 def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, TokenIds]]:

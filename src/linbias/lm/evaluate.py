@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,10 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.data.corpus import load_corpus
+from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.reading import Window, check_tokens, equal_windows
 from linbias.models.load import encode
-from linbias.runs.files import Record
+from linbias.runs.files import Record, read_json
 from linbias.runs.memory import PeakMemory
 
 # Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
@@ -119,6 +120,10 @@ def read_split(
 ) -> TokenText:
     """Reads a split of a corpus as the tokens of a model.
 
+    A folder that `linbias.lm.train` made remembers how its corpus was split. Where the same corpus is
+    split otherwise now (files came or went, or it is read from another folder), a `UserWarning`
+    says so: the model may have been trained on the text.
+
     Args:
         path: The model, as for `load_model`.
         corpus: As for `load_corpus`.
@@ -133,8 +138,27 @@ def read_split(
         raise ValueError(
             f"read_split: split must be one of {', '.join(text.num_bytes)}, got {split!r}"
         )
+    _warn_of_another_split(Path(path), text)
     content = getattr(text, split).tobytes()  # the ids of the byte tokenizer are the bytes
     return TokenText(encode(path, content), len(content))
+
+
+def _warn_of_another_split(model: Path, text: Corpus) -> None:
+    """Warns if the model's run read the same place, and divided it otherwise."""
+    try:
+        run = read_json(model / "settings.json", "read_split")
+        location, splits = Path(run["location"]), run["corpus"]["splits"]
+    except (ValueError, LookupError, TypeError, OSError):
+        return  # no run of `train`, or one that its own folder no longer describes
+    here = Path(text.location)
+    overlap = location.is_relative_to(here) or here.is_relative_to(location)
+    if overlap and splits != text.splits:
+        warnings.warn(
+            f"read_split: corpus must be split as in training to hold no text of it, got {text.name} "
+            f"split otherwise than the run in {model} (it read {location}); the model may have been "
+            "trained on what is scored",
+            stacklevel=3,
+        )
 
 
 def default_length(model: PreTrainedModel) -> int:
@@ -325,8 +349,10 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
     if head is None or model.base_model is model:
         return False
     inputs = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
-    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-    logits = model(input_ids=inputs, use_cache=False).logits
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state
+    logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits
     return torch.equal(head(hidden).to(logits.dtype), logits)
 
 
@@ -336,9 +362,11 @@ def _losses(
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
     rows, keep = targets.shape
     if not head_is_separate:
-        logits = model(input_ids=inputs, use_cache=False).logits[:, -keep:]
+        logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]
         return F.cross_entropy(logits.float().mT, targets, reduction="none")
-    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[:, -keep:]
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state[:, -keep:]
     head: nn.Module = model.get_output_embeddings()
     part_rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
     parts = zip(

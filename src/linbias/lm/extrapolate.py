@@ -32,7 +32,7 @@ from linbias.lm.train import train
 from linbias.models.config import LinbiasConfig
 from linbias.models.load import load_model
 from linbias.runs.files import JsonLog, Record, write_json
-from linbias.runs.folders import open_run_folder
+from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.progress import progress_bar
 
 
@@ -56,7 +56,7 @@ def extrapolate(
 
     Raises:
         ValueError: A setting breaks its rule, the corpus is too short, or the folder cannot be
-            written or belongs to another run.
+            written, is in use or belongs to another run.
 
     Example:
         >>> from linbias.lm.settings import TrainSettings
@@ -80,29 +80,33 @@ def extrapolate(
         max_bytes=settings.max_bytes,
     )
     _check_test_split(settings, corpus)
-    identity = {**settings.to_dict(), "fingerprint": corpus.fingerprint}
-    open_run_folder(folder / "settings.json", identity, "extrapolate")
-    log = JsonLog(folder / "results.jsonl")
-    run = _Run(settings, corpus, log, Console(stderr=True, quiet=not progress))
+    identity = {
+        **settings.to_dict(),
+        "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
+    }
+    with hold_run_folder(folder, "extrapolate"):
+        open_run_folder(folder / "settings.json", identity, "extrapolate")
+        log = JsonLog(folder / "results.jsonl")
+        run = _Run(settings, corpus, log, Console(stderr=True, quiet=not progress))
 
-    trainings: list[TrainingRecord] = []
-    evaluations: list[EvaluationRecord] = []
-    models = list(product(settings.seeds, settings.train_lengths, settings.methods))
-    for number, (seed, train_length, method) in enumerate(models, start=1):
-        run.console.print(f"\n[bold]Model {number} of {len(models)}: {NAMES[method]}[/]")
-        model_folder = folder / "models" / f"{method}-L{train_length}-s{seed}"
-        trainings.append(run.train_model(method, train_length, seed, model_folder))
-        evaluations += run.test_model(method, train_length, seed, model_folder)
+        trainings: list[TrainingRecord] = []
+        evaluations: list[EvaluationRecord] = []
+        models = list(product(settings.seeds, settings.train_lengths, settings.methods))
+        for number, (seed, train_length, method) in enumerate(models, start=1):
+            run.console.print(f"\n[bold]Model {number} of {len(models)}: {NAMES[method]}[/]")
+            model_folder = folder / "models" / f"{method}-L{train_length}-s{seed}"
+            trainings.append(run.train_model(method, train_length, seed, model_folder))
+            evaluations += run.test_model(method, train_length, seed, model_folder)
 
-    results = ExtrapolationResults(
-        made=_describe(settings, corpus, command, trainings, evaluations),
-        settings=settings,
-        trainings=tuple(trainings),
-        evaluations=tuple(evaluations),
-    )
-    write_json(folder / "results.json", results.to_dict())
-    write_report(results, folder)
-    return results
+        results = ExtrapolationResults(
+            made=_describe(settings, corpus, command, trainings, evaluations),
+            settings=settings,
+            trainings=tuple(trainings),
+            evaluations=tuple(evaluations),
+        )
+        write_json(folder / "results.json", results.to_dict())
+        write_report(results, folder)
+        return results
 
 
 def _check_test_split(settings: ExtrapolateSettings, corpus: Corpus) -> None:

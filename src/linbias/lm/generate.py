@@ -22,7 +22,7 @@ def generate(
 
     Args:
         path: As for `load_model`.
-        prompt: Not empty.
+        prompt: Not empty; text that UTF-8 can write.
         max_new_tokens: Tokens to write at most; the model may end the text earlier.
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
@@ -37,6 +37,13 @@ def generate(
     """
     if not prompt:
         raise ValueError("generate: prompt must not be empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "generate: prompt must be text that UTF-8 can write, got "
+            f"{prompt[error.start]!a} at character {error.start}"
+        ) from error
     if max_new_tokens < 1:
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     if temperature < 0 or top_k < 0:

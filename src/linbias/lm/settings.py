@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from linbias.models.config import POSITIONS, LinbiasConfig
+from linbias.models.fields import own_fields
 from linbias.runs import DEVICES, PRECISIONS
 
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
@@ -87,7 +88,7 @@ class TrainSettings:
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
         given = set(self.model) & {"vocab_size", "train_length"}
         self._require("model", not given, "without vocab_size and train_length", self.model)
-        unknown = sorted(set(self.model) - set(LinbiasConfig().to_dict()))
+        unknown = sorted(set(self.model) - own_fields(LinbiasConfig))
         self._require("model", not unknown, "made of LinbiasConfig's fields", unknown)
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:

@@ -18,7 +18,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -40,7 +40,8 @@ from linbias.models.config import LinbiasConfig
 from linbias.models.linbias import LinbiasForCausalLM
 from linbias.models.load import no_bars
 from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.folders import open_run_folder
+from linbias.runs.files import Record
+from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.processes import is_main, wait_for_all
 from linbias.runs.training import (
     TrainingMetrics,
@@ -95,7 +96,7 @@ def train(
         `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: The folder cannot be written or belongs to another run; the corpus is shorter
+        ValueError: The folder cannot be written, is in use or belongs to another run; the corpus is shorter
             than a segment; the batch cannot be divided; the loss ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
             and the same call continues from there.
@@ -112,7 +113,8 @@ def train(
     on_cpu = uses_cpu(settings.device, settings.precision)
     _config(settings, corpus)  # may refuse, and should before anything is written
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    with _threads(settings.threads), no_bars():
+    _check_batch(settings)
+    with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
         steps = _open_run(settings, corpus, output)
         if not is_finished(output):
             _run(settings, corpus, output, steps, progress, callbacks)
@@ -141,25 +143,35 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
-    """Opens the run's folder, and returns the number of steps."""
+def _check_batch(settings: TrainSettings) -> None:
     processes = PartialState().num_processes
     if settings.batch_size % (processes * settings.accumulation):
         raise ValueError(
             f"train: batch_size must be a multiple of processes x accumulation = "
             f"{processes} x {settings.accumulation}, got {settings.batch_size}"
         )
-    record = open_run_folder(
-        output / "settings.json",
-        {
-            "settings": asdict(settings),
-            "corpus": {"name": corpus.name, "fingerprint": corpus.fingerprint},
-            "num_processes": processes,
-        },
-        "train",
-        first_time={"steps": lambda: _num_steps(settings, corpus)},
-    )
-    return int(record["steps"])
+
+
+def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
+    """Opens the run's folder, and returns the number of steps."""
+    identity: Record = {
+        "settings": asdict(settings),
+        "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
+        "num_processes": PartialState().num_processes,
+    }
+    first_time: dict[str, Callable[[], Any]] = {
+        "location": lambda: corpus.location,  # not compared: a corpus may move
+    }
+    if settings.seconds is None:
+        identity["steps"] = _num_steps(settings, corpus)
+    else:
+        first_time["steps"] = lambda: _num_steps(settings, corpus)
+    path = output / "settings.json"
+    record = open_run_folder(path, identity, "train", first_time=first_time)
+    steps = record["steps"]
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"train: {path} is damaged (steps is {steps!r})")
+    return steps
 
 
 def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:

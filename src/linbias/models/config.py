@@ -89,6 +89,7 @@ class LinbiasConfig(PreTrainedConfig):
         self._fill("num_key_value_heads", heads)
         self._fill("intermediate_size", 4 * self.hidden_size)
         fields.check_fields(self, _RULES_ONCE_FILLED)
+        fields.check_sizes(self)
         groups = self.num_key_value_heads
         shared_evenly = self.num_attention_heads % groups == 0
         rule = f"a multiple of {groups} key/value heads"
@@ -115,5 +116,6 @@ _RULES = {
     "block": fields.one_of(BLOCKS),
     "hidden_dropout": fields.PROBABILITY,
     "initializer_range": fields.POSITIVE,
+    "tie_word_embeddings": fields.FLAG,
 }
 _RULES_ONCE_FILLED = dict.fromkeys(("num_key_value_heads", "intermediate_size"), fields.COUNT)

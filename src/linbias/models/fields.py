@@ -4,10 +4,12 @@ Configurations come from files that anybody may have written, so every field is 
 Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 """
 
-import math
+import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig
 
 from linbias.schedules import SCHEDULES
@@ -29,17 +31,36 @@ def _is_number(value: object) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+    return _is_number(value) and 0 < value <= sys.float_info.max
 
 
 def one_of(names: tuple[str, ...]) -> Rule:
-    return Rule(f"one of {names}", lambda value: value in names)
+    return Rule(f"one of {names}", lambda value: isinstance(value, str) and value in names)
+
+
+def _is_dtype(value: object) -> bool:
+    named = getattr(torch, value, None) if isinstance(value, str) else value
+    return value is None or isinstance(named, torch.dtype)
 
 
 COUNT = Rule("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
 POSITIVE = Rule("a positive number", _is_positive)
 PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
+
+# Building a model of absurd size takes minutes or all memory before anything fails. Each is several
+# times what has been published; train_length and t5_max_distance reach as far as positions do.
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 2**11,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**24,
+    "train_length": 2**30,
+    "t5_num_buckets": 2**16,
+    "t5_max_distance": 2**30,
+}
 
 # The fields that mean the same in every family.
 SHARED: Mapping[str, Rule] = {
@@ -58,7 +79,17 @@ SHARED: Mapping[str, Rule] = {
         "the name of an implementation", lambda value: isinstance(value, str) and value != ""
     ),
     "use_cache": FLAG,
+    # Transformers' own, which it reads without a look at them.
+    "dtype": Rule("None or the name of a dtype of PyTorch", _is_dtype),
+    "id2label": Rule(
+        "None or a mapping", lambda value: value is None or isinstance(value, Mapping)
+    ),
 }
+
+
+def own_fields(family: type[PreTrainedConfig]) -> set[str]:
+    """The names of the fields that a configuration adds to those of Transformers."""
+    return {field.name for field in dataclasses.fields(family)} & set(family.__annotations__)
 
 
 def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
@@ -69,6 +100,17 @@ def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
     """
     for name, rule in rules.items():
         require(config, name, rule.holds(getattr(config, name)), rule.words)
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Check that no size is beyond `MOST`, of a configuration of any family.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    for name, most in MOST.items():
+        size = getattr(config, name, 0)
+        require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 
 
 def check_positions(config: PreTrainedConfig) -> None:
@@ -92,4 +134,11 @@ def require(config: PreTrainedConfig, name: str, holds: bool, words: str) -> Non
     """Raise a ValueError about one field unless its rule holds."""
     if not holds:
         value = getattr(config, name)
-        raise ValueError(f"{type(config).__name__}: {name} must be {words}, got {value!r}")
+        raise ValueError(f"{type(config).__name__}: {name} must be {words}, got {_show(value)}")
+
+
+def _show(value: object) -> str:
+    """A value for an error; Python refuses to write out integers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "an integer of 19 digits or more"
+    return repr(value)

@@ -7,6 +7,7 @@ dict.txt of its words, and any other with what its `AutoTokenizer` asks for.
 
 import io
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ import numpy as np
 import tokenizers
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -30,18 +31,8 @@ from transformers.utils import logging
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
+from linbias.models.fields import check_sizes
 from linbias.models.paper_config import PaperConfig
-
-# What Transformers raises for a missing, truncated, garbled or misshapen file, or values of a wrong kind.
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    KeyError,
-    SafetensorError,
-)
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
@@ -63,10 +54,19 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     _check_path("load_model", path)
     try:
         with no_bars():
+            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+            check_sizes(config.get_text_config())
             model, info = AutoModelForCausalLM.from_pretrained(
-                str(path), trust_remote_code=False, weights_only=True, output_loading_info=True
+                str(path),
+                config=config,
+                trust_remote_code=False,
+                weights_only=True,
+                output_loading_info=True,
             )
-    except _LOADING_ERRORS as error:
+    except pickle.UnpicklingError as error:  # its own words advise to run what is in the file
+        reason = ValueError("its weights are damaged, or ask for code, which was not run")
+        raise _cannot_read("load_model", path, reason) from error
+    except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_model", path, error) from error
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -96,7 +96,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return _word_tokenizer(Dictionary.read(Path(path, "dict.txt")))
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
 
 
@@ -132,9 +132,20 @@ def _model_type(path: str | Path) -> str | None:
     """What config.json says; None for a model id, and where the file is no such record."""
     try:
         record = json.loads(Path(path, "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return record.get("model_type") if isinstance(record, dict) else None
+
+
+def _check_is_record(function: str, path: str | Path) -> None:
+    """Refuse a config.json that holds something else than a JSON object."""
+    try:
+        record = json.loads(Path(path, "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return  # a model id, or a file that Transformers refuses
+    if not isinstance(record, dict):
+        reason = ValueError(f"config.json must hold a JSON object, got {record!r:.40}")
+        raise _cannot_read(function, path, reason)
 
 
 def _word_tokenizer(words: Dictionary) -> PreTrainedTokenizerBase:
@@ -163,6 +174,7 @@ def _check_path(function: str, path: str | Path) -> None:
         raise ValueError(
             f"{function}: path must be a folder with a config.json, got {str(path)!r}"
         )
+    _check_is_record(function, path)
 
 
 def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueError:

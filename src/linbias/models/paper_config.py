@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
+_MOST_BANDS = 64
 
 
 class PaperConfig(PreTrainedConfig):
@@ -88,6 +89,7 @@ class PaperConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
+        fields.check_sizes(self)
         fields.check_positions(self)
         if self.position == "sinusoidal":
             even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
@@ -120,15 +122,18 @@ class PaperConfig(PreTrainedConfig):
         wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
         rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
         fields.require(self, "cutoffs", wide, rule)
+        few = len(self.cutoffs) < _MOST_BANDS
+        fields.require(self, "cutoffs", few, f"ids that make {_MOST_BANDS} bands at most")
         smallest = min(stop - start for start, stop in pairwise(edges))
         within = fields.is_integer(self.pad_token_id) and 0 <= self.pad_token_id < smallest
         fields.require(self, "pad_token_id", within, f"in [0, {smallest}), the smallest band")
         try:
-            narrowest = min(width for *_, width in self.bands)
+            widths = [width for *_, width in self.bands]
         except ArithmeticError:  # its powers leave the range of floats
-            narrowest = 0
+            widths = [0]
         rule = f"a factor that leaves {len(self.cutoffs) + 1} bands of {self.hidden_size} a width"
-        fields.require(self, "adaptive_factor", narrowest >= 1, rule)
+        holds = min(widths) >= 1 and max(widths) <= fields.MOST["hidden_size"]
+        fields.require(self, "adaptive_factor", holds, rule)
 
 
 _RULES = {

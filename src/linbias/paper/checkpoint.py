@@ -368,7 +368,7 @@ def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
             for file in sorted(path.glob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"load: cannot read a model at {str(path)!r} ({error})") from error
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if kind != PaperConfig.model_type:
@@ -378,5 +378,5 @@ def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
         )
     try:
         return PaperConfig.from_dict(settings), weights
-    except ValueError as error:
+    except Exception as error:  # Transformers reads fields of its own without a look at them
         raise ValueError(f"load: cannot use {str(path)!r}: {error}") from error

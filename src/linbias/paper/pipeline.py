@@ -21,7 +21,7 @@ from linbias.paper.evaluate import PaperEvaluation, evaluate
 from linbias.paper.recipe import Recipe
 from linbias.paper.train import PaperMetrics, train
 from linbias.runs.files import Record, fingerprint
-from linbias.runs.folders import open_run_folder
+from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.progress import Advance, progress_bar
 
 
@@ -66,39 +66,40 @@ def run(
         progress: Show progress bars on standard error.
 
     Raises:
-        ValueError: A text is missing, empty or not UTF-8; the folder is another run's; or as
+        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; or as
             `linbias.paper.train.train`.
     """
     fingerprints = {split: fingerprint(text) for split, text in texts.items()}
-    open_run_folder(output / "texts.json", fingerprints, "run")
-    data, model_folder = output / "data", output / "model"
+    with hold_run_folder(output, "run"):
+        open_run_folder(output / "texts.json", fingerprints, "run")
+        data, model_folder = output / "data", output / "model"
 
-    def bar(task: str) -> AbstractContextManager[Advance]:
-        return progress_bar(task, visible=progress)
+        def bar(task: str) -> AbstractContextManager[Advance]:
+            return progress_bar(task, visible=progress)
 
-    if not data.exists():
-        try:
-            _prepare(texts, data, workers, bar)
-        except ValueError:
-            (output / "texts.json").unlink()  # so that other texts can use the folder
-            raise
-    training = train(data, model_folder, recipe, progress=progress)
-    model = load(model_folder)
-    evaluations = []
-    for split, length, context_window in _measured(recipe.length):
-        with bar(f"{split}, {length:,} tokens at a time") as advance:
-            evaluation = evaluate(
-                model,
-                data,
-                split,
-                length=length,
-                context_window=context_window,
-                batch_tokens=batch_tokens,
-                resume=output / f"scores-{split}-{length}-{context_window}.npz",
-                progress=advance,
-            )
-        evaluations.append(evaluation)
-    return PathResults(training, tuple(evaluations))
+        if not data.exists():
+            try:
+                _prepare(texts, data, workers, bar)
+            except ValueError:
+                (output / "texts.json").unlink()  # so that other texts can use the folder
+                raise
+        training = train(data, model_folder, recipe, progress=progress)
+        model = load(model_folder)
+        evaluations = []
+        for split, length, context_window in _measured(recipe.length):
+            with bar(f"{split}, {length:,} tokens at a time") as advance:
+                evaluation = evaluate(
+                    model,
+                    data,
+                    split,
+                    length=length,
+                    context_window=context_window,
+                    batch_tokens=batch_tokens,
+                    resume=output / f"scores-{split}-{length}-{context_window}.npz",
+                    progress=advance,
+                )
+            evaluations.append(evaluation)
+        return PathResults(training, tuple(evaluations))
 
 
 def _prepare(

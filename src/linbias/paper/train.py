@@ -33,6 +33,7 @@ from linbias.data.batches import Batches
 from linbias.data.blocks import batch_order, blocks
 from linbias.data.dictionary import Dictionary
 from linbias.data.store import StoredIds, read_data
+from linbias.models.fields import own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
@@ -40,7 +41,7 @@ from linbias.paper.recipe import Recipe
 from linbias.paper.trainer import LogFile, PaperTrainer, SeedEachStep, perplexity
 from linbias.runs.checkpoints import Checkpoints
 from linbias.runs.files import fingerprint
-from linbias.runs.folders import open_run_folder
+from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.processes import is_main, wait_for_all
 from linbias.runs.training import (
     TrainingMetrics,
@@ -100,7 +101,7 @@ def train(
         `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        ValueError: The folder cannot be written or belongs to another run; the data is damaged; the
+        ValueError: The folder cannot be written, is in use or belongs to another run; the data is damaged; the
             recipe does not fit the dictionary, the number of processes or this machine; the loss
             ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
@@ -125,7 +126,7 @@ def train(
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_processes(recipe, on_cpu)
     # Whatever may refuse has done so, before anything is written.
-    with no_bars():
+    with hold_run_folder(output, "train"), no_bars():
         _open_run(recipe, data, splits, output)
         if not is_finished(output):
             _run(recipe, config, splits, data, output, progress, callbacks)
@@ -134,7 +135,7 @@ def train(
 
 
 def _config(recipe: Recipe, dictionary: Dictionary) -> PaperConfig:
-    unknown = sorted(set(recipe.model) - set(PaperConfig().to_dict()))
+    unknown = sorted(set(recipe.model) - own_fields(PaperConfig))
     if unknown:
         raise ValueError(f"train: model must be made of PaperConfig's fields, got {unknown}")
     return PaperConfig(

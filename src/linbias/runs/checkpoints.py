@@ -1,22 +1,29 @@
-"""Which of a run's checkpoints are complete, and which are no longer needed.
+"""Which of a run's checkpoints are complete and undamaged, and which are no longer needed.
 
 Transformers' Trainer writes a checkpoint as a folder of many files, straight under its final name.
 A run that is killed, or a disk that fills up, leaves a folder that looks like a checkpoint and is
-none. So a checkpoint counts only if it has a `complete.json`: a list of its files and their sizes,
-written when every process has saved its part. Until then the checkpoints before it are kept.
+none. So a checkpoint counts only if it has a `complete.json`, written when every process has saved
+its part. Until then the checkpoints before it are kept.
+
+A disk or a copy may also change a file later. `complete.json` therefore holds the SHA-256 of every
+file, and of itself; a run goes on from the newest checkpoint where they still hold.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linbias.runs.files import Record, read_json, write_json
-from linbias.runs.processes import is_main, wait_for_all
+from linbias.runs.files import Record, read_json, sha256, write_json
+from linbias.runs.processes import from_main, is_main, wait_for_all
 
 _MARK = "complete.json"
 _NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged later
@@ -39,17 +46,47 @@ class Checkpoints(TrainerCallback):
         self.saving = False
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; those that are not complete are deleted."""
-        found = self._list()
-        complete = [checkpoint for checkpoint in found if _is_complete(checkpoint)]
-        wait_for_all()  # the first process deletes only when all processes have listed the folder
-        if is_main():
-            for checkpoint in set(found) - set(complete):
-                shutil.rmtree(checkpoint)
-        if not complete:
+        """The newest undamaged checkpoint; None where none was ever completed.
+
+        A `UserWarning` names what is damaged in those that are passed over. They are deleted, as
+        are those that were never completed. Under torchrun every process calls this.
+
+        Raises:
+            ValueError: There are complete checkpoints, and every one is damaged.
+        """
+        found = from_main(self._find)
+        if found is None:
             return None
-        self.seconds = _read_mark(complete[-1])["seconds"]
-        return complete[-1]
+        name, self.seconds = found
+        return self.folder / name
+
+    def _find(self) -> tuple[str, float] | None:
+        """Name and training time of the newest undamaged checkpoint; deletes those after it."""
+        newest, passed_over, damages = None, [], []
+        for checkpoint in reversed(self._list()):
+            if (checkpoint / _MARK).exists():
+                damage = _damage(checkpoint)
+                if damage is None:
+                    newest = checkpoint
+                    break
+                damages.append(f"{checkpoint.name} ({damage})")
+            passed_over.append(checkpoint)
+        if damages and newest is None:
+            raise ValueError(
+                f"train: checkpoints must have an undamaged one to go on from, got "
+                f"{', '.join(damages)} in {self.folder} (delete it to train from the start)"
+            )
+        if damages and newest is not None:
+            warnings.warn(
+                f"train: checkpoints must be undamaged, got {', '.join(damages)} in {self.folder}; "
+                f"going on from {newest.name}",
+                stacklevel=2,
+            )
+        for checkpoint in passed_over:
+            shutil.rmtree(checkpoint)
+        if newest is None:
+            return None
+        return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
 
     def delete(self) -> None:
         """Deletes them all, once the model itself is saved."""
@@ -71,31 +108,50 @@ class Checkpoints(TrainerCallback):
         self.seconds = time.perf_counter() - self._start
         if is_main():
             newest = self.folder / f"checkpoint-{state.global_step}"
-            write_json(newest / _MARK, {"seconds": self.seconds, "bytes": _file_sizes(newest)})
+            mark = {"seconds": self.seconds, "sha256": _digests(newest)}
+            write_json(newest / _MARK, {**mark, "mark": _digest_of(mark)})
             for replaced in self._list()[:-_NUM_KEPT]:
                 shutil.rmtree(replaced)
         self.saving = False
 
     def _list(self) -> list[Path]:
-        """All checkpoints, complete or not, oldest first."""
-        return sorted(self.folder.glob("checkpoint-*"), key=lambda c: int(c.name.split("-")[1]))
+        """All checkpoints, complete or not, oldest first; nothing else that is in the folder."""
+        found = {}
+        for path in self.folder.glob("checkpoint-*"):
+            number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
+            if number and path.is_dir() and not path.is_symlink():
+                found[path] = int(number[1])
+        return sorted(found, key=lambda path: found[path])
 
 
-def _read_mark(checkpoint: Path) -> Record:
-    return read_json(checkpoint / _MARK, "train")
-
-
-def _is_complete(checkpoint: Path) -> bool:
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint that has its mark; None where nothing is."""
     try:
-        return bool(_read_mark(checkpoint)["bytes"] == _file_sizes(checkpoint))
+        mark = read_json(checkpoint / _MARK, "train")
+        whole = mark.pop("mark") == _digest_of(mark)
     except (OSError, ValueError, LookupError):
-        return False
+        whole = False
+    if not whole:
+        return f"{_MARK} is damaged"
+    there, expected = _digests(checkpoint), mark["sha256"]
+    for state, names in (
+        ("missing", expected.keys() - there.keys()),
+        ("not of it", there.keys() - expected.keys()),
+        ("damaged", {name for name in expected if there.get(name) != expected[name]}),
+    ):
+        if names:
+            return f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {state}"
+    return None
 
 
-def _file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file but the mark, by relative path (FSDP checkpoints have sub-folders)."""
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the mark, by relative path (FSDP checkpoints have sub-folders)."""
     return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
+        path.relative_to(folder).as_posix(): sha256(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in (_MARK, f".{_MARK}.partial")
     }
+
+
+def _digest_of(mark: Record) -> str:
+    return hashlib.sha256(json.dumps(mark, sort_keys=True).encode()).hexdigest()

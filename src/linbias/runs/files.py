@@ -106,8 +106,13 @@ def move_into_place(source: Path, target: Path) -> None:
 
 def fingerprint(path: Path) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of a file's content."""
+    return sha256(path)[:16]
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class JsonLog:
@@ -144,7 +149,10 @@ class JsonLog:
         self.records: list[Record] = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                self.records.append(json.loads(line))
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("it holds no JSON object")
+                self.records.append(record)
             except ValueError as error:
                 raise ValueError(
                     f"JsonLog: line {number} of {path} is damaged ({error})"

@@ -1,14 +1,105 @@
-"""A run's folder: new, or of the very same run, which then continues."""
+"""A run's folder: held by one run at a time, and new or of the very same run, which then continues."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from linbias.runs.files import Record, check_writable, read_json, write_json
-from linbias.runs.processes import is_main, wait_for_all
+from linbias.runs.processes import from_main, is_main, wait_for_all
+
+try:
+    import fcntl
+except ImportError:  # not Unix
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)  # of a file system without locks
+
+
+@contextmanager
+def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
+    """Keeps other runs out of a folder for the length of the block.
+
+    A lock (`flock`) on a hidden file does it, which the kernel releases when the process ends in
+    whatever way; the file says who holds it. Under torchrun every process calls this, and the first
+    one holds the lock. Where the system or the file system has no locks, a `UserWarning` says that
+    nothing keeps a second run out.
+
+    Args:
+        folder: Made with its parents where it is missing.
+        function: The function that errors name.
+
+    Raises:
+        ValueError: The folder cannot be written, or another run holds it.
+    """
+    locked: list[int] = []
+    from_main(lambda: locked.extend(_lock(folder, function)))
+    try:
+        yield
+    finally:
+        for file in locked:
+            (folder / _LOCK).unlink(missing_ok=True)
+            os.close(file)
+
+
+def _lock(folder: Path, function: str) -> list[int]:
+    """The open, locked file in a list, which is empty where there are no locks."""
+    check_writable(folder, function)
+    path = folder / _LOCK
+    while fcntl is not None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same_file(file, path):
+                os.close(file)  # its holder has deleted it in the meantime
+                continue
+        except BlockingIOError as error:
+            os.close(file)
+            raise ValueError(
+                f"{function}: output must be used by one run at a time, got {folder}, "
+                f"held by {_holder(path)}"
+            ) from error
+        except OSError as error:
+            os.close(file)
+            if error.errno in _NO_LOCKS:
+                break
+            raise
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": since}
+        os.truncate(file, 0)
+        os.write(file, json.dumps(holder).encode())
+        return [file]
+    warnings.warn(
+        f"{function}: output should be locked, got {folder}, where this system has no locks: "
+        "do not start a second run in it",
+        stacklevel=2,
+    )
+    return []
+
+
+def _is_same_file(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(lock: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        holder = read_json(lock, "")
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, LookupError):
+        return "another process"  # which has not written its name yet
 
 
 def open_run_folder(
@@ -62,6 +153,9 @@ def open_run_folder(
         raise ValueError(
             f"{function}: output must not be another run's, got {folder} ({differences})"
         )
+    missing = [name for name in first_time if name not in record]
+    if missing:
+        raise ValueError(f"{function}: {path} is damaged (it lacks {', '.join(missing)})")
     return record
 
 
