@@ -11,6 +11,7 @@ import linbias.torch
 from cases import CASES, by_name, make_inputs
 from linbias import near_to_far
 from linbias.torch import merge, visited
+from linbias.torch.operator import Inputs
 
 IMPLEMENTATIONS = ("blocked", "cpu")
 LONG = [case for case in CASES if case.T * case.S > 10_000 and not case.dropout]
@@ -133,3 +134,23 @@ def test_weights_are_those_of_attention():
     expected = linbias.torch.attention(q, k, v, left, implementation="dense", **options)
     per_head = v.repeat_interleave(case.H // case.G, dim=1)
     torch.testing.assert_close(weights @ per_head, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ranges_that_nobody_checked_are_clamped(implementation):
+    """As traced or mapped values come: the operators are called without the checks."""
+    q, k, v = torch.randn(3, 3, 2, 70, 8)
+    forward = getattr(linbias.torch, implementation).operators.forward
+    results = []
+    for ranges in (
+        [[-300000, 70], [-5, 40], [60, 20]],
+        [[0, 70], [0, 40], [60, 60]],
+    ):
+        per_head = torch.tensor(ranges)[:, None].expand(3, 2, 2)
+        inputs = Inputs(
+            q, k, v, torch.tensor([0.5, 0.1]), None, per_head, torch.zeros(3, dtype=torch.int64),
+            None, None, scale=0.3, dropout=0.0, tolerance=1e-7, precise=True,
+        )  # fmt: skip
+        results.append(forward(*inputs))
+    for hostile, clamped in zip(*results, strict=True):
+        assert torch.equal(hostile[..., :70], clamped[..., :70])

@@ -50,7 +50,7 @@ FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 
 # Building a model of absurd size takes minutes or all memory before anything fails. Each is several
 # times what has been published; train_length and t5_max_distance reach as far as positions do.
-MOST: Mapping[str, int] = {
+MAXIMA: Mapping[str, int] = {
     "num_hidden_layers": 2**11,
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
@@ -103,12 +103,12 @@ def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
-    """Check that no size is beyond `MOST`, of a configuration of any family.
+    """Check that no size is beyond `MAXIMA`, of a configuration of any family.
 
     Raises:
         ValueError: As `check_fields`.
     """
-    for name, most in MOST.items():
+    for name, most in MAXIMA.items():
         size = getattr(config, name, 0)
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 

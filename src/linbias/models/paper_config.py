@@ -132,7 +132,7 @@ class PaperConfig(PreTrainedConfig):
         except ArithmeticError:  # its powers leave the range of floats
             widths = [0]
         rule = f"a factor that leaves {len(self.cutoffs) + 1} bands of {self.hidden_size} a width"
-        holds = min(widths) >= 1 and max(widths) <= fields.MOST["hidden_size"]
+        holds = min(widths) >= 1 and max(widths) <= fields.MAXIMA["hidden_size"]
         fields.require(self, "adaptive_factor", holds, rule)
 
 

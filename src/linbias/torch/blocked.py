@@ -124,7 +124,9 @@ def _parts(inputs: Inputs, g: int) -> Iterator[tuple[slice, slice, int]]:
     (B, _, T), S = inputs.q.shape[:3], inputs.k.shape[2]
     ranges = [[0, S]] * B if inputs.key_range is None else inputs.key_range[:, g].tolist()
     starts = [S - T] * B if inputs.query_start is None else inputs.query_start.tolist()
-    limits = [(first, end, start) for (first, end), start in zip(ranges, starts, strict=True)]
+    # Traced or mapped values come unchecked: a negative number would count from the end.
+    clamped = ((min(max(a, 0), S), min(max(b, 0), S)) for a, b in ranges)
+    limits = [(a, max(a, b), start) for (a, b), start in zip(clamped, starts, strict=True)]
     together = len(set(limits)) == 1
     for b, (first, end, start) in enumerate(limits[:1] if together else limits):
         rows = slice(None) if together else slice(b, b + 1)
