@@ -481,7 +481,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=record.RESULTS)
+    parser.add_argument("--output", type=Path, default=record.RECORDS)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     options.device = "cpu" if options.dry_run else "cuda"
