@@ -110,6 +110,34 @@ def benchmark_table() -> str:
     return "\n".join([*lines, "", text])
 
 
+def short_table() -> str:
+    """Ours beside the faster peer at every length, on a processor with a matrix unit."""
+    pattern = re.compile(r"(float32|bfloat16)-(forward|backward)-D(\d+)-(\d+)")
+    records = [r for r in newest_records("bfloat16-forward-D") if pattern.fullmatch(r["case"])]
+    kinds = list(dict.fromkeys(pattern.fullmatch(r["case"]).groups()[:3] for r in records))
+    lengths = sorted({r["T"] for r in records})
+    lines = [
+        "| linbias ms, times the faster SDPA | " + " | ".join(f"{n:,}" for n in lengths) + " |"
+    ]
+    lines.append("|---" * (len(lengths) + 1) + "|")
+    for dtype, mode, size in sorted(kinds):
+        cells = []
+        for length in lengths:
+            case = f"{dtype}-{mode}-D{size}-{length}"
+            medians = {r["implementation"]: r["p50_ms"] for r in records if r["case"] == case}
+            ours = medians.pop("cpu", None)
+            cells.append(f"{ours:,.1f}, {min(medians.values()) / ours:.2f} x" if ours else "-")
+        words = "forward" if mode == "forward" else "forward + backward"
+        lines.append(f"| {dtype}, {words}, head size {size} | " + " | ".join(cells) + " |")
+    r = records[-1]
+    text = (
+        "About 4,096 tokens in all, 8 heads, causal, random normal inputs; the peers are SDPA without any bias, which computes less,"
+        f" and with the bias as a mask (up to 2,048). {r['machine']}, {r['threads']} threads, torch {r['versions']['torch']},"
+        f" {r['date']}, `python benchmarks/bench_short.py`."
+    )
+    return "\n".join([*lines, "", text])
+
+
 def jax_table() -> str:
     """Median milliseconds of linbias.jax beside what a JAX user can write, and memory."""
     records = newest_records("jax-")
@@ -181,6 +209,7 @@ def main() -> None:
     options = parser.parse_args()
     fill_document("README.md", "speed", speed_table())
     fill_document("docs/kernels.md", "benchmark", benchmark_table())
+    fill_document("docs/kernels.md", "short", short_table())
     fill_document("docs/jax.md", "benchmark", jax_table())
     if options.experiment:
         fill_document("README.md", "extrapolation", experiment(options.experiment))
