@@ -68,3 +68,27 @@ def paper_run(paper_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
     output = tmp_path_factory.mktemp("unbroken") / "run"
     return train_into(paper_data, output, callbacks=[KeepMomentum(output)])
+
+
+# A short text, and a run of the language models' training on it, which two files look at.
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(24)))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def corpus(text: str):
+    from linbias.data.corpus import load_corpus
+
+    return load_corpus(text)
+
+
+@pytest.fixture(scope="session")
+def unbroken(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from lm_training import SETTINGS, train_into
+
+    return train_into(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run")

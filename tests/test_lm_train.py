@@ -6,7 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -18,64 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linbias.lm.train as train_module
-from interrupting import Kill, Stop, StopAt, die, torchrun
+from interrupting import Kill, die, torchrun
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
 from linbias.lm.evaluate import read_split
-from linbias.lm.settings import TrainSettings
 from linbias.lm.train import LanguageModelMetrics, train
-from linbias.runs.checkpoints import Checkpoints
 from linbias.runs.folders import hold_run_folder
-
-TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-# 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does
-# not divide the number of steps; dropout makes the weights depend on the random state as well.
-SETTINGS = TrainSettings(
-    model={**TINY, "hidden_dropout": 0.1},
-    length=16,
-    batch_size=6,
-    accumulation=2,
-    steps=12,
-    save_steps=5,
-    threads=1,
-    device="cpu",
-)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(24)))
-    return str(path)
-
-
-@pytest.fixture(scope="session")
-def corpus(text: str) -> Corpus:
-    return load_corpus(text)
-
-
-@pytest.fixture(scope="session")
-def unbroken(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_into(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run")
-
-
-def train_into(settings: TrainSettings, corpus: Corpus, output: Path) -> Path:
-    """Trains without a progress bar; returns the run's folder."""
-    train(settings, corpus, output, progress=False)
-    return output
-
-
-def metrics(folder: Path) -> dict[str, float]:
-    return json.loads((folder / "metrics.json").read_text())
-
-
-def assert_same_run(folder: Path, other: Path) -> None:
-    """The same weights bit for bit, and the same numbers but for time and memory."""
-    assert (folder / "model.safetensors").read_bytes() == (
-        other / "model.safetensors"
-    ).read_bytes()
-    for name in ("loss", "steps", "tokens"):
-        assert metrics(folder)[name] == metrics(other)[name]
+from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 
 
 def test_every_segment_is_read_once_per_pass_and_predicts_its_next_tokens() -> None:
@@ -174,141 +122,6 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
         assert process.exitcode == -signal.SIGKILL
         assert not (tmp_path / "metrics.json").exists()
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
-
-
-def interrupt(corpus: Corpus, output: Path, step: int, settings: TrainSettings = SETTINGS) -> Path:
-    """Leaves an unfinished run; returns its checkpoints."""
-    with pytest.raises(Stop):
-        train(settings, corpus, output, progress=False, callbacks=[StopAt(step)])
-    return output / "checkpoints"
-
-
-@pytest.mark.parametrize("damage", ["flipped", "missing", "unmarked"])
-def test_damaged_checkpoint_is_passed_over_for_the_one_before(
-    damage: str, unbroken: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    newest = interrupt(corpus, tmp_path, 11) / "checkpoint-10"
-    if damage == "unmarked":  # as a kill leaves it, and nothing to speak of
-        (newest / "complete.json").unlink()
-        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
-        return
-    if damage == "flipped":
-        flip_a_bit(newest / "optimizer.pt")
-        message = (
-            r"got checkpoint-10 \(optimizer\.pt is damaged\) in .*; going on from checkpoint-5"
-        )
-    else:
-        (newest / "rng_state.pth").unlink()
-        message = (
-            r"got checkpoint-10 \(rng_state\.pth is missing\) in .*; going on from checkpoint-5"
-        )
-    with pytest.warns(UserWarning, match=message):
-        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def interrupted(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped after its second checkpoint; to be copied."""
-    folder = tmp_path_factory.mktemp("interrupted") / "run"
-    interrupt(corpus, folder, 11)
-    return folder
-
-
-FILES = [
-    *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
-    *("config.json", "generation_config.json", "training_args.bin", "complete.json"),
-]
-
-
-def test_one_flipped_bit_in_any_file_of_a_checkpoint_is_seen(
-    interrupted: Path, tmp_path: Path
-) -> None:
-    names = {path.name for path in (interrupted / "checkpoints" / "checkpoint-10").iterdir()}
-    assert names == set(FILES)
-    for name in FILES:
-        folder = tmp_path / name
-        shutil.copytree(interrupted / "checkpoints", folder)
-        flip_a_bit(folder / "checkpoint-10" / name)
-        with pytest.warns(UserWarning, match=rf"got checkpoint-10 \({name} is damaged\)"):
-            assert Checkpoints(folder).latest() == folder / "checkpoint-5"
-        assert not (folder / "checkpoint-10").exists()
-
-
-@pytest.mark.parametrize(
-    "mark", ["{}", "[]", "3", '{"sec', '{"seconds": 1}', '{"sha256": 3, "mark": null}', "\0"]
-)
-def test_a_mark_that_is_none_counts_as_damage(
-    mark: str, interrupted: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
-    (folder / "checkpoint-10" / "complete.json").write_text(mark)
-    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(complete\.json is damaged\)"):
-        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
-
-
-def test_no_undamaged_checkpoint_is_an_error_and_none_is_deleted(
-    interrupted: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    run = shutil.copytree(interrupted, tmp_path / "run")
-    for step in (5, 10):
-        flip_a_bit(run / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
-    message = (
-        r"train: checkpoints must have an undamaged one to go on from, got checkpoint-10 "
-        r"\(model\.safetensors is damaged\), checkpoint-5 \(model\.safetensors is damaged\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        train(SETTINGS, corpus, run, progress=False)
-    assert len(list((run / "checkpoints").iterdir())) == 2
-
-
-def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
-    (folder / "checkpoint-abc").mkdir()
-    (folder / "checkpoint-99").write_text("x")
-    (folder / "checkpoint-98").symlink_to(tmp_path)
-    (folder / "checkpoint-\u0667").mkdir()
-    assert Checkpoints(folder).latest() == folder / "checkpoint-10"
-    assert len(list(folder.iterdir())) == 6
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "output must not be another run's"),
-        ("[]", r"settings\.json is damaged \(it holds no JSON object\)"),
-        ('{"sett', r"settings\.json is damaged"),
-    ],
-)
-def test_settings_that_are_damaged_are_one_error(
-    content: str, message: str, interrupted: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    run = shutil.copytree(interrupted, tmp_path / "run")
-    (run / "settings.json").write_text(content)
-    with pytest.raises(ValueError, match=f"train: .*{message}"):
-        train(SETTINGS, corpus, run, progress=False)
-
-
-@pytest.mark.parametrize("steps", [None, "7", 0])
-def test_measured_steps_that_are_damaged_are_one_error(
-    steps: object, corpus: Corpus, tmp_path: Path
-) -> None:
-    by_seconds = replace(SETTINGS, steps=None, seconds=0.1)
-    interrupt(corpus, tmp_path, 1, by_seconds)
-    path = tmp_path / "settings.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "steps": steps}))
-    with pytest.raises(ValueError, match=rf"settings\.json is damaged \(steps is {steps!r}\)"):
-        train(by_seconds, corpus, tmp_path, progress=False)
-    del record["steps"]
-    path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"settings\.json is damaged \(it lacks steps\)"):
-        train(by_seconds, corpus, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("full_at", ["optimizer.pt", "model.safetensors"])
