@@ -33,7 +33,7 @@ fix: $(VENV)/.dev  ## format and mend what lint can mend
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to records
+bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to records/
 	$(BIN)/python benchmarks/bench_attention.py
 	$(BIN)/python benchmarks/bench_decode.py
 	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked

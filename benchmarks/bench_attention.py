@@ -1,6 +1,6 @@
 """Time linear-bias attention and the peers that a user can write today, interleaved in one run.
 
-    python benchmarks/bench_attention.py                       # every case below, records to records
+    python benchmarks/bench_attention.py                       # every case below, records to records/
     python benchmarks/bench_attention.py --cases causal-8192 zero-slopes-4096 --repeats 9
     python benchmarks/bench_attention.py --model output/extrapolate/models/alibi-L128-s0   # its q, k and v
 
