@@ -23,8 +23,8 @@ check: $(VENV)/.dev  ## what CI runs: format, lint, types, tests
 	$(MAKE) core-test
 	$(MAKE) test
 
-core-test: $(VENV)/.dev  ## the C++ core's own test, without Python, and no warnings
-	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON
+core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every target, a model of the matrix unit too, and no warnings
+	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON -DLINBIAS_EMULATE_AMX=ON
 	$(BIN)/cmake --build build/test --parallel 2
 	build/test/attention_test
 
