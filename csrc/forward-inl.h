@@ -32,8 +32,8 @@ struct ForwardTask {
         squares += x * x;
         aligned += x * head.center[d];
       }
-      scratch.norm[i] = square_root(squares) * (1 + slack) * (1 + slack);
-      scratch.base[i] = aligned + slack * scratch.norm[i] * (head.center_norm + head.largest);
+      scratch.norm[i] = length_from(squares, scratch.q + i * packed.padded_D, call.D) * (1 + slack) * (1 + slack);
+      scratch.base[i] = aligned + slack * (scratch.norm[i] * (head.center_norm + head.largest));
       scratch.row_max[i] = -kInfinity<W>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
       find_entry(head, scratch, i);
