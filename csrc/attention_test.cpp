@@ -259,6 +259,39 @@ void test_visited_says_which_keys_were_read() {
   }
 }
 
+// NaN anywhere in what a head is given shows in the gradients of its slopes, and in no other head's; keys and values
+// that no query sees have no gradient, whatever the others hold.
+template <typename In>
+void test_nan_shows() {
+  using W = typename Type<In>::Wide;
+  Case c{1, 2, 2, 60, 300, 5, 7, false, false, {40}};
+  const Inputs x = draw(c, sizeof(In) == 2);
+  const char* const places[] = {"q", "k", "v", "dout", "dlse"};
+  on_every_target([&] {
+    for (int place = 0; place < 10; ++place) {
+      c.causal = place >= 5;
+      Arrays<In> a(c, x);
+      for (int h = 0; h < 2; ++h) a.left[h] = W(0.1), a.right[h] = W(0.2);
+      const std::string name = describe(c, Type<In>::name) + " NaN in " + places[place % 5];
+      const In nan = narrow<In>(kNan);
+      if (place % 5 == 0) a.q[30 * c.D + 1] = nan;  // of head 0, as all of these
+      if (place % 5 == 1) a.k[60 * c.D + 1] = nan;
+      if (place % 5 == 2) a.v[60 * c.E + 1] = nan;
+      if (place % 5 == 3) a.dout[30 * c.E + 1] = W(kNan);
+      if (place % 5 == 4) a.dlse[30] = W(kNan);
+      forward(a.call, a.results);
+      backward(a.call, a.gradients);
+      check(std::isnan(a.dleft[0]) && std::isfinite(a.dleft[1]), name, "dleft");
+      check(c.causal ? a.dright[0] == 0 : std::isnan(a.dright[0]), name, "dright");
+      check(std::isfinite(a.dright[1]), name, "dright of the other head");
+      if (!c.causal) continue;
+      const auto is_zero = [](W y) { return y == 0; };  // keys from 100 on are seen by nobody
+      check(std::all_of(a.dk.begin() + 100 * c.D, a.dk.begin() + 300 * c.D, is_zero), name, "dk of unseen keys");
+      check(std::all_of(a.dv.begin() + 100 * c.E, a.dv.begin() + 300 * c.E, is_zero), name, "dv of unseen keys");
+    }
+  });
+}
+
 void test_several_threads_may_call_at_once() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, false);
@@ -286,6 +319,9 @@ int main(int count, char** names) {
   test_what_a_caller_may_not_break<Brain>();
   test_visited_says_which_keys_were_read<float>();
   test_visited_says_which_keys_were_read<Brain>();
+  test_nan_shows<float>();
+  test_nan_shows<double>();
+  test_nan_shows<Brain>();
   test_what_is_left_out();
   for (const std::string& name : chosen_targets) {
     force_target(name.c_str());
