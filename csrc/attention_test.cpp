@@ -90,11 +90,15 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   }
 }
 
-template <typename In>
+// Two types that hold the same numbers.
+template <typename In, typename Other>
 void run_on_every_target(const Case& c) {
   const Inputs x = draw(c, sizeof(In) == 2);
   const Truth truth = define(c, x);
-  on_every_target([&] { run<In>(c, x, truth); });
+  on_every_target([&] {
+    run<In>(c, x, truth);
+    run<Other>(c, x, truth);
+  });
 }
 
 void test_the_definition() {
@@ -132,23 +136,21 @@ void test_the_definition() {
       {2, 6, 3, 2, 400, 8, 24, true, true, {-1, 433}},
   };
   for (const Case& c : cases) {
-    run_on_every_target<float>(c);
-    run_on_every_target<double>(c);
-    run_on_every_target<Half>(c);
-    run_on_every_target<Brain>(c);
+    run_on_every_target<float, double>(c);
+    run_on_every_target<Half, Brain>(c);
   }
 }
 
 // Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is
 // right.
-template <typename In>
+template <typename In, typename Other>
 void test_what_a_caller_may_not_break() {
   constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
                          kHigh = std::numeric_limits<std::int64_t>::max();
   Case wild{2, 6, 3, 53, 157, 6, 7, false, true, {}, 0, 2, true};
-  run_on_every_target<In>(wild);
+  run_on_every_target<In, Other>(wild);
   wild.T = 2;
-  run_on_every_target<In>(wild);
+  run_on_every_target<In, Other>(wild);
   for (const std::int64_t T : {2, 53}) {
     for (const bool causal : {true, false}) {
       for (const bool ranges : {true, false}) {
@@ -294,11 +296,18 @@ void test_nan_shows() {
 
 void test_several_threads_may_call_at_once() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
-  const Inputs x = draw(c, false);
+  const Inputs x = draw(c, true);
   const Truth truth = define(c, x);
-  std::vector<std::thread> callers;
-  for (int i = 0; i < 3; ++i) callers.emplace_back([&] { run<float>(c, x, truth); });
-  for (std::thread& caller : callers) caller.join();
+  on_every_target([&] {
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 3; ++i) {
+      callers.emplace_back([&] {
+        run<float>(c, x, truth);
+        run<Brain>(c, x, truth);
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+  });
 }
 
 }  // namespace
@@ -314,18 +323,20 @@ int main(int count, char** names) {
   for (std::size_t at = 1; count == 1 && at < here.size(); at = here.find(',', at) + 1) {
     chosen_targets.push_back(here.substr(at, here.find(',', at) - at));
   }
-  test_the_definition();
-  test_what_a_caller_may_not_break<float>();
-  test_what_a_caller_may_not_break<Brain>();
-  test_visited_says_which_keys_were_read<float>();
-  test_visited_says_which_keys_were_read<Brain>();
-  test_nan_shows<float>();
-  test_nan_shows<double>();
-  test_nan_shows<Brain>();
-  test_what_is_left_out();
-  for (const std::string& name : chosen_targets) {
-    force_target(name.c_str());
-    test_several_threads_may_call_at_once();
+  for (void (*test)() : {
+           test_the_definition,
+           test_what_a_caller_may_not_break<float, double>,
+           test_what_a_caller_may_not_break<Brain, Half>,
+           test_visited_says_which_keys_were_read<float>,
+           test_visited_says_which_keys_were_read<Brain>,
+           test_nan_shows<float>,
+           test_nan_shows<double>,
+           test_nan_shows<Brain>,
+           test_what_is_left_out,
+           test_several_threads_may_call_at_once,
+       }) {
+    test();
+    if (failures) break;  // the first reason is the clearest
   }
   std::printf("%d checks on %d of the targets %s, %d failed\n", checks.load(), int(chosen_targets.size()), targets(),
               failures.load());
