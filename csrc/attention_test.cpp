@@ -5,6 +5,10 @@
 //     attention_test avx2 ...    on these
 //
 // `make core-test` builds and runs it, `make sanitize` under sanitizers.
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
 #include <thread>
 
 #include "attention_test.h"
@@ -333,10 +337,19 @@ void test_nan_shows() {
   });
 }
 
-void test_several_threads_may_call_at_once() {
+void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
   const Truth truth = define(c, x);
+  // As a signal would, at a key pressed in a notebook.
+  signal(SIGUSR1, [](int) {});
+  std::atomic<bool> done{false};
+  std::thread interrupting([&] {
+    while (!done) {
+      kill(getpid(), SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  });
   on_every_target([&] {
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) {
@@ -347,6 +360,8 @@ void test_several_threads_may_call_at_once() {
     }
     for (std::thread& caller : callers) caller.join();
   });
+  done = true;
+  interrupting.join();
 }
 
 }  // namespace
@@ -375,7 +390,7 @@ int main(int count, char** names) {
            test_nan_shows<double>,
            test_nan_shows<Brain>,
            test_what_is_left_out,
-           test_several_threads_may_call_at_once,
+           test_several_threads_may_call_at_once_and_be_interrupted,
        }) {
     test();
     if (failures) break;  // the first reason is the clearest
