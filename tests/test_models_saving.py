@@ -18,6 +18,7 @@ from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.paper.checkpoint import add_words
 from linbias.paper.checkpoint import load as load_paper_model
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
@@ -114,7 +115,7 @@ TEXT = " the cat = <unk>\n\n sat\x1c on\tthe mat </s>\r\n the end"
 def paper_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     words = Dictionary.from_counts({"the": 3, "cat": 1, "=": 1, "sat": 1, "on": 1, "end": 1})
-    words.write(folder / "dict.txt")
+    add_words(words, folder)
     build_paper(vocab_size=len(words), cutoffs=(6,)).save_pretrained(folder)
     return folder
 
@@ -134,18 +135,29 @@ def test_one_import_is_enough_for_a_folder_of_either_family(
     """In a process of its own: here, other tests have imported everything."""
     code = f"""
 import linbias.models
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = {str(request.getfixturevalue(f"{family}_folder"))!r}
 print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
-from linbias.models.load import encode, load_model, load_tokenizer
-print(type(load_model(folder)).__name__, encode(folder, b"the").tolist(), load_tokenizer(folder)("the").input_ids)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+print(tokenizer("the").input_ids, tokenizer.decode(tokenizer("the\\nthe").input_ids).split())
+from linbias.models.load import encode, load_model
+print(type(load_model(folder)).__name__, encode(folder, b"the").tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = {
-        "byte": "LinbiasForCausalLM\nLinbiasForCausalLM [116, 104, 101] [116, 104, 101]\n",
-        "paper": "PaperForCausalLM\nPaperForCausalLM [4, 2] [4]\n",
+        "byte": "LinbiasForCausalLM\n[116, 104, 101] ['the', 'the']\nLinbiasForCausalLM [116, 104, 101]\n",
+        "paper": "PaperForCausalLM\n[4] ['the', 'the']\nPaperForCausalLM [4, 2]\n",
     }
     assert done.stdout == expected[family]
+    assert "of type" not in done.stderr  # Transformers knows the family of the tokenizer's folder
+
+
+HUB = """
+from transformers import AutoModelForCausalLM
+import sys, linbias.models
+from linbias.models import {name}
+{name}.register_for_auto_class("AutoModelForCausalLM")
+"""
 
 
 def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path) -> None:
@@ -162,8 +174,9 @@ def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path)
 
 def test_words_become_text_again(paper_folder: Path) -> None:
     tokenizer = load_tokenizer(paper_folder)
-    ids = tokenizer(" the cat = zzz\n sat").input_ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat = <unk>\n sat"
+    ids = tokenizer(" the cat = zzz\n sat<pad> </s>").input_ids
+    assert tokenizer.decode(ids) == "the cat = <unk>\n <unk>\n"  # white space alone parts words
+    assert tokenizer.decode([1, *ids], skip_special_tokens=True) == "the cat = <unk> <unk>"
 
 
 def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> None:
@@ -176,9 +189,10 @@ def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> N
 
 def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
     build_paper().save_pretrained(tmp_path)
-    for read in (load_tokenizer, lambda path: encode(path, b"a")):
-        with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
-            read(tmp_path)
+    with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
+        encode(tmp_path, b"a")
+    with pytest.raises(ValueError, match=r"load_tokenizer: path must hold the tokenizer.json"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

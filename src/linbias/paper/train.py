@@ -5,7 +5,7 @@ A run has a folder:
     recipe.json        the settings; written first, compared when the run continues
     log.jsonl          a line per logged step, with the columns that the original logs
     checkpoints/       the Trainer's, while training
-    config.json, model.safetensors, dict.txt     the best model so far, for `from_pretrained`
+    config.json, model.safetensors, dict.txt, tokenizer.json, ...     the best model so far, for `from_pretrained`
     metrics.json       written last: a run that has it is finished
 
 The batches are a pure function of the seed and the step, dropout is seeded anew for each step, and
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from linbias.models.fields import own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
+from linbias.paper.checkpoint import add_words
 from linbias.paper.recipe import Recipe
 from linbias.paper.trainer import LogFile, PaperTrainer, SeedEachStep, perplexity
 from linbias.runs.checkpoints import Checkpoints
@@ -198,7 +198,7 @@ def _run(
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
 
     def save(trainer: PaperTrainer) -> None:
-        add_dictionary = partial(shutil.copy, data / "dict.txt")
+        add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
         publish(trainer, checkpoints, output, add_dictionary)
 
     set_seed(recipe.seed)
