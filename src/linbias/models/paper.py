@@ -10,6 +10,7 @@ the embedding in every model, and its sinusoids have other wavelengths and anoth
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,12 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         self.model = PaperModel(config)
         self.adaptive_softmax = AdaptiveSoftmax(config)
         self.post_init()
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> nn.Module:
+        """Refuse: ids are frequency ranks in bands, and <pad> is one of them."""
+        raise NotImplementedError(
+            "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks (the tokenizer has <pad>)"
+        )
 
     @can_return_tuple
     def forward(
