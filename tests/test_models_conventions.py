@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -14,7 +13,6 @@ from transformers import (
     StaticCache,
 )
 
-import linbias.torch
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from linbias.models.config import POSITIONS
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
@@ -124,35 +122,26 @@ def test_a_compiled_model_reads_packed_batches() -> None:
 
 @both_families
 @torch.no_grad()
-def test_attentions_are_the_weights_behind_the_output(make: Any, position: str, draw: Any) -> None:
-    model: PreTrainedModel = make(position=position, num_hidden_layers=1)
-    ids = draw(2, 7)
-    mask = torch.ones(2, 7, dtype=torch.int64)
+def test_attentions_are_the_weights_behind_the_output(
+    make: Any, position: str, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: PreTrainedModel = make(position=position)
+    attend, seen = model.model.position.attend, []
+
+    def watched(q: Any, k: Any, v: Any, options: Any) -> Any:
+        seen.append((v, attend(q, k, v, options)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(model.model.position, "attend", watched)
+    ids, mask = draw(2, 7), torch.ones(2, 7, dtype=torch.int64)
     mask[0, :2] = 0
-    seen = []
-    layer = model.model.layers[0]
-    attention = layer.attention if hasattr(layer, "attention") else layer.self_attn
-    attention.project_out, project = (
-        lambda gathered: (seen.append(gathered), project(gathered))[1],
-        attention.project_out,
-    )
     output = model(ids, mask, output_attentions=True, logits_to_keep=2)
-    (weights,) = output.attentions
-    assert weights.shape == (2, attention.head_size and model.config.num_attention_heads, 7, 7)
-    q, k, v = (
-        part.unflatten(-1, (-1, attention.head_size)).transpose(1, 2)
-        for part in attention.project_in(
-            (layer.norm if hasattr(layer, "norm") else layer.self_attn_layer_norm)(
-                model.model.before_layers(
-                    model.model.embed_tokens(ids),
-                    torch.tensor([[0, 0, 0, 1, 2, 3, 4], [*range(7)]]),
-                )
-            )
-        )
-    )
-    gathered = (weights @ v).transpose(1, 2).flatten(2)
-    assert_same(gathered[0, 2:], seen[0][0, 2:])
-    assert_same(gathered[1], seen[0][1])
+    assert len(output.attentions) == 2 and output.logits.shape[1] == 2
+    for weights, (v, gathered) in zip(output.attentions, seen, strict=True):
+        assert weights.shape == (2, v.shape[1], 7, 7)
+        assert not weights.triu(1).any() and not weights[0, :, 2:, :2].any()
+        assert_same((weights @ v)[0, :, 2:], gathered[0, :, 2:])
+        assert_same((weights @ v)[1], gathered[1])
     assert model(ids, mask).attentions is None
 
 

@@ -128,36 +128,78 @@ def byte_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["byte", "paper"])
-def test_one_import_is_enough_for_a_folder_of_either_family(
-    family: str, request: pytest.FixtureRequest
+def test_one_import_is_enough_for_folders_of_both_families(
+    byte_folder: Path, paper_folder: Path
 ) -> None:
     """In a process of its own: here, other tests have imported everything."""
     code = f"""
 import linbias.models
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = {str(request.getfixturevalue(f"{family}_folder"))!r}
-print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-print(tokenizer("the").input_ids, tokenizer.decode(tokenizer("the\\nthe").input_ids).split())
 from linbias.models.load import encode, load_model
-print(type(load_model(folder)).__name__, encode(folder, b"the").tolist())
+for folder in {[str(byte_folder), str(paper_folder)]!r}:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__, type(load_model(folder)).__name__)
+    print(tokenizer("the").input_ids, tokenizer.decode(tokenizer("the\\nthe").input_ids).split())
+    print(encode(folder, b"the").tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = {
-        "byte": "LinbiasForCausalLM\n[116, 104, 101] ['the', 'the']\nLinbiasForCausalLM [116, 104, 101]\n",
-        "paper": "PaperForCausalLM\n[4] ['the', 'the']\nPaperForCausalLM [4, 2]\n",
-    }
-    assert done.stdout == expected[family]
-    assert "of type" not in done.stderr  # Transformers knows the family of the tokenizer's folder
+    assert done.stdout.splitlines() == [
+        "LinbiasForCausalLM LinbiasForCausalLM",
+        "[116, 104, 101] ['the', 'the']",
+        "[116, 104, 101]",
+        "PaperForCausalLM PaperForCausalLM",
+        "[4] ['the', 'the']",
+        "[4, 2]",
+    ]
+    assert "of type" not in done.stderr  # Transformers knows the family of each tokenizer's folder
 
 
-HUB = """
-from transformers import AutoModelForCausalLM
-import sys, linbias.models
-from linbias.models import {name}
-{name}.register_for_auto_class("AutoModelForCausalLM")
+SAVE_FOR_THE_HUB = """
+import sys
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.data.words import save_word_tokenizer
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
+small = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+for config, model, own in (
+    (LinbiasConfig, LinbiasForCausalLM, {}),
+    (PaperConfig, PaperForCausalLM, dict(vocab_size=16, cutoffs=(6,))),
+):
+    config.register_for_auto_class()
+    model.register_for_auto_class("AutoModelForCausalLM")
+    model(config(**small, **own)).save_pretrained(f"{sys.argv[1]}/{config.model_type}")
+byte_tokenizer().save(f"{sys.argv[1]}/linbias")
+save_word_tokenizer(Dictionary.from_counts({"the": 1}), f"{sys.argv[1]}/linbias-paper")
 """
+LOAD_FROM_THE_HUB = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folders = [f"{sys.argv[1]}/{family}" for family in ("linbias", "linbias-paper")]
+model = AutoModelForCausalLM.from_pretrained(folders[0], trust_remote_code=True)
+print(type(model).__name__, "transformers_modules" in type(model).__module__)
+import linbias.models
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(type(model).__module__, model(**tokenizer("the", return_tensors="pt")).logits.shape[-1])
+"""
+
+
+def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
+    """Registered for the Auto classes, it carries its code; after `import linbias.models` that is not run."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    for code in (SAVE_FOR_THE_HUB, LOAD_FROM_THE_HUB):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("LinbiasForCausalLM True", "linbias.models.linbias 256", "linbias.models.paper 16"),
+    ]
 
 
 def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path) -> None:

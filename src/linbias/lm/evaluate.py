@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from linbias.data.reading import Window, check_tokens, equal_windows
 from linbias.models.limits import able_to_read, position_limit
+from linbias.models.paper import PaperForCausalLM
 from linbias.runs import PRECISIONS
 from linbias.runs.files import Record
 from linbias.runs.memory import PeakMemory
@@ -306,6 +307,8 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
 
     Some models scale or cap their logits after the head. A few tokens are enough to see it.
     """
+    if isinstance(model, PaperForCausalLM):
+        return True
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
@@ -321,6 +324,8 @@ def _losses(
     model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
 ) -> Tensor:
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
+    if isinstance(model, PaperForCausalLM):  # only the parts of the vocabulary that have targets
+        return -model.log_probs(inputs, targets)
     rows, keep = targets.shape
     if not head_is_separate:
         logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]

@@ -224,17 +224,19 @@ class Decoder(DecoderPreTrainedModel):
         """Where the new tokens stand, after those of a cache."""
         name = type(self).__name__
         num_cached: int | Tensor = 0
-        is_static = past_key_values is not None and past_key_values.is_compileable
+        is_static = False
         if past_key_values is not None:
             use_growing_layers(past_key_values)
             num_cached = past_key_values.get_seq_length()
-        if is_static and not torch.compiler.is_compiling():
-            num_cached, room = int(num_cached), past_key_values.layers[0].get_max_length()
-            if num_cached + embedded.shape[1] > room:
-                raise ValueError(
-                    f"{name}: past_key_values must have room for {num_cached + embedded.shape[1]} tokens, "
-                    f"got a static cache of {room}"
-                )
+            is_static = past_key_values.is_compileable
+            if is_static and not torch.compiler.is_compiling():
+                num_keys = int(num_cached) + embedded.shape[1]
+                room = past_key_values.layers[0].get_max_length()
+                if num_keys > room:
+                    raise ValueError(
+                        f"{name}: past_key_values must have room for {num_keys} tokens, "
+                        f"got a static cache of {room}"
+                    )
         return read_attention_mask(
             *(name, attention_mask, embedded, num_cached),
             position_ids=position_ids,

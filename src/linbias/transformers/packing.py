@@ -130,10 +130,10 @@ def attend_packed(
     Returns:
         [B, H, T, D].
     """
-    parts = [
-        attend(*(packing.take(x, group) for x in (q, k, v)), group.key_range())
-        for group in packing.groups
-    ]
+    parts = []
+    for group in packing.groups:
+        taken = packing.take(q, group), packing.take(k, group), packing.take(v, group)
+        parts.append(attend(*taken, group.key_range()))
     return packing.put_back(parts, q.shape)
 
 
