@@ -74,13 +74,13 @@ def test_packed_rows_may_be_several_long_and_padded() -> None:
     texts = [[tokens(70), tokens(3)], [tokens(20), tokens(40)]]
     ids, mask, positions = (torch.zeros(2, 73, dtype=torch.int64) for _ in range(3))
     for line, row in enumerate(texts):
-        size = sum(map(len, row))
-        ids[line, :size] = torch.cat(row)
-        mask[line, :size] = 1
-        positions[line, :size] = torch.cat([torch.arange(len(text)) for text in row])
+        filled = slice(offset := 7 * line, offset + sum(map(len, row)))  # padding on both sides
+        ids[line, filled] = torch.cat(row)
+        mask[line, filled] = 1
+        positions[line, filled] = torch.cat([torch.arange(len(text)) for text in row])
     output = model(ids, mask, positions, output_attentions=True)
     for line, row in enumerate(texts):
-        start = 0
+        start = 7 * line
         for text in row:
             stop = start + len(text)
             alone = model(text[None], output_attentions=True)
