@@ -120,6 +120,18 @@ def test_a_compiled_model_reads_packed_batches() -> None:
     assert_same(compiled(**batch).logits, model(**batch).logits)
 
 
+def test_position_numbers_are_refused_while_a_model_is_exported() -> None:
+    model, ids = build(num_hidden_layers=1), tokens(1, 5)
+    inputs = {"input_ids": ids, "use_cache": False}
+    program = torch.export.export(model, (), inputs, strict=False)
+    assert_same(program.module()(**inputs).logits, model(**inputs).logits)
+    with pytest.raises(
+        ValueError, match="LinbiasModel: position_ids must be None while a model is"
+    ):
+        numbers = {"position_ids": torch.arange(5)[None]}
+        torch.export.export(model, (), inputs | numbers, strict=False)
+
+
 @both_families
 @torch.no_grad()
 def test_attentions_are_the_weights_behind_the_output(
