@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,6 +60,7 @@ def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken: Pat
     assert names == {
         *("settings.json", "metrics.json", "config.json", "generation_config.json"),
         *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("history.jsonl", "checkpoints"),
     }
 
 
@@ -351,18 +355,36 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(
     assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
 
 
-def test_progress_is_one_bar_on_stderr_or_nothing(
+def test_progress_is_lines_where_stderr_is_no_terminal_or_nothing(
     corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(SETTINGS, steps=4, save_steps=1)
+    settings = replace(SETTINGS, steps=4, save_steps=1, validate_steps=3)
     interrupt(corpus, tmp_path / "quiet", 2, settings)
     train(settings, corpus, tmp_path / "quiet", progress=False)
     assert capfd.readouterr() == ("", "")
     train(settings, corpus, tmp_path / "loud")
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("training") == 1
-    assert "4/4" in err and "tokens/s" in err
+    losses = r"loss \d\.\d{3}  validation \d\.\d{3}  [\d,]+ tokens/s"
+    # a line for the validation, and one at the end with the validation that it has
+    assert re.fullmatch(
+        rf"training: step 3/4  {losses}  0:00 left\ntraining: step 4/4  {losses}\n", err
+    )
+
+
+def test_a_bar_shows_no_number_before_there_is_one(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+
+    def terminal(**options: object) -> Console:
+        return Console(file=screen, force_terminal=True, width=100)
+
+    monkeypatch.setattr("linbias.runs.watch.Console", terminal)
+    train(replace(SETTINGS, steps=2), corpus, tmp_path)
+    shown = screen.getvalue()
+    assert "2/2" in shown and "loss" in shown and "tokens/s" in shown
+    assert "nan" not in shown
 
 
 def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -> None:
@@ -370,7 +392,7 @@ def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -
 
     train(replace(SETTINGS, tensorboard=True), corpus, tmp_path, progress=False)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 12]
 
 
 def test_bfloat16_trains_float32_weights(corpus: Corpus, tmp_path: Path) -> None:
@@ -400,8 +422,13 @@ BAD_SETTINGS = [
     ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
     ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
-    (r"model must be made of LinbiasConfig's fields, got \['depth'\]", {"model": {"depth": 3}}),
-]
+    ("model must be made of LinbiasConfig's fields, got 'depth'; there are attention_dropout, .*"
+     "use_cache$", {"model": {"depth": 3}}),
+    (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
+     "are", {"model": {"heads": 3}}),
+    (r"model must be .* got 'hiden_size' \(perhaps hidden_size\);", {"model": {"hiden_size": 3}}),
+    ("validate_steps must be at least 0, got -1", {"validate_steps": -1}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_SETTINGS)
