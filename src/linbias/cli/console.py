@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from linbias.runs.progress import Advance, progress_bar
+from linbias.runs.tables import NumberTable
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -100,10 +100,7 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
 
 def number_table(*titles: str) -> Table:
     """A table whose columns are aligned on the right."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
+    return NumberTable(*titles)
 
 
 def mebibytes(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 files        whole files, logs that grow line by line, fingerprints     (standard library only)
 progress     a bar or lines on standard error                          (Rich only)
 processes    which of several processes this is
+tables       tables for terminals of any width                        (Rich only)
 folders      a run's folder: held by one run at a time, and new or of the very same run
 checkpoints  which checkpoints are complete and undamaged, and which may go
 training     what every run on Transformers' Trainer does alike
