@@ -1,9 +1,12 @@
 """What the records of an experiment say, and that the plots can be read."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 
+import linbias
 from linbias.lm import figures, findings
 from linbias.lm.evaluate import Evaluation
 from linbias.lm.methods import NAMES
@@ -130,3 +133,20 @@ def test_labels_of_ticks_do_not_overlap():
     boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
     assert len(boxes) == 2  # the shortest and the longest
     assert not boxes[0].overlaps(boxes[1])
+
+
+def test_what_holds_much_is_shown_in_short(corpus):
+    length = 4096
+    evaluation = by_position([math.log(2.0)] * length, [1] * length).evaluation
+    assert repr(evaluation) == (
+        "Evaluation(length=4096, stride=None, num_tokens=4096, nll=0.6931, perplexity=2.0000, "
+        "bits_per_byte=1.0000)"
+    )
+    assert re.fullmatch(
+        r"Corpus\('.*text\.txt', train=\d+ tokens, valid=\d+ tokens, test=\d+ tokens, "
+        r"vocab_size=256\)",
+        repr(corpus),
+    )
+    assert repr(corpus.tokenizer) == "Tokenizer(vocab_size=256)"
+    trace = linbias.explain(np.ones((2, 3, 4)), np.ones((2, 5, 4)), np.ones((2, 5, 4)))
+    assert repr(trace) == "Explanation(heads=2, queries=3, keys=5)"

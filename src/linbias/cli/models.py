@@ -83,8 +83,8 @@ def train(
 ) -> None:
     """Train a language model, for 1,000 steps unless another budget is given.
 
-    Interrupted, the same command continues the run; with more steps, it extends the run. The loss
-    as it went is in the run's history.jsonl.
+    The same command continues an interrupted run; more steps extend a run.
+    The loss as it went is in history.jsonl, in the run's folder.
 
     \b
     [dim]linbias train --seconds 100[/]
