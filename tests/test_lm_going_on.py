@@ -111,19 +111,19 @@ def test_a_budget_in_seconds_is_extended_in_proportion(corpus: Corpus, tmp_path:
     assert train(more, corpus, tmp_path, progress=False).steps == 2 * steps
 
 
+@pytest.mark.parametrize(("segments", "scored"), [(5, 5), (15, 12)])  # of batches of 6
 def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
-    unbroken: Path, corpus: Corpus, tmp_path: Path
+    segments: int, scored: int, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, validate_steps=5)
-    # Five segments of valid text are no multiple of the batch.
-    valid = replace(corpus, valid=corpus.train[: 5 * 16 + 3])
+    valid = replace(corpus, valid=corpus.train[: segments * 16 + 3])
     run = train_into(settings, valid, tmp_path)
     assert_same_run(run, unbroken)  # with dropout, so with the same random numbers
     losses = {line["step"]: line["validation_loss"] for line in history(run)}
     assert list(losses) == [5, 10, 12] and all(losses.values())
-    ids = torch.from_numpy(valid.valid[: 5 * 16 + 1].astype("int64"))
+    ids = torch.from_numpy(valid.valid[: scored * 16 + 1].astype("int64"))
     with torch.inference_mode():
-        logits = load_model(run, device="cpu")(ids[:-1].view(5, 16)).logits
+        logits = load_model(run, device="cpu")(ids[:-1].view(scored, 16)).logits
     expected = cross_entropy(logits.flatten(0, 1), ids[1:]).item()
     assert losses[12] == pytest.approx(expected, rel=1e-5)
     assert metrics(run)["validation_loss"] == losses[12]

@@ -291,7 +291,9 @@ from linbias.lm.train import train
 from test_lm_train import SETTINGS, TINY
 
 text, folder = sys.argv[1:]
-settings = replace(SETTINGS, model=TINY, accumulation=1)
+settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
+corpus = load_corpus(text)
+corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])  # five segments, an odd number
 
 
 class KeepWeights(TrainerCallback):
@@ -300,7 +302,7 @@ class KeepWeights(TrainerCallback):
 
 
 def run(name, settings=settings, callbacks=()):
-    train(settings, load_corpus(text), f"{folder}/{name}", progress=False, callbacks=callbacks)
+    train(settings, corpus, f"{folder}/{name}", progress=False, callbacks=callbacks)
 
 
 run("unbroken", callbacks=[KeepWeights()])
@@ -332,8 +334,18 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
         refusal = (tmp_path / f"refused{rank}").read_text()
         assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
-    alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
+    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
+    corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
+    histories = [
+        [json.loads(line) for line in (tmp_path / kind / "history.jsonl").read_text().splitlines()]
+        for kind in ("alone", "unbroken", "resumed", "sharded")
+    ]
+    for history in histories:  # one line each, of the first process, with the loss over all
+        assert [line["step"] for line in history] == [5, 6, 10, 12]
+        for name in ("loss", "validation_loss"):
+            losses, expected = ([line[name] or 0.0 for line in h] for h in (history, histories[0]))
+            assert losses == pytest.approx(expected, rel=1e-4)
     for kind in ("unbroken", "sharded"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():

@@ -157,7 +157,10 @@ ERRORS = [
     (["prepare", "--train", "{tmp}/none", "-o", "{tmp}/x"], "no such file"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "preset must be one of L64, L128"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),
-    (["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny"], "--set cutoffs: must be ids that cut"),
+    (
+        ["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny"],
+        "--set cutoffs: must be ids that cut",
+    ),
     (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "precision 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--set", "a"], "--set: must be NAME=VALUE, got 'a'"),
     (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "--length: must be at least 1"),

@@ -292,6 +292,9 @@ def _trainer(
     callbacks: list[TrainerCallback],
 ) -> Trainer:
     processes = PartialState().num_processes
+    validation = _validation_segments(settings, corpus) if settings.validate_steps else None
+    # The Trainer averages over batches, which must be of one size for an exact mean.
+    whole_batches = validation is not None and len(validation) >= settings.batch_size
     arguments = trainer_arguments(
         folder,
         device=settings.device,
@@ -312,7 +315,7 @@ def _trainer(
         logging_steps=math.gcd(settings.save_steps, 10),
         eval_strategy="steps" if settings.validate_steps else "no",
         eval_steps=settings.validate_steps or steps,
-        per_device_eval_batch_size=settings.batch_size // processes,
+        per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
         average_tokens_across_devices=False,  # all devices have the same number of tokens
     )
     set_seed(settings.seed)
@@ -335,7 +338,7 @@ def _trainer(
             num_segments=steps * settings.batch_size,
             seed=settings.seed,
         ),
-        eval_dataset=_validation_segments(settings, corpus) if settings.validate_steps else None,
+        eval_dataset=validation,
         compute_loss_func=mean_loss,
         callbacks=callbacks,
     )
@@ -351,10 +354,14 @@ class _Trainer(Trainer):
 
 
 def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:
-    """The start of the valid split, every segment once."""
-    ids = corpus.valid[: max(_MAX_VALIDATION_TOKENS, settings.length) + 1]
-    length = settings.length
-    return Segments(ids, length=length, num_segments=(len(ids) - 1) // length, seed=0)
+    """The start of the valid split, every segment once: whole batches, where there is enough for one."""
+    length, batch_size = settings.length, settings.batch_size
+    num_tokens = min(len(corpus.valid) - 1, max(_MAX_VALIDATION_TOKENS, length))
+    count = num_tokens // length
+    if count > batch_size:
+        count -= count % batch_size
+    ids = corpus.valid[: count * length + 1]
+    return Segments(ids, length=length, num_segments=count, seed=0)
 
 
 def _final_loss(state: TrainerState) -> float:
