@@ -31,8 +31,6 @@ class NumberTable(Table):
             self.add_column(name, justify="right")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for column in self.columns:
-            column.no_wrap = True
         parts = self._parts(console, options)
         if len(parts) == 1:
             yield from super().__rich_console__(console, options)

@@ -180,11 +180,11 @@ class ProgressBar(TrainerCallback):
         self._losses |= {names[key]: logs[key] for key in names.keys() & logs.keys()}
         self._bar.update(self._task, shown=self._shown())
         # A validation follows the log of its step, and then the line waits for it.
-        has_news = "eval_loss" in logs or state.global_step == state.max_steps
-        awaited = control.should_evaluate and "eval_loss" not in logs
-        if "loss" in logs or "eval_loss" in logs:
-            if not awaited and (self._pace.is_due() or has_news) and self._bar.disable:
-                self.console.print(self._line(state), soft_wrap=True)
+        is_validated, is_last = "eval_loss" in logs, state.global_step == state.max_steps
+        is_whole = is_validated or ("loss" in logs and not control.should_evaluate)
+        if self._bar.disable and is_whole and (self._pace.is_due() or is_validated or is_last):
+            self.console.print(self._line(state), soft_wrap=True)
+            self._losses.pop("validation", None)  # a line has that of its own step only
 
     def _shown(self) -> str:
         """The losses and the speed, as far as they are known."""
