@@ -213,6 +213,7 @@ ERRORS = [
     (["train", "--init", "{model}", "--set", "hidden_size=32", "--corpus", "{corpus}"], "--set hidden_size: must be 16, as in the model of init, got 32"),
     (["train", "--init", "{model}", "--position", "none", "--corpus", "{corpus}"], "--position: must be 'alibi', as in the model of init, got 'none'"),
     (["train", "--init", "./absent"], "--init: must be a folder that `linbias train` made, got 'absent'"),
+    (["train", "--batch-size", "4", "--accumulation", "3", "--corpus", "{corpus}", "-o", "{tmp}/x"], "--batch-size: must be a multiple of processes x accumulation = 1 x 3, got 4"),
     (["train", "--validate-steps", "-1"], "--validate-steps: must be at least 0, got -1"),
     ([*RUN, "--steps", "2", "--corpus", "{corpus}", "-o", "{model}"], "--steps: must be at least that of the run in {model}, 3 steps, got 2 steps"),
     (["train", "--position", "rope", "--corpus", "{corpus}", "-o", "{tmp}/x"], "--position: must be one of"),

@@ -51,7 +51,7 @@ def _by_option(line: str, command: Any) -> str:
     `TrainSettings: batch_size must be at least 1` becomes `--batch-size: must be at least 1`, and
     `LinbiasConfig: block must be one of ...` becomes `--set block: must be one of ...`.
     """
-    found = re.match(r"[A-Z]\w+: (\w+(?:, \w+)*|\w+ and \w+) (must|has|needs) ", line)
+    found = re.match(r"[A-Z]\w+: (\w+(?:, \w+)*|\w+ and \w+) must ", line)
     if not found or command is None:
         return line
     options = {parameter.name: parameter.opts[0] for parameter in command.params}
@@ -62,7 +62,7 @@ def _by_option(line: str, command: Any) -> str:
     options["train_length"] = options.get("length", options.get("train_lengths", "--length"))
     if not all(name in options for name in names):
         return line
-    return f"{', '.join(options[name] for name in names)}: {found[2]} {line[found.end() :]}"
+    return f"{', '.join(options[name] for name in names)}: must {line[found.end() :]}"
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

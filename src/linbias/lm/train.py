@@ -163,7 +163,7 @@ def _check_batch(settings: TrainSettings) -> None:
     processes = PartialState().num_processes
     if settings.batch_size % (processes * settings.accumulation):
         raise ValueError(
-            f"train: batch_size must be a multiple of processes x accumulation = "
+            f"TrainSettings: batch_size must be a multiple of processes x accumulation = "
             f"{processes} x {settings.accumulation}, got {settings.batch_size}"
         )
 
