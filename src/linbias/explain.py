@@ -36,11 +36,6 @@ class Explanation:
     right: Float64
     query_start: npt.NDArray[np.int64]
 
-    def __repr__(self) -> str:
-        *batch, H, T, S = self.biased.shape
-        rows = f"batch={batch}, " if batch else ""
-        return f"Explanation({rows}heads={H}, queries={T}, keys={S})"
-
     def table(
         self, query: int = -1, head: int | None = None, tokens: list[str] | None = None
     ) -> str:
