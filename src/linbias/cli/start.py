@@ -114,7 +114,6 @@ def extrapolate(
     """
     from linbias.lm import terminal
     from linbias.lm.extrapolate import extrapolate as run
-    from linbias.lm.findings import findings
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
     settings = ExtrapolateSettings(
@@ -146,8 +145,8 @@ def extrapolate(
         return
     for table in terminal.tables(results):
         out.print(table)
-    for finding in findings(results.evaluations):
-        out.print(terminal.sentence(finding), soft_wrap=True)
+    for sentence in terminal.sentences(results):
+        out.print(sentence)
     print_path("\nreport:", output / "report.html")
 
 

@@ -137,6 +137,7 @@ class _Run:
             self.corpus,
             folder,
             progress=not self.console.quiet,
+            keep_checkpoint=False,
         )
         key = TrainingRecord.key(method, train_length, seed)
         return TrainingRecord.from_dict(self._record_once(key, metrics.to_dict))
