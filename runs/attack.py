@@ -26,12 +26,12 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from update_readme import fill_document  # noqa: E402
 
 import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
 from attack_subjects import everything  # noqa: E402
-from update_readme import fill_document  # noqa: E402
 
 RECORD = ROOT / "records" / "attack.jsonl"
 
