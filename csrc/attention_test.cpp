@@ -5,6 +5,10 @@
 //     attention_test avx2 ...    on these
 //
 // `make core-test` builds and runs it, `make sanitize` under sanitizers.
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
 #include <thread>
 
 #include "attention_test.h"
@@ -90,11 +94,15 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   }
 }
 
-template <typename In>
+// Two types that hold the same numbers.
+template <typename In, typename Other>
 void run_on_every_target(const Case& c) {
   const Inputs x = draw(c, sizeof(In) == 2);
   const Truth truth = define(c, x);
-  on_every_target([&] { run<In>(c, x, truth); });
+  on_every_target([&] {
+    run<In>(c, x, truth);
+    run<Other>(c, x, truth);
+  });
 }
 
 void test_the_definition() {
@@ -132,23 +140,21 @@ void test_the_definition() {
       {2, 6, 3, 2, 400, 8, 24, true, true, {-1, 433}},
   };
   for (const Case& c : cases) {
-    run_on_every_target<float>(c);
-    run_on_every_target<double>(c);
-    run_on_every_target<Half>(c);
-    run_on_every_target<Brain>(c);
+    run_on_every_target<float, double>(c);
+    run_on_every_target<Half, Brain>(c);
   }
 }
 
 // Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is
 // right.
-template <typename In>
+template <typename In, typename Other>
 void test_what_a_caller_may_not_break() {
   constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
                          kHigh = std::numeric_limits<std::int64_t>::max();
   Case wild{2, 6, 3, 53, 157, 6, 7, false, true, {}, 0, 2, true};
-  run_on_every_target<In>(wild);
+  run_on_every_target<In, Other>(wild);
   wild.T = 2;
-  run_on_every_target<In>(wild);
+  run_on_every_target<In, Other>(wild);
   for (const std::int64_t T : {2, 53}) {
     for (const bool causal : {true, false}) {
       for (const bool ranges : {true, false}) {
@@ -259,13 +265,103 @@ void test_visited_says_which_keys_were_read() {
   }
 }
 
-void test_several_threads_may_call_at_once() {
+// Keys and distances that float32 cannot count: the last 3,001 of 2^24 + 2,001 keys, seen from near and from afar. The
+// others are hidden, or too far, and have no memory.
+template <typename In>
+void test_positions_beyond_float32() {
+  constexpr std::int64_t kHidden = (std::int64_t{1} << 24) - 1000;
+  const std::int64_t near = 2901, afar = -kHidden, furthest = -kLargestStart;
+  for (const std::int64_t start : {near, afar, furthest}) {
+    for (const std::int64_t T : {3, 53}) {
+      const Case c{1, 2, 2, T, 3001, 4, 1, start == near, false, {start}};
+      Inputs x = draw(c, sizeof(In) == 2);
+      x.left = start == near ? std::vector<double>{0.3, 0.05} : std::vector<double>{kInf, kInf};
+      x.right = start == furthest ? std::vector<double>{1e-8, 0} : std::vector<double>{1e-6, 1e-7};
+      const Truth truth = define(c, x);
+      on_every_target([&] {
+        for (const bool precise : {true, false}) {
+          Arrays<In> a(c, x);
+          const auto moved = [](const void* data, std::int64_t elements) {  // as if kHidden rows came before
+            return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(data) - elements * sizeof(In));
+          };
+          const std::int64_t ranges[] = {kHidden, kHidden + c.S, kHidden, kHidden + c.S}, moved_start = kHidden + start;
+          a.call.S = kHidden + c.S;
+          a.call.k.data = moved(a.k.data(), kHidden * c.D);
+          a.call.v.data = moved(a.v.data(), kHidden * c.E);
+          a.call.key_range = ranges;
+          a.call.query_start = &moved_start;
+          a.call.precise = precise;
+          if (start == near && T == 3 && !precise) {  // not hidden, but left unread
+            a.call.key_range = nullptr;
+            a.call.key_bound = a.bound.data();
+          }
+          forward(a.call, a.results);
+          compare_forward(describe(c, Type<In>::name) + " beyond 2^24", a, truth, kStep<In>,
+                          std::is_same_v<In, Brain> ? precise ? 0x1p-15 : 0x1p-7 : kStep<In>);
+        }
+      });
+    }
+  }
+}
+
+// NaN anywhere in what a head is given shows in the gradients of its slopes, and in no other head's; keys and values
+// that no query sees have no gradient, whatever the others hold.
+template <typename In>
+void test_nan_shows() {
+  using W = typename Type<In>::Wide;
+  Case c{1, 2, 2, 60, 300, 5, 7, false, false, {40}};
+  const Inputs x = draw(c, sizeof(In) == 2);
+  const char* const places[] = {"q", "k", "v", "dout", "dlse"};
+  on_every_target([&] {
+    for (int place = 0; place < 10; ++place) {
+      c.causal = place >= 5;
+      Arrays<In> a(c, x);
+      for (int h = 0; h < 2; ++h) a.left[h] = W(0.1), a.right[h] = W(0.2);
+      const std::string name = describe(c, Type<In>::name) + " NaN in " + places[place % 5];
+      const In nan = narrow<In>(kNan);
+      if (place % 5 == 0) a.q[30 * c.D + 1] = nan;  // of head 0, as all of these
+      if (place % 5 == 1) a.k[60 * c.D + 1] = nan;
+      if (place % 5 == 2) a.v[60 * c.E + 1] = nan;
+      if (place % 5 == 3) a.dout[30 * c.E + 1] = W(kNan);
+      if (place % 5 == 4) a.dlse[30] = W(kNan);
+      forward(a.call, a.results);
+      backward(a.call, a.gradients);
+      check(std::isnan(a.dleft[0]) && std::isfinite(a.dleft[1]), name, "dleft");
+      check(c.causal ? a.dright[0] == 0 : std::isnan(a.dright[0]), name, "dright");
+      check(std::isfinite(a.dright[1]), name, "dright of the other head");
+      if (!c.causal) continue;
+      const auto is_zero = [](W y) { return y == 0; };  // keys from 100 on are seen by nobody
+      check(std::all_of(a.dk.begin() + 100 * c.D, a.dk.begin() + 300 * c.D, is_zero), name, "dk of unseen keys");
+      check(std::all_of(a.dv.begin() + 100 * c.E, a.dv.begin() + 300 * c.E, is_zero), name, "dv of unseen keys");
+    }
+  });
+}
+
+void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
-  const Inputs x = draw(c, false);
+  const Inputs x = draw(c, true);
   const Truth truth = define(c, x);
-  std::vector<std::thread> callers;
-  for (int i = 0; i < 3; ++i) callers.emplace_back([&] { run<float>(c, x, truth); });
-  for (std::thread& caller : callers) caller.join();
+  // As a signal would, at a key pressed in a notebook.
+  signal(SIGUSR1, [](int) {});
+  std::atomic<bool> done{false};
+  std::thread interrupting([&] {
+    while (!done) {
+      kill(getpid(), SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  });
+  on_every_target([&] {
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 3; ++i) {
+      callers.emplace_back([&] {
+        run<float>(c, x, truth);
+        run<Brain>(c, x, truth);
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+  });
+  done = true;
+  interrupting.join();
 }
 
 }  // namespace
@@ -281,15 +377,23 @@ int main(int count, char** names) {
   for (std::size_t at = 1; count == 1 && at < here.size(); at = here.find(',', at) + 1) {
     chosen_targets.push_back(here.substr(at, here.find(',', at) - at));
   }
-  test_the_definition();
-  test_what_a_caller_may_not_break<float>();
-  test_what_a_caller_may_not_break<Brain>();
-  test_visited_says_which_keys_were_read<float>();
-  test_visited_says_which_keys_were_read<Brain>();
-  test_what_is_left_out();
-  for (const std::string& name : chosen_targets) {
-    force_target(name.c_str());
-    test_several_threads_may_call_at_once();
+  for (void (*test)() : {
+           test_the_definition,
+           test_what_a_caller_may_not_break<float, double>,
+           test_what_a_caller_may_not_break<Brain, Half>,
+           test_visited_says_which_keys_were_read<float>,
+           test_visited_says_which_keys_were_read<Brain>,
+           test_positions_beyond_float32<float>,
+           test_positions_beyond_float32<double>,
+           test_positions_beyond_float32<Brain>,
+           test_nan_shows<float>,
+           test_nan_shows<double>,
+           test_nan_shows<Brain>,
+           test_what_is_left_out,
+           test_several_threads_may_call_at_once_and_be_interrupted,
+       }) {
+    test();
+    if (failures) break;  // the first reason is the clearest
   }
   std::printf("%d checks on %d of the targets %s, %d failed\n", checks.load(), int(chosen_targets.size()), targets(),
               failures.load());

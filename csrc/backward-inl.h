@@ -150,9 +150,10 @@ struct BackwardTask {
   // rounding error, mostly that of delta, and every dscore carries its weight's share of it.
   void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
-      if (!(scratch.row_sum[i] > 0)) continue;
+      if (scratch.row_sum[i] == 0) continue;  // no keys; NaN goes on
       const W error = (scratch.dscore_sum[i] - static_cast<const W*>(results.dlse)[tile.index(i)]) / scratch.row_sum[i];
       for (int side = kLeft; side <= kRight; ++side) {
+        if (tile.hidden[side]) continue;
         dslopes[side] -= static_cast<double>(scratch.slope_sum[side][i] - error * scratch.reach_sum[side][i]);
       }
     }
@@ -166,7 +167,8 @@ struct BackwardTask {
     const Head<W>& head = self.packed.heads.data[index];
     const int64_t group = call.H / call.G, rows = self.packed.num_blocks * kKeys;
     const int64_t sources = (index / call.G * call.H + index % call.G * group) * self.num_parts;
-    for (int64_t s = block * kKeys; s < smaller_of((block + 1) * kKeys, head.num_keys); ++s) {
+    const SeenKeys seen = seen_keys(call, head, index);
+    for (int64_t s = larger_of(block * kKeys, seen.first); s < smaller_of((block + 1) * kKeys, seen.end); ++s) {
       const int64_t to = index * call.S + head.first + s;
       add_rows(self.dk, sources, group * self.num_parts, rows, s, self.packed.padded_D, call.D,
                static_cast<W*>(self.results.dk) + to * call.D);

@@ -36,6 +36,24 @@ struct Head {
   W center_norm, largest;  // largest: of all radii
 };
 
+struct SeenKeys {
+  int64_t first, end;  // counted from the head's first key
+};
+
+// The keys of key/value head `index` of [B, G] that any query may see; the others have no gradient, though products of
+// a hidden key's weight, 0, with NaN may have left one.
+template <typename W>
+SeenKeys seen_keys(const Call& call, const Head<W>& head, int64_t index) {
+  const int64_t b = index / call.G, group = call.H / call.G, start = position_of(call, b, 0) - head.first;
+  bool shows_left = false, shows_right = false;
+  for (int64_t row = b * call.H + index % call.G * group, end = row + group; row < end; ++row) {
+    shows_left |= !is_infinite(static_cast<const W*>(call.left)[row]);
+    shows_right |= call.right && !is_infinite(static_cast<const W*>(call.right)[row]);
+  }
+  return {shows_left ? 0 : clamp(start, 0, head.num_keys),
+          shows_right ? head.num_keys : clamp(start + call.T, 0, head.num_keys)};
+}
+
 template <typename W, typename In>
 void pack_block(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block, int64_t padded_D,
                 int64_t padded_E) {
