@@ -142,8 +142,12 @@ def _progress(text: str, began: float) -> None:
 
 
 def table() -> str:
-    """The newest record of either part, for docs/numerics.md."""
-    newest = {r["case"]: r for r in _records()}
+    """The newest record of either part, with those that it went on from, for docs/numerics.md."""
+    newest: dict[str, dict[str, Any]] = {}
+    for found in _records():
+        before = newest.get(found["case"])
+        goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
+        newest[found["case"]] = _together(before, found) if before and goes_on else found
     lines = []
     if mass := newest.get("attack-mass"):
         lines += [
@@ -189,6 +193,26 @@ def table() -> str:
             ),
         ]
     return "\n".join(lines)
+
+
+# What a record shares with the one before it, where it goes on from that one.
+CONTINUED = (("seed", "seed"), ("commit", "commit"), ("machine", "machine"), ("next", "first"))
+
+
+def _together(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two records as if one run had made them."""
+    worst = {name: dict(entry) for name, entry in before["worst"].items()}
+    for name, entry in after["worst"].items():
+        there = worst.setdefault(name, {"ratio": 0.0, "share": 0.0})
+        counts = {
+            n: there.get(n, 0) + entry[n] for n in ("candidates", "calls", "over") if n in entry
+        }
+        measure = "ratio" if "ratio" in entry else "share"
+        worst[name] = {**(entry if entry[measure] >= there[measure] else there), **counts}
+    sums = {
+        n: before[n] + after[n] for n in ("candidates", "calls", "seconds", "over") if n in after
+    }
+    return {**after, "first": before["first"], "worst": worst, **sums}
 
 
 def _records() -> Iterator[dict[str, Any]]:
