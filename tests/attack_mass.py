@@ -142,7 +142,8 @@ def _beyond_precision(setting: Setting, chains: Chains) -> np.ndarray:
     unit = 2.0**-53 if setting.dtype == "float64" else 2.0**-24
     with np.errstate(over="ignore"):
         longest = [np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)]
-        return np.prod(longest, axis=0) * unit * (setting.D + 8) > 0.01
+        rounding = np.prod(longest, axis=0) * unit * (setting.D + 8)
+    return ~(rounding <= 0.01)  # what is not finite, too
 
 
 def indicators(setting: Setting) -> np.ndarray:
@@ -265,13 +266,13 @@ def _scale_slopes(rng: np.random.Generator, setting: Setting, chains: Chains, c:
 
 def _disturb(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
     array = (chains.q if rng.random() < 0.4 else chains.k)[c]
-    size = np.sqrt(np.mean(np.square(array))) * 10 ** rng.uniform(-4, 0)
+    size = np.abs(array).mean() * 10 ** rng.uniform(-4, 0)
     array += size * rng.standard_normal(array.shape)
 
 
 def _shift_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
     """Move all keys: softmax does not notice, the bound may."""
-    size = np.sqrt(np.mean(np.square(chains.k[c]))) * 10 ** rng.uniform(-3, 1)
+    size = np.abs(chains.k[c]).mean() * 10 ** rng.uniform(-3, 1)
     chains.k[c] += size * rng.standard_normal(setting.D)
 
 
