@@ -101,6 +101,18 @@ def test_a_finished_run_neither_trains_nor_measures_again(settings, finished, mo
     assert again.trainings == results.trainings
 
 
+@pytest.mark.parametrize(("kind", "field"), [("training", "loss"), ("evaluation", "nll")])
+def test_a_line_that_lacks_a_field_is_named(settings, copy_of_finished, kind, field):
+    log = copy_of_finished / "results.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    number = next(i for i, record in enumerate(records, start=1) if record["kind"] == kind)
+    del records[number - 1][field]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    message = rf"extrapolate: line {number} of .*results\.jsonl is damaged \(it lacks {field}\)"
+    with pytest.raises(ValueError, match=message):
+        extrapolate(settings, copy_of_finished, progress=False)
+
+
 def test_a_line_that_a_crash_cut_off_is_measured_again(settings, finished, copy_of_finished):
     log = copy_of_finished / "results.jsonl"
     *whole, last = log.read_bytes().splitlines(keepends=True)
