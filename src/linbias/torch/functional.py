@@ -1,5 +1,6 @@
 """`attention`: check, choose an implementation, call it."""
 
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -9,9 +10,8 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.schedules import slopes
 from linbias.torch import blocked, cpu, dense, transforms, triton
-from linbias.torch.constant import constant
+from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
 
@@ -243,7 +243,7 @@ def prepare(
             ("key_bound", key_bound),
         )
     ]
-    problem = _checks.check(
+    problem = _check(
         function,
         *described,
         *optional,
@@ -255,7 +255,7 @@ def prepare(
     if not torch.compiler.is_compiling():
         _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
-        left = constant(slopes(problem.H) if problem.H else (), wide, q.device)
+        left = default_slopes(problem.H, wide, q.device)
     if not causal and right is None:
         right = left
     if key_range is not None:
@@ -282,8 +282,32 @@ def last_end(key_range: Tensor) -> Tensor:
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
     if not isinstance(array, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
-    dtype = str(array.dtype).removeprefix("torch.")
-    return _checks.Described(tuple(array.shape), dtype, str(array.device))
+    return _checks.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
+
+
+def _name(thing: torch.dtype | torch.device) -> str:
+    """What PyTorch calls a dtype or a device; looked up, because building the string takes longer."""
+    if torch.compiler.is_compiling():
+        return str(thing).removeprefix("torch.")
+    if thing not in _NAMES:
+        _NAMES[thing] = str(thing).removeprefix("torch.")
+    return _NAMES[thing]
+
+
+_NAMES: dict[torch.dtype | torch.device, str] = {}
+
+
+def _check(*arguments: Any, **options: Any) -> _checks.Problem:
+    """`_checks.check`, whose answers are kept: most calls pose the same problem as one before."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _kept_checks(*arguments, **options)
+        except TypeError:
+            pass  # a wrong kind of argument, to be refused below, or a size that is a symbol, which cannot be a key
+    return _checks.check(*arguments, **options)
+
+
+_kept_checks = functools.lru_cache(maxsize=256, typed=True)(_checks.check)
 
 
 def as_slopes(

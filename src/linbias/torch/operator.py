@@ -1,8 +1,9 @@
 """What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
 
 An implementation fills arrays (`Fill`, `FillGradients`); `define` makes of that an operator with a backward
-operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step;
-`torch.func` takes it through the functions of `linbias.torch.transforms`.
+operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step,
+`torch.func` takes it through the functions of `linbias.torch.transforms`, and a plain call does without it
+(`linbias.torch.direct`).
 The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from linbias.torch import transforms
+from linbias.torch.direct import unobserved
 
 
 class Inputs(NamedTuple):
@@ -171,9 +173,34 @@ def define(
     forward.register_fake(lambda *arguments: empty_results(Inputs(*arguments)))
     backward.register_fake(lambda *arguments: empty_gradients(Inputs(*arguments[6:])))
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def lse_of(results: Results) -> Tensor:
+        lse = results.row_max + results.log_sum
+        return lse if unit == 1 else lse * unit
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
         ctx.save_for_backward(*arrays, *output)
+
+    def saved(ctx: Any) -> tuple[Inputs, Results]:
+        # Read once: activation checkpointing recomputes them at the first touch.
+        tensors = ctx.saved_tensors
+        inputs = Inputs(*tensors[:_NUM_ARRAYS], *ctx.numbers)
+        if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
+            inputs = inputs._replace(slope_gradients=True)
+        return inputs, Results(*tensors[_NUM_ARRAYS:])
+
+    def for_arguments(inputs: Inputs, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dleft, dright = gradients
+        sides: list[Tensor | None] = [None, None]
+        if inputs.slope_gradients:
+            for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
+                if slope is not None:  # an infinite slope hides its side and has no gradient
+                    total = d if slope.dim() == 2 else d.sum(0)
+                    sides[side] = total.masked_fill(slope == torch.inf, 0.0)
+        return dq, dk, dv, *sides, *[None] * (len(Inputs._fields) - 5)
+
+    def save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save(ctx, inputs, output)
         # row_max counts as a constant, so that the gradient of log_sum is that of lse.
         ctx.mark_non_differentiable(output[1], output[3])
 
@@ -185,22 +212,26 @@ def define(
         dlog_sum: Tensor,
         _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        # Read once: activation checkpointing recomputes them at the first touch.
-        saved = ctx.saved_tensors
-        results = Results(*saved[_NUM_ARRAYS:])
-        inputs = Inputs(*saved[:_NUM_ARRAYS], *ctx.numbers)
-        wanted = inputs._replace(
-            slope_gradients=any(
-                ctx.needs_input_grad[Inputs._fields.index(side)] for side in ("left", "right")
-            )
-        )
-        dq, dk, dv, *dslopes = backward(dout, dlog_sum, *results, *wanted)
-        # An infinite slope hides its side and has no gradient.
-        dleft, dright = (
-            None if s is None else torch.where(s.isinf(), 0.0, d if s.dim() == 2 else d.sum(0))
-            for s, d in zip((inputs.left, inputs.right), dslopes, strict=True)
-        )
-        return dq, dk, dv, dleft, dright, *[None] * (len(Inputs._fields) - 5)
+        inputs, results = saved(ctx)
+        return for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+
+    class Direct(torch.autograd.Function):
+        """Attention with its derivative and without its operators."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+            results = run_forward(*arguments)
+            save(ctx, arguments, results)
+            return results.out.to(arguments[0].dtype), lse_of(results)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+            inputs, results = saved(ctx)
+            dlog_sum = dlse if unit == 1 else dlse * unit
+            arguments = dout.to(results.out.dtype), dlog_sum, *results, *inputs
+            # Whoever wants a second derivative hears of it from the operator.
+            plain = not torch.is_grad_enabled() and unobserved(dout, dlse, *inputs[:_NUM_ARRAYS])
+            return for_arguments(inputs, (run_backward if plain else backward)(*arguments))
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -212,7 +243,7 @@ def define(
             f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
         )
 
-    forward.register_autograd(functools.partial(differentiate_by, backward), setup_context=save)
+    forward.register_autograd(functools.partial(differentiate_by, backward), setup_context=save_operator)
     backward.register_autograd(refuse)
     names = Inputs._fields, ("dout", "dlse", *Results._fields, *Inputs._fields)
     for operator, arguments in zip((forward, backward), names, strict=True):
@@ -223,26 +254,28 @@ def define(
     forward_once = transforms.function(
         forward,
         names[0],
-        save,
+        save_operator,
         functools.partial(differentiate_by, backward_once),
         refuse_forward_mode,
     )
 
     def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        leaves = inputs[:5]
-        run: Callable[..., Sequence[Tensor]] = forward
         precise = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in leaves
+            x is not None and x.requires_grad for x in inputs[:5]
         )
-        if transforms.active():
+        run: Callable[..., Sequence[Tensor]] = forward
+        if unobserved(*inputs[:_NUM_ARRAYS]):
+            if precise:
+                return Direct.apply(*inputs._replace(precise=True))  # type: ignore[no-any-return]
+            run = run_forward
+        elif transforms.active():
             if not torch.compiler.is_compiling():
                 # Under nested transforms a tensor does not say what is asked of those that it wraps.
                 run, precise = forward_once, True
             elif transforms.forward_mode():  # the compiler would take the tangents for zero
                 refuse_forward_mode()
-        out, row_max, log_sum, _ = run(*inputs._replace(precise=precise))
-        lse = row_max + log_sum
-        return out.to(inputs.q.dtype), lse if unit == 1 else lse * unit
+        results = Results(*run(*inputs._replace(precise=precise)))
+        return results.out.to(inputs.q.dtype), lse_of(results)
 
     return Operators(attention, forward)
 
@@ -268,4 +301,5 @@ def _returns(record: type[Any]) -> str:
     return f"({', '.join(_SCHEMA_TYPES[hint] for hint in get_type_hints(record).values())})"
 
 
+_LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
 _NUM_ARRAYS = sum(hint not in (float, bool) for hint in get_type_hints(Inputs).values())
