@@ -118,7 +118,7 @@ def define(
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
         wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
         out_like = left if wide else q
-        rows = left.new_empty((B, H, T))
+        rows = torch.empty((B, H, T), dtype=left.dtype, device=left.device)
         return Results(
             out_like.new_empty((B, H, T, v.shape[3])),
             rows,
@@ -144,15 +144,13 @@ def define(
             torch.zeros_like(dslopes),
         )
 
-    def run_forward(*arguments: Any) -> Results:
-        inputs = Inputs(*arguments)
+    def run_forward(inputs: Inputs) -> Results:
         results = empty_results(inputs)
         with without_autocast(inputs.q.device):
             fill(inputs, results)
         return results
 
-    def run_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+    def run_backward(dout: Tensor, dlse: Tensor, saved: Results, inputs: Inputs) -> Gradients:
         gradients = empty_gradients(inputs)
         with without_autocast(inputs.q.device):
             fill_gradients(inputs, dout, dlse, saved, gradients)
@@ -160,13 +158,15 @@ def define(
 
     forward = torch.library.custom_op(
         f"linbias::{name}_forward",
-        run_forward,
+        lambda *arguments: run_forward(Inputs(*arguments)),
         mutates_args=(),
         schema=f"({_parameters(Inputs)}) -> {_returns(Results)}",
     )
     backward = torch.library.custom_op(
         f"linbias::{name}_backward",
-        run_backward,
+        lambda dout, dlse, *arguments: run_backward(
+            dout, dlse, Results(*arguments[:4]), Inputs(*arguments[4:])
+        ),
         mutates_args=(),
         schema=f"(Tensor dout, Tensor dlse, {_parameters(Results)}, {_parameters(Inputs)}) -> {_returns(Gradients)}",
     )
@@ -220,7 +220,7 @@ def define(
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            results = run_forward(*arguments)
+            results = run_forward(Inputs(*arguments))
             save(ctx, arguments, results)
             return results.out.to(arguments[0].dtype), lse_of(results)
 
@@ -228,10 +228,11 @@ def define(
         def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
             inputs, results = saved(ctx)
             dlog_sum = dlse if unit == 1 else dlse * unit
-            arguments = dout.to(results.out.dtype), dlog_sum, *results, *inputs
+            dout = dout.to(results.out.dtype)
             # Whoever wants a second derivative hears of it from the operator.
-            plain = not torch.is_grad_enabled() and unobserved(dout, dlse, *inputs[:_NUM_ARRAYS])
-            return for_arguments(inputs, (run_backward if plain else backward)(*arguments))
+            if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:_NUM_ARRAYS]):
+                return for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+            return for_arguments(inputs, run_backward(dout, dlog_sum, results, inputs))
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -263,18 +264,21 @@ def define(
         precise = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in inputs[:5]
         )
-        run: Callable[..., Sequence[Tensor]] = forward
+        if precise:
+            inputs = inputs._replace(precise=True)
         if unobserved(*inputs[:_NUM_ARRAYS]):
             if precise:
-                return Direct.apply(*inputs._replace(precise=True))  # type: ignore[no-any-return]
-            run = run_forward
-        elif transforms.active():
-            if not torch.compiler.is_compiling():
-                # Under nested transforms a tensor does not say what is asked of those that it wraps.
-                run, precise = forward_once, True
-            elif transforms.forward_mode():  # the compiler would take the tangents for zero
+                return Direct.apply(*inputs)  # type: ignore[no-any-return]
+            results = run_forward(inputs)
+        elif not transforms.active():
+            results = Results(*forward(*inputs))
+        elif not torch.compiler.is_compiling():
+            # Under nested transforms a tensor does not say what is asked of those that it wraps.
+            results = Results(*forward_once(*inputs._replace(precise=True)))
+        else:
+            if transforms.forward_mode():  # the compiler would take the tangents for zero
                 refuse_forward_mode()
-        results = Results(*run(*inputs._replace(precise=precise)))
+            results = Results(*forward(*inputs))
         return results.out.to(inputs.q.dtype), lse_of(results)
 
     return Operators(attention, forward)
