@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu", "sdpa"))
 def test_compiles_whole_and_gives_the_same(implementation):
     def run(q, k, v, left):
         out, lse = linbias.torch.attention(

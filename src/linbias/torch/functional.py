@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.torch import blocked, cpu, dense, transforms, triton
+from linbias.torch import blocked, cpu, dense, sdpa, transforms, triton
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
-IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, dense)
-_ON_CPU = (cpu, blocked, dense, triton)
+IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, sdpa, dense)
+_ON_CPU = (cpu, blocked, sdpa, dense, triton)
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -30,6 +30,7 @@ class Placement(TypedDict, total=False):
     scale: float | None
     key_range: Tensor | None
     query_start: Tensor | None
+    mask: Tensor | None
 
 
 class Options(Placement, total=False):
@@ -72,6 +73,7 @@ def attention(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -116,6 +118,8 @@ def attention(
         query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
             the keys or beyond them too. None means that the last query stands at the last key of the range (of the
             range that ends last, where heads have their own). For right padding with T = S, zeros.
+        mask: Broadcasts to [B, H, T, S], bool: True takes part, as for `scaled_dot_product_attention`. It hides further
+            keys, whose entries must still be finite. Taken by `sdpa` and `dense`, which know no far keys.
         key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
@@ -153,13 +157,15 @@ def attention(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
         key_bound=key_bound,
         dropout=dropout,
         tolerance=tolerance,
+        lse=return_lse,
     )
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     with without_autocast(inputs.q.device):
-        out, lse = chosen.attention(inputs)
+        out, lse = chosen.attention(inputs, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -173,13 +179,14 @@ def attention_weights(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
     The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
 
     Args:
-        q, k, left, causal, right, scale, key_range, query_start: As for `attention`.
+        q, k, left, causal, right, scale, key_range, query_start, mask: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -204,6 +211,7 @@ def attention_weights(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
     )
     with without_autocast(inputs.q.device):
         return dense.attention_weights(inputs)[0]
@@ -221,9 +229,11 @@ def prepare(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
+    lse: bool = False,
 ) -> tuple[Inputs, _checks.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
     q, k, v = _autocast(q, k, v)
@@ -241,6 +251,7 @@ def prepare(
             ("key_range", key_range),
             ("query_start", query_start),
             ("key_bound", key_bound),
+            ("mask", mask),
         )
     ]
     problem = _check(
@@ -251,6 +262,10 @@ def prepare(
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
+        lse=lse,
+        gradients=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, left, right)),
+        transformed=transforms.active(),
     )
     if not torch.compiler.is_compiling():
         _check_values(function, left, right, key_range, query_start, problem.S)
@@ -264,8 +279,11 @@ def prepare(
         if query_start is None:
             query_start = last_end(key_range) - problem.T
     seed = draw_seed(q.device) if problem.dropout else None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
-    return Inputs(*arrays_of_call, problem.scale, problem.dropout, problem.tolerance), problem
+    numbers = problem.scale, problem.dropout, problem.tolerance
+    return Inputs(*arrays_of_call, *numbers, mask=mask), problem
 
 
 def asked_in_turn(problem: _checks.Problem) -> tuple[types.ModuleType, ...]:

@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     tolerance: float
     precise: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # backward: those of left and right are asked for
+    mask: Tensor | None = None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
 
 
 class Results(NamedTuple):
@@ -80,7 +81,7 @@ class FillGradients(Protocol):
 class Operators(NamedTuple):
     """An implementation's operators."""
 
-    attention: Callable[[Inputs], tuple[Tensor, Tensor]]  # differentiable
+    attention: Callable[..., tuple[Tensor, Tensor | None]]  # of `Inputs`, and whether lse is wanted; differentiable
     forward: Callable[..., Sequence[Tensor]]  # of the fields of `Inputs`, to those of `Results`
 
 
@@ -260,7 +261,7 @@ def define(
         refuse_forward_mode,
     )
 
-    def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
         precise = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in inputs[:5]
         )
@@ -279,7 +280,7 @@ def define(
             if transforms.forward_mode():  # the compiler would take the tangents for zero
                 refuse_forward_mode()
             results = Results(*forward(*inputs))
-        return results.out.to(inputs.q.dtype), lse_of(results)
+        return results.out.to(inputs.q.dtype), lse_of(results) if with_lse else None
 
     return Operators(attention, forward)
 
@@ -306,4 +307,4 @@ def _returns(record: type[Any]) -> str:
 
 
 _LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
-_NUM_ARRAYS = sum(hint not in (float, bool) for hint in get_type_hints(Inputs).values())
+_NUM_ARRAYS = Inputs._fields.index("scale")
