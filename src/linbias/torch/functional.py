@@ -100,7 +100,7 @@ def attention(
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
     Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`.
     Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -146,6 +146,14 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
+        from linbias.torch import nested  # which is made of this function
+
+        return nested.attention(
+            q, k, v, left, causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start,
+            mask=mask, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
+            implementation=implementation, return_lse=return_lse,
+        )  # fmt: skip
     inputs, problem = prepare(
         "attention",
         q,
@@ -236,7 +244,7 @@ def prepare(
     lse: bool = False,
 ) -> tuple[Inputs, _checks.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = (
@@ -300,6 +308,10 @@ def last_end(key_range: Tensor) -> Tensor:
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
     if not isinstance(array, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
+    if array.is_nested:
+        raise TypeError(
+            f"{function}: {name} is a nested tensor, which attention takes, jagged [B, H, lengths, D]"
+        )
     return _checks.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
 
 
@@ -364,7 +376,7 @@ def _check_values(
         _checks.check_query_start_values(function, starts)
 
 
-def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(array, Tensor) for array in arrays):
         return arrays  # the checks that follow say which is none
     device = arrays[0].device.type
