@@ -65,7 +65,13 @@ class Problem:
     mask: bool = False  # a mask hides further keys
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
+    slope_gradients: bool = False  # by slopes, too
     transformed: bool = False  # a transform of the front end runs
+
+    @property
+    def placed(self) -> bool:
+        """Whether batch rows have ranges or positions of their own."""
+        return self.key_range or self.query_start
 
 
 def check(

@@ -1,7 +1,6 @@
 """`attention`: check, choose an implementation, call it."""
 
 import functools
-import types
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.torch import blocked, cpu, dense, sdpa, transforms, triton
+from linbias.torch import dense, transforms
+from linbias.torch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
-
-# In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
-IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, sdpa, dense)
-_ON_CPU = (cpu, blocked, sdpa, dense, triton)
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -127,8 +124,10 @@ def attention(
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the
-            compiled core, near to far), `blocked` (near to far in PyTorch operations, any device) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced.
+        implementation: "auto" takes the first that can run the call, the one that was fastest at short lengths first:
+            `triton` (CUDA GPUs, near to far), `cpu` (the compiled core, near to far), `blocked` (near to far in PyTorch
+            operations, any device), `sdpa` (PyTorch's attention with the bias as its mask) or `dense` (the whole score
+            matrix). A name is obeyed or refused, never replaced. `linbias doctor --call` says what "auto" takes, and why.
         return_lse: Also return lse.
 
     Returns:
@@ -262,6 +261,9 @@ def prepare(
             ("mask", mask),
         )
     ]
+    slope_gradients = torch.is_grad_enabled() and any(
+        slope is not None and slope.requires_grad for slope in (left, right)
+    )
     problem = _check(
         function,
         *described,
@@ -272,7 +274,8 @@ def prepare(
         tolerance=tolerance,
         lse=lse,
         gradients=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, left, right)),
+        and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
+        slope_gradients=slope_gradients,
         transformed=transforms.active(),
     )
     if not torch.compiler.is_compiling():
@@ -292,11 +295,6 @@ def prepare(
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
     numbers = problem.scale, problem.dropout, problem.tolerance
     return Inputs(*arrays_of_call, *numbers, mask=mask), problem
-
-
-def asked_in_turn(problem: _checks.Problem) -> tuple[types.ModuleType, ...]:
-    """The implementations in the order in which "auto" asks them."""
-    return _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
 
 
 def last_end(key_range: Tensor) -> Tensor:
