@@ -91,8 +91,13 @@ def overhead(records: Path, rounds: int = 200, calls: int = 20) -> None:
     results = Results(*cpu.operators.forward(*arrays))
     call, alive = cpu._call(arrays)
     forward, zeros = cpu._forward(results), [torch.zeros_like(x) for x in (*leaves, *results[1:3])]
-    pointers = {f"d{name}": x.data_ptr() for name, x in zip(("q", "k", "v", "left", "right"), zeros, strict=True)}
-    backward = core.Backward(dout=dout.data_ptr(), dlse=zeros[3].data_ptr(), saved=forward, **pointers)
+    pointers = {
+        f"d{name}": x.data_ptr()
+        for name, x in zip(("q", "k", "v", "left", "right"), zeros, strict=True)
+    }
+    backward = core.Backward(
+        dout=dout.data_ptr(), dlse=zeros[3].data_ptr(), saved=forward, **pointers
+    )
     functions = {
         "core": lambda: core.forward(call, forward),
         "cpu": lambda: ours(q, k, v),
@@ -111,7 +116,12 @@ def overhead(records: Path, rounds: int = 200, calls: int = 20) -> None:
             times[name].append((time.process_time() - start) / calls * 1e3)
     del alive
     for name, found in times.items():
-        line = {"case": "overhead-16", "implementation": name, **record.spread(found), **record.here()}
+        line = {
+            "case": "overhead-16",
+            "implementation": name,
+            **record.spread(found),
+            **record.here(),
+        }
         record.write({**line, "time": "processor"}, records)
         print(f"{name:34} {line['p50_ms'] * 1e3:7.1f} us")
     for suffix in ("", ", forward+backward"):

@@ -1,7 +1,7 @@
 """Write what "auto" takes for short calls, src/linbias/kernels/fastest.py, from the records of benchmarks/bench_short.py.
 
-    python benchmarks/bench_short.py    # once per kind of CPU, on a quiet machine; adds to records/
-    python runs/fastest.py              # from every file in records/; of the same case, the newest counts
+python benchmarks/bench_short.py    # once per kind of CPU, on a quiet machine; adds to records/
+python runs/fastest.py              # from every file in records/; of the same case, the newest counts
 """
 
 import itertools
@@ -19,8 +19,12 @@ Key = tuple[str, str, bool, int]  # target, dtype, whether gradients are taken, 
 def newest(folder: Path) -> dict[tuple[Key, int], dict[str, float]]:
     """Median milliseconds of each implementation, by key and length."""
     found: dict[tuple[Key, int], dict[str, float]] = {}
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    pairs = itertools.pairwise(sorted(map(json.loads, lines), key=lambda record: record.get("date", "")))
+    lines = [
+        line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    pairs = itertools.pairwise(
+        sorted(map(json.loads, lines), key=lambda record: record.get("date", ""))
+    )
     for core, sdpa in pairs:  # of one run they follow each other
         if core.get("implementation") == "cpu" and sdpa.get("implementation") == "sdpa":
             key = core["target"], core["dtype"], core["mode"] == "forward+backward", core["D"]

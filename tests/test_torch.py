@@ -116,7 +116,10 @@ def test_contract_in_float32(implementation, case, poisoned_memory):
     ("implementation", "case"),
     pairs(
         [case for case in short() if case.name != "slopes-extreme"],
-        [by_name(n) for n in ("T-above-S", "asymmetric-per-batch", "right-padding", "extreme-logits")],
+        [
+            by_name(n)
+            for n in ("T-above-S", "asymmetric-per-batch", "right-padding", "extreme-logits")
+        ],
     ),
 )
 def test_contract_in_other_dtypes(implementation, case, dtype, poisoned_memory):
@@ -197,7 +200,10 @@ def test_gradients_of_sdpa_with_fixed_slopes(name, dtype):
     """PyTorch takes other code then: without the gradient of its mask there is a fused backward."""
     case = by_name(name)
     inputs, truth, plains = expected(case, dtype)
-    leaves = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)).requires_grad_() for n in "qkv"}
+    leaves = {
+        n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)).requires_grad_()
+        for n in "qkv"
+    }
     out, lse = linbias.torch.attention(
         **leaves,
         left=inputs.left,
@@ -411,7 +417,12 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
     tensors = {n: torch.tensor(x) for n, x in given.items() if n in names}
     leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right"])]
     actual = linbias.torch.attention(
-        *leaves[:4], causal=False, right=leaves[4], **tensors, implementation=implementation, return_lse=True
+        *leaves[:4],
+        causal=False,
+        right=leaves[4],
+        **tensors,
+        implementation=implementation,
+        return_lse=True,
     )
     torch.autograd.backward(actual, (torch.tensor(inputs.dout), torch.tensor(dlse)))
     for found, wanted in zip(actual, (out, lse), strict=True):
@@ -419,7 +430,9 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
     for leaf, wanted in zip(leaves, gradients, strict=True):
         np.testing.assert_allclose(leaf.grad, wanted, atol=1e-12)
     if implementation == "dense":
-        weights = linbias.torch.attention_weights(*leaves[:2], leaves[3], causal=False, right=leaves[4], **tensors)
+        weights = linbias.torch.attention_weights(
+            *leaves[:2], leaves[3], causal=False, right=leaves[4], **tensors
+        )
         wanted = linbias.attention_weights(*arrays[:2], left, **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
 

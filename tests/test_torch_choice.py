@@ -12,7 +12,7 @@ from linbias.torch import choice, functional
 from linbias.torch.choice import explain_choice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
-import fastest  # noqa: E402
+import fastest
 
 pytestmark = pytest.mark.skipif(bool(core.WHY_MISSING), reason=str(core.WHY_MISSING))
 
@@ -96,7 +96,10 @@ def test_reasons_are_given_for_every_implementation(measured):
 
 def test_the_table_follows_from_records():
     key = ("avx2", "float32", False, 64)
-    times = {(key, n): {"cpu": cpu, "sdpa": 1.0} for n, cpu in ((64, 2.0), (128, 1.2), (256, 1.05), (512, 3.0))}
+    times = {
+        (key, n): {"cpu": cpu, "sdpa": 1.0}
+        for n, cpu in ((64, 2.0), (128, 1.2), (256, 1.05), (512, 3.0))
+    }
     times[("avx2", "float32", True, 64), 64] = {"cpu": 1.0, "sdpa": 1.0}
     assert fastest.table(times) == {key: (64, 128), ("avx2", "float32", True, 64): (64, 0)}
 

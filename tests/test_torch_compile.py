@@ -99,6 +99,8 @@ def test_a_saved_program_loads_where_linbias_is_imported_and_says_so_elsewhere(t
     for found, wanted in zip(loaded(*arguments), Both()(*arguments), strict=True):
         torch.testing.assert_close(found, wanted)
     code = f"import torch; torch.export.load({str(tmp_path / 'program.pt2')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode and "torch.ops.linbias." in done.stderr
     assert "Please import the custom op to register it" in done.stderr

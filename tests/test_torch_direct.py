@@ -15,7 +15,9 @@ from linbias.torch import operator
 from linbias.torch.constant import default_slopes
 
 # What `torch.jit.trace` warns of.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
 
 
 class SeeOperators(TorchDispatchMode):
@@ -55,8 +57,7 @@ WHO_LOOKS = {
     "function mode": lambda run, q: under_a_mode(SeeFunctions(), run, q),
     "profiler": profiled,
     "tracer": lambda run, q: [
-        node.kind()
-        for node in torch.jit.trace(run, q, check_trace=False).inlined_graph.nodes()
+        node.kind() for node in torch.jit.trace(run, q, check_trace=False).inlined_graph.nodes()
     ],
     "make_fx": lambda run, q: [str(node.target) for node in make_fx(run)(q).graph.nodes],
     "make_fx before dispatch": lambda run, q: [
@@ -86,7 +87,14 @@ def test_plain_calls_give_the_bits_of_the_operator(implementation, dtype, monkey
 
     def run():
         out, lse = linbias.torch.attention(
-            q, k, v, left, right=right, causal=False, implementation=implementation, return_lse=True
+            q,
+            k,
+            v,
+            left,
+            right=right,
+            causal=False,
+            implementation=implementation,
+            return_lse=True,
         )
         with torch.no_grad():
             alone = linbias.torch.attention(q, k, v, left, implementation=implementation)
@@ -151,5 +159,7 @@ def test_the_first_call_loads_no_compiler():
         [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True
     )
     loaded = set(done.stdout.split())
-    assert not [name for name in loaded if name.startswith(("torch._", "torch.fx", "torch.export"))]
+    assert not [
+        name for name in loaded if name.startswith(("torch._", "torch.fx", "torch.export"))
+    ]
     assert not loaded & {"sympy", "mpmath", "triton"}

@@ -137,14 +137,22 @@ def test_other_nested_tensors_are_refused_with_the_way_out():
     strided = torch.nested.nested_tensor(parts)
     run = linbias.torch.attention
     for wrong in (jagged, strided):
-        with pytest.raises(TypeError, match="q must be a contiguous jagged tensor .*: use torch.nested"):
+        with pytest.raises(
+            TypeError, match=r"q must be a contiguous jagged tensor .*: use torch.nested"
+        ):
             run(wrong, ready, ready)
-    with pytest.raises(TypeError, match="must all be nested tensors, v is not: use .*attention_varlen"):
+    with pytest.raises(
+        TypeError, match=r"must all be nested tensors, v is not: use .*attention_varlen"
+    ):
         run(ready, ready, plain)
     with pytest.raises(ValueError, match="mask cannot be given with nested tensors"):
         run(ready, ready, ready, mask=torch.ones(1, 1, dtype=torch.bool))
     other = torch.nested.nested_tensor(parts[::-1], layout=torch.jagged).transpose(1, 2)
-    with pytest.raises(ValueError, match="k and v are nested tensors whose sequences differ in length"):
+    with pytest.raises(
+        ValueError, match="k and v are nested tensors whose sequences differ in length"
+    ):
         run(ready, ready, other)
-    with pytest.raises(TypeError, match="attention_weights: q is a nested tensor, which attention takes"):
+    with pytest.raises(
+        TypeError, match="attention_weights: q is a nested tensor, which attention takes"
+    ):
         linbias.torch.attention_weights(ready, ready)

@@ -166,7 +166,9 @@ def check(
 def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
     """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
     if mask.dtype != "bool":
-        raise TypeError(f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}")
+        raise TypeError(
+            f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
+        )
     own = mask.shape
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):
         raise ValueError(

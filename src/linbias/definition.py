@@ -399,7 +399,9 @@ class Inputs:
     left: Float64  # [H] or [B, H]
     right: Float64  # likewise; inf: causal
     query_start: npt.NDArray[np.int64]  # [B]
-    hidden: npt.NDArray[np.bool_]  # [B, H, 1 or T, S], whether a key lies outside its range or is masked
+    hidden: npt.NDArray[
+        np.bool_
+    ]  # [B, H, 1 or T, S], whether a key lies outside its range or is masked
     scale: float
     batch: tuple[int, ...]  # the batch axes as they were given
     dtype: np.dtype[Any]  # of the output

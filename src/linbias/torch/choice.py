@@ -84,7 +84,9 @@ def explain_choice(call: str) -> Choice:
         >>> explain_choice("1,8,4096,4096,64,float64,backward").reasons["dense"]
         'cpu is faster, or needs less memory'
     """
-    match = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+),(\d+),(\w+?)(,backward)?", call.replace(" ", ""))
+    match = re.fullmatch(
+        r"(\d+),(\d+),(\d+),(\d+),(\d+),(\w+?)(,backward)?", call.replace(" ", "")
+    )
     if match is None or match[6] not in FLOATS:
         raise ValueError(
             f"doctor: call must be B,H,T,S,D,dtype[,backward] with dtype one of {FLOATS}, got {call!r}"

@@ -9,7 +9,9 @@ from linbias.torch import operator
 from linbias.torch.operator import Gradients, Inputs, Results
 
 NAME, ABILITIES = core.NAME, core.ABILITIES
-_DTYPES = {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
+_DTYPES = (
+    {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
+)
 
 
 def _fill(inputs: Inputs, results: Results) -> None:

@@ -36,10 +36,12 @@ def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of all sequences end to end [total, heads, size], and where each begins."""
     way = "torch.nested.nested_tensor([...], layout=torch.jagged).transpose(1, 2), or attention_varlen"
     if not is_nested(x):
-        raise TypeError(f"attention: q, k and v must all be nested tensors, {name} is not: use {way}")
+        raise TypeError(
+            f"attention: q, k and v must all be nested tensors, {name} is not: use {way}"
+        )
     if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:  # type: ignore[attr-defined]
         raise TypeError(
             f"attention: {name} must be a contiguous jagged tensor [B, H, lengths, D]: use {way}"
         )
     by_rows = x.transpose(1, 2)
-    return by_rows.values(), by_rows.offsets()
+    return by_rows.values(), by_rows.offsets()  # type: ignore[attr-defined]

@@ -39,7 +39,9 @@ class Inputs(NamedTuple):
     tolerance: float
     precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
     slope_gradients: bool = False  # backward: those of left and right are asked for
-    mask: Tensor | None = None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
+    mask: Tensor | None = (
+        None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
+    )
 
 
 class Results(NamedTuple):
@@ -81,7 +83,9 @@ class FillGradients(Protocol):
 class Operators(NamedTuple):
     """An implementation's operators."""
 
-    attention: Callable[..., tuple[Tensor, Tensor | None]]  # of `Inputs`, and whether lse is wanted; differentiable
+    attention: Callable[
+        ..., tuple[Tensor, Tensor | None]
+    ]  # of `Inputs`, and whether lse is wanted; differentiable
     forward: Callable[..., Sequence[Tensor]]  # of the fields of `Inputs`, to those of `Results`
 
 
@@ -249,7 +253,9 @@ def define(
             f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
         )
 
-    forward.register_autograd(functools.partial(differentiate_by, backward), setup_context=save_operator)
+    forward.register_autograd(
+        functools.partial(differentiate_by, backward), setup_context=save_operator
+    )
     backward.register_autograd(refuse)
     names = Inputs._fields, ("dout", "dlse", *Results._fields, *Inputs._fields)
     for operator, arguments in zip((forward, backward), names, strict=True):
@@ -266,9 +272,10 @@ def define(
     )
 
     def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-        if unobserved(*inputs[:_NUM_ARRAYS]):
+        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
+        if unobserved(*arrays):
             if inputs.precise:
-                return Direct.apply(*inputs)  # type: ignore[no-any-return]
+                return Direct.apply(*inputs)
             results = run_forward(inputs)
         elif not transforms.active():
             results = Results(*forward(*inputs))

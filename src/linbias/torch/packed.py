@@ -104,7 +104,9 @@ def define(run: Run) -> Run:
 
     def fake_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         return tuple(
-            dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+            dout.new_empty(0)
+            if x is None
+            else torch.empty_like(x, memory_format=torch.contiguous_format)
             for x in arguments[:5]
         )
 

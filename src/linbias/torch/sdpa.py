@@ -49,7 +49,9 @@ def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | N
         wide = bias.dtype
         score = q.to(wide) @ per_query_head(k.to(wide), inputs).mT * inputs.scale + bias
         lse = _log_sum_exp(score)
-    if q.device.type != "cpu" and q.dtype != bias.dtype:  # elsewhere a mask must have the dtype of q
+    if (
+        q.device.type != "cpu" and q.dtype != bias.dtype
+    ):  # elsewhere a mask must have the dtype of q
         q, k, v = (x.to(bias.dtype) for x in (q, k, v))
     # Head sizes that differ would cost the fast way.
     q, k, v = (pad(x, (0, max(D, E) - x.shape[3])) if D != E else x for x in (q, k, v))
@@ -72,7 +74,10 @@ def _bias(inputs: Inputs) -> Tensor:
     if (
         left.device.type != "cpu"
         or not (inputs.key_range is inputs.query_start is inputs.mask is None)
-        or (torch.is_grad_enabled() and any(s is not None and s.requires_grad for s in (left, right)))
+        or (
+            torch.is_grad_enabled()
+            and any(s is not None and s.requires_grad for s in (left, right))
+        )
         or not unobserved(left, right)
         or left[..., 0].numel() * left.shape[-1] * T * S > _MAX_NUMBERS
     ):
