@@ -31,13 +31,14 @@ def constant(
     if not unobserved():  # what is made under a transform, a mode or a tracer belongs to it
         return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
     key = tuple(values), dtype, device
-    if key not in _kept:
+    tensor = _kept.get(key)  # looked up once: another thread may clear them
+    if tensor is None:
         with torch.inference_mode(False):  # else autograd could not save it later
             tensor = torch.tensor(key[0], dtype=dtype).to(device)
-        if len(_kept) == _MAX_ENTRIES:
+        if len(_kept) >= _MAX_ENTRIES:
             _kept.clear()
         _kept[key] = tensor
-    return _kept[key]
+    return tensor
 
 
 def default_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -84,12 +84,14 @@ def _bias(inputs: Inputs) -> Tensor:
         return bias_of(inputs)
     sides = tuple(None if s is None else (*s.shape, *s.flatten().tolist()) for s in (left, right))
     key = *sides, left.dtype, T, S
-    if key not in _kept:
-        if len(_kept) >= _MAX_KEPT:
-            _kept.pop(next(iter(_kept)))
+    bias = _kept.get(key)  # looked up once: another thread may drop it
+    if bias is None:
         with torch.inference_mode(False), torch.no_grad():
-            _kept[key] = bias_of(inputs)
-    return _kept[key]
+            bias = bias_of(inputs)
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = bias
+    return bias
 
 
 class FirstDerivatives(torch.autograd.Function):
