@@ -1,5 +1,6 @@
 """What "auto" takes: by record, for calls like those that were measured, and never with another result."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -107,3 +108,14 @@ def test_the_table_follows_from_records():
 def test_the_committed_table_is_that_of_the_committed_records():
     """`python runs/fastest.py` writes it."""
     assert fastest.table(fastest.newest(fastest.ROOT / "records")) == choice.SDPA_IS_FASTER
+
+
+def test_doctor_tells_what_a_call_takes(measured):
+    from typer.testing import CliRunner
+
+    from linbias.cli import app
+
+    found = CliRunner().invoke(app, ["doctor", "--call", "8,8,128,128,64,float32", "--json"])
+    assert json.loads(found.stdout)["name"] == "sdpa"
+    shown = CliRunner().invoke(app, ["doctor", "--call", "8,8,512,512,64,float32"]).stdout
+    assert "taken" in shown and "it was faster up to length 128" in " ".join(shown.split())
