@@ -206,7 +206,7 @@ def define(
                 if slope is not None:  # an infinite slope hides its side and has no gradient
                     total = d if slope.dim() == 2 else d.sum(0)
                     sides[side] = total.masked_fill(slope == torch.inf, 0.0)
-        return dq, dk, dv, *sides, *[None] * (len(Inputs._fields) - 5)
+        return dq, dk, dv, *sides
 
     def save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         save(ctx, inputs, output)
@@ -222,16 +222,26 @@ def define(
         _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
         inputs, results = saved(ctx)
-        return for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        found = for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        return *found, *[None] * (len(Inputs._fields) - len(found))
 
     class Direct(torch.autograd.Function):
         """Attention with its derivative and without its operators."""
 
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            results = run_forward(Inputs(*arguments))
-            save(ctx, arguments, results)
-            return results.out.to(arguments[0].dtype), lse_of(results)
+        def forward(
+            ctx: Any,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            left: Tensor,
+            right: Tensor | None,
+            inputs: Inputs,
+        ) -> tuple[Tensor, Tensor]:
+            # `inputs` holds the five, too, which are arguments for autograd to see.
+            results = run_forward(inputs)
+            save(ctx, inputs, results)
+            return results.out.to(q.dtype), lse_of(results)
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,8 +250,10 @@ def define(
             dout = dout.to(results.out.dtype)
             # Whoever wants a second derivative hears of it from the operator.
             if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:3]):
-                return for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
-            return for_arguments(inputs, run_backward(dout, dlog_sum, results, inputs))
+                gradients = backward(dout, dlog_sum, *results, *inputs)
+            else:
+                gradients = run_backward(dout, dlog_sum, results, inputs)
+            return *for_arguments(inputs, gradients), None
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -275,7 +287,7 @@ def define(
         arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
         if unobserved(*arrays):
             if inputs.precise:
-                return Direct.apply(*inputs)
+                return Direct.apply(*inputs[:5], inputs)
             results = run_forward(inputs)
         elif not transforms.active():
             results = Results(*forward(*inputs))
