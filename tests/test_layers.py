@@ -12,7 +12,7 @@ import linbias
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "_machine"}
+ANYONE = {"schedules", "_machine", "_extras"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -34,7 +34,7 @@ LAYERS = {
     "paper": {"models", "data", "runs"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
-    "doctor": {"torch", "jax"} | CORE | ANYONE,
+    "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
     "cli": {"lm", "paper", "models", "data", "runs", "example", "doctor", "__version__"},
     "__main__": {"cli"},
 }

@@ -83,9 +83,7 @@ def train(
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
-    from linbias.data.corpus import load_corpus
     from linbias.lm.settings import TrainSettings
-    from linbias.lm.train import train as run
 
     settings = TrainSettings(
         model={"position": position, **parse_fields(fields)},
@@ -101,6 +99,9 @@ def train(
         tensorboard=tensorboard,
         fsdp={} if fsdp else None,
     )
+    from linbias.data.corpus import load_corpus
+    from linbias.lm.train import train as run  # loads torch, once the settings are known to be good
+
     text = load_corpus(corpus, tokenizer=tokenizer, vocab_size=vocab_size, max_bytes=max_bytes)
     metrics = run(settings, text, output, progress=not quiet)
     if not is_first_process():

@@ -10,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from linbias.cli.console import out, print_json, print_path
+from linbias.cli.console import err, out, print_json, print_path
 from linbias.cli.options import (
     BatchSize,
     Corpus,
@@ -112,9 +112,6 @@ def extrapolate(
     [dim]linbias extrapolate[/]
     [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
     """
-    from linbias.lm import terminal
-    from linbias.lm.extrapolate import extrapolate as run
-    from linbias.lm.findings import findings
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
     settings = ExtrapolateSettings(
@@ -139,6 +136,10 @@ def extrapolate(
             tensorboard=tensorboard,
         ),
     )
+    from linbias.lm import terminal  # loads torch, once the settings are known to be good
+    from linbias.lm.extrapolate import extrapolate as run
+    from linbias.lm.findings import findings
+
     command = shlex.join(["linbias", *sys.argv[1:]])
     results = run(settings, output, command=command, progress=not quiet)
     if as_json:
@@ -153,13 +154,13 @@ def extrapolate(
 
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine can run, and why not the rest."""
-    from linbias.doctor import diagnose
+    from linbias.doctor import broken, diagnose
 
-    found = diagnose()
-    broken = any(found["parts"].values())
+    with err.status("looking") as status:
+        found = diagnose(progress=status.update)
     if as_json:
         print_json(found)
-        raise typer.Exit(broken)
+        raise typer.Exit(bool(broken(found)))
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     for name, value in found["machine"].items():
         shown = ", ".join(value) if isinstance(value, list) else str(value)
@@ -172,9 +173,10 @@ def doctor(as_json: Json = False) -> None:
     for device in found["machine"].get("devices", []):
         table = Table("attention on " + device, "", box=box.SIMPLE_HEAD)
         for name, reasons in found["implementations"].items():
-            table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
+            if device in reasons:
+                table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
         out.print(table)
-    raise typer.Exit(broken)
+    raise typer.Exit(bool(broken(found)))
 
 
 def _state(reason: str | None) -> str:

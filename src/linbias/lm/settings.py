@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from linbias.models.config import POSITIONS, LinbiasConfig
-from linbias.models.fields import own_fields
+from linbias.lm.methods import NAMES
 from linbias.runs import DEVICES, PRECISIONS
 
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
@@ -88,8 +87,12 @@ class TrainSettings:
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
         given = set(self.model) & {"vocab_size", "train_length"}
         self._require("model", not given, "without vocab_size and train_length", self.model)
-        unknown = sorted(set(self.model) - own_fields(LinbiasConfig))
-        self._require("model", not unknown, "made of LinbiasConfig's fields", unknown)
+        if self.model:
+            from linbias.models.config import LinbiasConfig  # loads Transformers: the other rules come first
+            from linbias.models.fields import own_fields
+
+            unknown = sorted(set(self.model) - own_fields(LinbiasConfig))
+            self._require("model", not unknown, "made of LinbiasConfig's fields", unknown)
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
         if not holds:
@@ -138,8 +141,8 @@ class ExtrapolateSettings:
             values = getattr(self, name)
             differ = values is None or (values and len(set(values)) == len(values))
             self._require(name, bool(differ), "one or more different values", values)
-        unknown = [method for method in self.methods if method not in POSITIONS]
-        self._require("methods", not unknown, f"among {', '.join(POSITIONS)}", ", ".join(unknown))
+        unknown = [method for method in self.methods if method not in NAMES]
+        self._require("methods", not unknown, f"among {', '.join(NAMES)}", ", ".join(unknown))
         for name in ("train_lengths", "test_lengths"):
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)

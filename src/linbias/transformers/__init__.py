@@ -4,6 +4,10 @@
 earlier tokens, and how large the keys are.
 """
 
+from linbias import _extras
+
+_extras.require("linbias.transformers")
+
 from linbias.transformers.cache import GrowingLayer, key_bound, use_growing_layers
 from linbias.transformers.padding import Padding, read_attention_mask
 
