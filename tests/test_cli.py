@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from linbias import _extras, cli
+from linbias import _extras, cli, example
 from linbias.doctor import diagnose
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
@@ -65,7 +65,7 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_explain_prints_the_chapters_trace():
-    result = run("explain")
+    result = run("explain", "--query", "The", "--symmetric")
     assert result.exit_code == 0
     head_0, head_1 = result.stdout.split("\n\n")
     assert "slope 0.5" in head_0
@@ -78,13 +78,22 @@ def test_explain_prints_the_chapters_trace():
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
-    row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
+    row = json.loads(run("explain", "--symmetric", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
     assert (row["query"], row["head"]) == (1, 0)
     assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
 
+def test_explain_shows_what_the_function_of_that_name_shows():
+    trace, tokens = example.trace()
+    assert run("explain", "--head", 1).stdout.rstrip() == trace.table(head=1, tokens=tokens)
+    assert trace.right.tolist() == [np.inf, np.inf]  # causal, as linbias.explain and attention are
+    assert run("explain", "--query", "cat", "--head", 0).stdout.rstrip() == trace.table(
+        "cat", 0, tokens
+    )
+
+
 def test_explain_all_causal_as_json_hides_later_keys():
-    found = json.loads(run("explain", "--query", "all", "--causal", "--json").stdout)
+    found = json.loads(run("explain", "--query", "all", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
     assert found["left"] == [0.5, 0.25]
     assert len(found["rows"]) == 10
@@ -98,7 +107,7 @@ def test_explain_all_causal_as_json_hides_later_keys():
 def test_explain_reads_arrays_from_a_file(tmp_path):
     q, k, v = np.zeros((1, 2, 3)), np.zeros((1, 4, 3)), np.arange(4.0).reshape(1, 4, 1)
     np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, left=[0.0], tokens=list("abcd"))
-    result = run("explain", tmp_path / "arrays.npz", "--causal", "--query", "c", "--json")
+    result = run("explain", tmp_path / "arrays.npz", "--query", "c", "--json")
     (row,) = json.loads(result.stdout)["rows"]
     assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
     assert row["output"] == [1.0]

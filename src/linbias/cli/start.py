@@ -46,11 +46,11 @@ def explain(
         ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the first.")
+        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the last.")
     ] = None,
     head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Hide the keys after the query.")
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Show the keys after the query, too.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,14 +59,14 @@ def explain(
     \b
     [dim]linbias explain[/]
     [dim]linbias explain --query cat --head 0[/]
-    [dim]linbias explain arrays.npz --causal --query -1 --json[/]
+    [dim]linbias explain --query cat --symmetric[/]
+    [dim]linbias explain arrays.npz --query all --json[/]
     """
     from linbias import example
 
-    trace, tokens = example.trace(arrays, causal)
-    num_heads, num_queries, _ = trace.weight.shape
-    queries = example.find(query, tokens, num_queries)
-    heads = example.find_heads(head, num_heads)
+    trace, tokens = example.trace(arrays, causal=not symmetric)
+    queries = example.find(query, trace, tokens)
+    heads = example.find_heads(head, len(trace.weight))
     if as_json:
         print_json(example.steps(trace, tokens, queries, heads))
         return

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ def attention(
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -142,6 +143,9 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if unknown:
+        known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
+        _checks.refuse_unknown("attention", unknown, known)
     inputs, problem = prepare(
         "attention",
         q,
@@ -253,6 +257,7 @@ def prepare(
         tolerance=tolerance,
     )
     if not torch.compiler.is_compiling():
+        _checks.warn_of_layout(function, problem)
         _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
         left = constant(slopes(problem.H) if problem.H else (), wide, q.device)
