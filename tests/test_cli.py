@@ -78,7 +78,9 @@ def test_explain_prints_the_chapters_trace():
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
-    row = json.loads(run("explain", "--symmetric", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
+    row = json.loads(
+        run("explain", "--symmetric", "--query", query, "--head", 0, "--json").stdout
+    )["rows"][0]
     assert (row["query"], row["head"]) == (1, 0)
     assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
@@ -176,7 +178,9 @@ def test_what_was_not_installed_is_no_fault(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 0
     words = " ".join(result.stdout.split())
-    assert "linbias.torch needs moon, which is not installed: pip install 'linbias[torch]'" in words
+    assert (
+        "linbias.torch needs moon, which is not installed: pip install 'linbias[torch]'" in words
+    )
     assert re.search("numpy cpu +ready", result.stdout)
 
 

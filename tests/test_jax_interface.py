@@ -79,7 +79,10 @@ def test_what_the_binding_reads_lies_where_xla_puts_it():
 @pytest.mark.skipif(cpu.WHY_MISSING is not None, reason="not compiled")
 @pytest.mark.parametrize(
     ("attributes", "words"),
-    [({}, "no usable attribute causal"), ({"causal": np.float64(1)}, "no usable attribute causal")],
+    [
+        ({}, "no usable attribute causal"),
+        ({"causal": np.float64(1)}, "no usable attribute causal"),
+    ],
 )
 def test_a_call_that_the_handler_cannot_read_is_an_error_of_xla(attributes, words):
     cpu._register()

@@ -46,7 +46,9 @@ OTHER_NAMES = {
     **dict.fromkeys(("softmax_scale", "sm_scale"), "say scale"),
     "alibi_slopes": "say left, or nothing for the slopes of the paper",
     "slopes": "say left",
-    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"
+    ),
     **dict.fromkeys(("attn_bias", "bias", "score_mod"), _SLOPES),
     **dict.fromkeys(("window_size", "local_window_size", "block_mask"), _NEAR),
     "enable_gqa": "k and v may have fewer heads than q without it",
@@ -215,10 +217,10 @@ def refuse_unknown(function: str, unknown: Mapping[str, object], known: Sequence
     raise TypeError(f"{function}: there is no argument {name}; {advice}")
 
 
-def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD") -> None:
+def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth: int = 3) -> None:
     """Warn where length and heads were evidently given in each other's place.
 
-    It stands apart from `check` because compilers cannot trace a warning.
+    It stands apart from `check` because compilers cannot trace a warning. depth: calls from the user's line to here.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     swapped = H == S > 128 and T == G > 1  # fewer keys may be as many as the heads by chance
@@ -227,7 +229,7 @@ def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD") -> Non
         warnings.warn(
             f"{function}: the axes are read as {LAYOUTS[layout]}, which makes {given}; swap the"
             " axes of length and heads if that is not meant",
-            stacklevel=4,  # whoever called `attention`, by way of `prepare`
+            stacklevel=depth + 1,
         )
 
 

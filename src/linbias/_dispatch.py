@@ -90,7 +90,9 @@ def choose(function: str, requested: str, problem: Problem, implementations: Seq
             if not_built is not None:
                 _warn_once(function, implementation.NAME, not_built)
             return implementation
-        if getattr(implementation, "WHY_MISSING", None) and not implementation.ABILITIES.lacks(problem):
+        if getattr(implementation, "WHY_MISSING", None) and not implementation.ABILITIES.lacks(
+            problem
+        ):
             not_built = implementation.NAME
         reasons.append(f"{implementation.NAME}: {reason}")
     raise NotImplementedError(

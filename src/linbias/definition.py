@@ -444,7 +444,9 @@ def prepare(
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
     if unknown:
-        _checks.refuse_unknown(function, unknown, ("q", "k", "v", "left", *Options.__annotations__))
+        _checks.refuse_unknown(
+            function, unknown, ("q", "k", "v", "left", *Options.__annotations__)
+        )
     arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
     B = math.prod(batch)

@@ -100,7 +100,9 @@ def train(
         fsdp={} if fsdp else None,
     )
     from linbias.data.corpus import load_corpus
-    from linbias.lm.train import train as run  # loads torch, once the settings are known to be good
+    from linbias.lm.train import (
+        train as run,
+    )  # loads torch, once the settings are known to be good
 
     text = load_corpus(corpus, tokenizer=tokenizer, vocab_size=vocab_size, max_bytes=max_bytes)
     metrics = run(settings, text, output, progress=not quiet)

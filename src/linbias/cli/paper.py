@@ -176,7 +176,9 @@ def train(
         device=device,
         fsdp={} if fsdp else None,
     )
-    from linbias.paper.train import train as run  # loads torch, once the recipe is known to be good
+    from linbias.paper.train import (
+        train as run,
+    )  # loads torch, once the recipe is known to be good
 
     metrics = run(data, output, recipe, progress=not quiet)
     if not is_first_process():

@@ -88,7 +88,9 @@ class TrainSettings:
         given = set(self.model) & {"vocab_size", "train_length"}
         self._require("model", not given, "without vocab_size and train_length", self.model)
         if self.model:
-            from linbias.models.config import LinbiasConfig  # loads Transformers: the other rules come first
+            from linbias.models.config import (
+                LinbiasConfig,
+            )  # loads Transformers: the other rules come first
             from linbias.models.fields import own_fields
 
             unknown = sorted(set(self.model) - own_fields(LinbiasConfig))
