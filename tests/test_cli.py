@@ -254,6 +254,28 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
     assert len(json.loads(result.stdout)) == 1
 
 
+@pytest.mark.parametrize(
+    "words", [["generate", "output/absent"], ["train", "--corpus", "output/absent", "-o", "{tmp}"]]
+)
+def test_a_folder_that_is_not_there_is_said_without_retries(words, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    def refuse(self, url, **options):
+        assert url == constants.ENDPOINT
+        asked.append(url)
+        raise OSError("no network")
+
+    asked: list[str] = []
+    monkeypatch.setattr(type(get_session()), "head", refuse)
+    result = run(*(word.format(tmp=tmp_path) for word in words))
+    assert result.exit_code == 2, result.output
+    assert "output/absent" in result.stderr
+    assert "folder" in result.stderr
+    assert len(asked) == 1
+    assert not constants.HF_HUB_OFFLINE
+
+
 def test_arrays_that_would_run_code_are_refused(tmp_path):
     np.savez(tmp_path / "arrays.npz", q=np.array([print], dtype=object))
     result = run("explain", tmp_path / "arrays.npz")
