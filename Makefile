@@ -58,6 +58,8 @@ clean:
 	rm -rf $(VENV) build dist output
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "linbias needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 CXX_SOURCES := $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
