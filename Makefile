@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test check core-test fix bench gpu sanitize neon clean
+.PHONY: run test check core-test fix bench gpu sanitize neon first-hour clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -46,6 +46,9 @@ sanitize: $(VENV)/.dev  ## the C++ core's own test under the address, undefined-
 	  $(BIN)/cmake -S . -B build/$$kind -DLINBIAS_TEST=ON -DLINBIAS_SANITIZE=$$kind -DCMAKE_CXX_FLAGS_RELEASE=-O1 && \
 	  $(BIN)/cmake --build build/$$kind --parallel 2 && build/$$kind/attention_test || exit 1; \
 	done
+
+first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, about 4 GB for a while)
+	$(PYTHON) tests/first_hour.py
 
 neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
