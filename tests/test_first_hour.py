@@ -72,3 +72,27 @@ def test_the_first_hour(environment, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert core.WHY_MISSING or "Warning" not in done.stderr
+
+
+def test_a_build_needs_no_framework_and_leaves_nothing_in_the_checkout():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {Requirement(words).name for words in settings["build-system"]["requires"]}
+    assert needed == {"scikit-build-core", "nanobind"}
+    build = settings["tool"]["scikit-build"]
+    assert "build-dir" not in build
+    kept = [override for override in build["overrides"] if "build-dir" in override]
+    assert [override["if"] for override in kept] == [{"state": "editable"}]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="make")
+def test_make_says_which_python_is_needed(tmp_path):
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\ncase "$1" in -V) echo Python 3.9.1;; *) exit 1;; esac\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-s", f"PYTHON={old}", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "linbias needs Python 3.11 to 3.13" in done.stderr
+    assert "Python 3.9.1" in done.stderr
