@@ -22,8 +22,7 @@ def caches_if_unreachable() -> Iterator[None]:
     Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
     a minute.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     before = constants.HF_HUB_OFFLINE
     if not before:
