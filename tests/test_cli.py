@@ -303,6 +303,31 @@ def test_help_is_quick_and_names_every_command():
     assert run("--version").stdout.strip() == "0.1.0"
 
 
+REFUSED = [
+    "train --steps 0",
+    "extrapolate --steps 0",
+    "extrapolate --methods rope",
+    "paper train data -o run --steps 0",
+]
+
+
+def test_wrong_settings_are_said_before_anything_heavy_is_loaded():
+    code = f"""
+import sys
+from linbias import cli
+for words in {REFUSED}:
+    try:
+        cli.app(words.split())
+    except SystemExit as end:
+        assert end.code == 2, words
+print(*{{"torch", "transformers", "matplotlib"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+    assert done.stderr.count("error: ") == len(REFUSED)
+    assert done.stderr.count("steps must be at least 1, got 0") == 3
+
+
 def test_defaults_of_the_command_line_are_those_of_the_settings():
     settings = ExtrapolateSettings()
     option = {name: p.default for name, p in signature(cli.start.extrapolate).parameters.items()}

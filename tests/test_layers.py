@@ -105,6 +105,23 @@ def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
     assert foreign <= {"linbias", "numpy"}
 
 
+def test_submodules_load_when_they_are_named():
+    code = """
+import sys, numpy, linbias
+assert "linbias.cpu" not in sys.modules
+linbias.cpu.attention
+assert not {"torch", "jax"} & set(sys.modules)
+linbias.torch.attention
+assert "torch" in sys.modules
+try:
+    linbias.tensorflow
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "module 'linbias' has no attribute 'tensorflow'"
+
+
 def test_each_front_end_loads_its_own_framework_only():
     for own, other in (("jax", "torch"), ("torch", "jax")):
         code = (
