@@ -1,11 +1,11 @@
 """Write what "auto" takes for short calls, src/linbias/kernels/fastest.py, from the records of benchmarks/bench_short.py.
 
-python benchmarks/bench_short.py --records records/NEW.jsonl    # once per kind of CPU, on a quiet machine
-python runs/fastest.py                                          # from every file in records/, the newest record counts
+python benchmarks/bench_short.py    # once per kind of CPU, on a quiet machine; adds to records/
+python runs/fastest.py              # from every file in records/; of the same case, the newest counts
 """
 
+import itertools
 import json
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,43 +18,44 @@ Key = tuple[str, str, bool, int]  # target, dtype, whether gradients are taken, 
 
 def newest(folder: Path) -> dict[tuple[Key, int], dict[str, float]]:
     """Median milliseconds of each implementation, by key and length."""
-    found: dict[tuple[Key, int], dict[str, float]] = defaultdict(dict)
-    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (path.stem[-10:], path.name)):
-        target = None
-        for record in map(json.loads, path.read_text().splitlines()):
-            if record.get("implementation") == "cpu" and "B" in record:
-                target = record.get("target")  # the core comes first in each case
-            if record.get("implementation") in ("cpu", "sdpa") and target and "B" in record:
-                gradients = record["mode"] == "forward+backward"
-                key = target, record["dtype"], gradients, record["D"]
-                found[key, record["T"]][record["implementation"]] = record["p50_ms"]
+    found: dict[tuple[Key, int], dict[str, float]] = {}
+    lines = [
+        line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    pairs = itertools.pairwise(
+        sorted(map(json.loads, lines), key=lambda record: record.get("date", ""))
+    )
+    for core, sdpa in pairs:  # of one run they follow each other
+        if core.get("implementation") == "cpu" and sdpa.get("implementation") == "sdpa":
+            key = core["target"], core["dtype"], core["mode"] == "forward+backward", core["D"]
+            found[key, core["T"]] = {"cpu": core["p50_ms"], "sdpa": sdpa["p50_ms"]}
     return found
 
 
-def table(times: dict[tuple[Key, int], dict[str, float]]) -> dict[Key, int]:
-    """The longest length up to which `sdpa` is faster at every length that was measured; 0: at none."""
-    longest: dict[Key, int] = {}
+def table(times: dict[tuple[Key, int], dict[str, float]]) -> dict[Key, tuple[int, int]]:
+    """From the shortest length that was measured to the longest up to which `sdpa` is faster at each; 0: at none."""
+    lengths: dict[Key, tuple[int, int]] = {}
     stopped = set()
     for (key, length), ms in sorted(times.items()):
-        if len(ms) < 2:
-            continue
-        longest.setdefault(key, 0)
+        shortest, longest = lengths.setdefault(key, (length, 0))
         if key not in stopped and ms["cpu"] > LEAST_GAIN * ms["sdpa"]:
-            longest[key] = length
+            longest = length
         else:
             stopped.add(key)
-    return longest
+        lengths[key] = shortest, longest
+    return lengths
 
 
 def main() -> None:
     lines = [
-        '"""Up to which length PyTorch\'s attention is faster than the compiled core: `python runs/fastest.py` writes this.',
+        '"""At which lengths PyTorch\'s attention is faster than the compiled core: `python runs/fastest.py` writes this.',
         "",
-        "By CPU target, dtype, whether gradients are taken, and head size: the number of queries, which is that of keys.",
+        "By CPU target, dtype, whether gradients are taken, and head size: the shortest number of queries, which is that of",
+        "keys, that was measured, and the longest up to which it is faster; 0 where it is at none.",
         '"""',
         "",
-        "SDPA_UP_TO = {",
-        *(f"    {key!r}: {length},".replace("'", '"') for key, length in table(newest(ROOT / "records")).items()),
+        "SDPA_IS_FASTER: dict[tuple[str, str, bool, int], tuple[int, int]] = {",
+        *(f"    {key!r}: {found!r},".replace("'", '"') for key, found in table(newest(ROOT / "records")).items()),
         "}",
         "",
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from linbias.torch import choice, functional
 from linbias.torch.choice import explain_choice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
-import fastest  # noqa: E402
+import fastest
 
 pytestmark = pytest.mark.skipif(bool(core.WHY_MISSING), reason=str(core.WHY_MISSING))
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(bool(core.WHY_MISSING), reason=str(core.WHY_MISS
 def measured(monkeypatch):
     """PyTorch's attention was faster up to 128 tokens, and up to 32 with gradients."""
     records = {
-        (core.target(), "float32", False): [(64, 128), (16, 0)],
-        (core.target(), "float32", True): [(64, 32)],
+        (core.target(), "float32", False): {64: (16, 128), 16: (16, 0)},
+        (core.target(), "float32", True): {64: (16, 32)},
     }
     monkeypatch.setattr(choice, "_BY_KIND", records)
 
@@ -52,7 +52,9 @@ def test_auto_takes_what_was_faster_in_calls_like_those_measured(taken):
         "cpu": [
             lambda: run(leaf, leaf, leaf),  # with gradients it was faster at 32 only
             lambda: run(*[torch.randn(1, 2, 129, 64)] * 3),
-            lambda: run(*[torch.randn(1, 2, 32, 8)] * 3),  # nearer to head size 16
+            lambda: run(*[torch.randn(1, 2, 32, 8)] * 3),  # nearest to head size 16
+            lambda: run(*[torch.randn(1, 2, 32, 256)] * 3),  # near to none
+            lambda: run(*[torch.randn(1, 2, 8, 64)] * 3),  # nothing so short was measured
             lambda: run(*[q.double()] * 3),  # not measured
             lambda: run(q[:, :, :100], q, q),
             lambda: run(q, q, q, return_lse=True),
@@ -99,10 +101,9 @@ def test_the_table_follows_from_records():
         for n, cpu in ((64, 2.0), (128, 1.2), (256, 1.05), (512, 3.0))
     }
     times[("avx2", "float32", True, 64), 64] = {"cpu": 1.0, "sdpa": 1.0}
-    times[("avx2", "bfloat16", True, 64), 64] = {"cpu": 1.0}
-    assert fastest.table(times) == {key: 128, ("avx2", "float32", True, 64): 0}
+    assert fastest.table(times) == {key: (64, 128), ("avx2", "float32", True, 64): (64, 0)}
 
 
 def test_the_committed_table_is_that_of_the_committed_records():
     """`python runs/fastest.py` writes it."""
-    assert fastest.table(fastest.newest(fastest.ROOT / "records")) == choice.SDPA_UP_TO
+    assert fastest.table(fastest.newest(fastest.ROOT / "records")) == choice.SDPA_IS_FASTER

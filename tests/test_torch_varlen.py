@@ -138,11 +138,11 @@ def test_other_nested_tensors_are_refused_with_the_way_out():
     run = linbias.torch.attention
     for wrong in (jagged, strided):
         with pytest.raises(
-            TypeError, match="q must be a contiguous jagged tensor .*: use torch.nested"
+            TypeError, match=r"q must be a contiguous jagged tensor .*: use torch.nested"
         ):
             run(wrong, ready, ready)
     with pytest.raises(
-        TypeError, match="must all be nested tensors, v is not: use .*attention_varlen"
+        TypeError, match=r"must all be nested tensors, v is not: use .*attention_varlen"
     ):
         run(ready, ready, plain)
     with pytest.raises(ValueError, match="mask cannot be given with nested tensors"):

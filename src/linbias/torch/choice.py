@@ -10,7 +10,7 @@ import torch
 from linbias import _dispatch
 from linbias._checks import FLOATS, Described, Problem, check
 from linbias.kernels import core
-from linbias.kernels.fastest import SDPA_UP_TO
+from linbias.kernels.fastest import SDPA_IS_FASTER
 from linbias.torch import blocked, cpu, dense, sdpa, triton
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
@@ -44,25 +44,24 @@ def why_not_sdpa_first(problem: Problem) -> str | None:
     if problem.T != problem.S:
         return "only as many queries as keys were measured"
     target = core.target()
-    longest = _longest(target, problem.dtype, problem.gradients, max(problem.D, problem.E))
-    if longest is None:
+    measured = _BY_KIND.get((target, problem.dtype, problem.gradients))
+    if measured is None:
         return f"{problem.dtype} was not measured on {target}"
+    size = max(problem.D, problem.E)
+    nearest = min(measured, key=lambda other: abs(math.log(other / size)))
+    if not size / 2 <= nearest <= size * 2:
+        return f"no head size near {size} was measured"
+    shortest, longest = measured[nearest]
+    if problem.T < shortest:
+        return f"nothing shorter than {shortest} was measured"
     if problem.T > longest:
         return f"it was faster up to length {longest} only" if longest else "it was never faster"
     return None
 
 
-def _longest(target: str | None, dtype: str, gradients: bool, size: int) -> int | None:
-    """The record of the head size that comes nearest."""
-    found = _BY_KIND.get((target, dtype, gradients))
-    if found is None:
-        return None
-    return min(found, key=lambda entry: abs(math.log(entry[0] / size)))[1]
-
-
-_BY_KIND: dict[tuple[str | None, str, bool], list[tuple[int, int]]] = {}
-for (_target, _dtype, _gradients, _size), _length in SDPA_UP_TO.items():
-    _BY_KIND.setdefault((_target, _dtype, _gradients), []).append((_size, _length))
+_BY_KIND: dict[tuple[str | None, str, bool], dict[int, tuple[int, int]]] = {}
+for (_target, _dtype, _gradients, _size), _lengths in SDPA_IS_FASTER.items():
+    _BY_KIND.setdefault((_target, _dtype, _gradients), {})[_size] = _lengths
 
 
 class Choice(NamedTuple):

@@ -44,8 +44,8 @@ def _fill_gradients(
             dright=wide.dright.data_ptr(),
         ),
     )
-    for gradient, computed in zip(gradients, wide, strict=True):
-        if gradient is not computed:
+    if wide is not gradients:
+        for gradient, computed in zip(gradients, wide, strict=True):
             gradient.copy_(computed)
     del alive
 

@@ -29,6 +29,7 @@ _OTHERS = ~_bits(
     *("AutocastCPU", "AutocastCUDA", "AutocastMPS", "AutocastXPU"),
     *("BackendSelect", "ADInplaceOrView"),
 )
+_profiler_runs = torch._C._autograd._profiler_enabled
 _compiler_of_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -54,7 +55,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
     return not (
         bits & _OTHERS
         or torch._C._len_torch_function_stack()
-        or torch.autograd._profiler_enabled()
+        or _profiler_runs()
         or _compiler_of_frames()
         is not None  # between graphs it reads every function that is called
     )

@@ -265,8 +265,9 @@ def prepare(
             ("mask", mask),
         )
     ]
-    slope_gradients = torch.is_grad_enabled() and any(
-        slope is not None and slope.requires_grad for slope in (left, right)
+    differentiated = torch.is_grad_enabled()
+    slope_gradients = differentiated and (
+        (left is not None and left.requires_grad) or (right is not None and right.requires_grad)
     )
     problem = _check(
         function,
@@ -277,7 +278,7 @@ def prepare(
         dropout=dropout,
         tolerance=tolerance,
         lse=lse,
-        gradients=torch.is_grad_enabled()
+        gradients=differentiated
         and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
         slope_gradients=slope_gradients,
         transformed=transforms.active(),
@@ -298,7 +299,7 @@ def prepare(
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
-    numbers = problem.scale, problem.dropout, problem.tolerance
+    numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
     return Inputs(*arrays_of_call, *numbers, mask=mask), problem
 
 

@@ -44,4 +44,4 @@ def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
             f"attention: {name} must be a contiguous jagged tensor [B, H, lengths, D]: use {way}"
         )
     by_rows = x.transpose(1, 2)
-    return by_rows.values(), by_rows.offsets()
+    return by_rows.values(), by_rows.offsets()  # type: ignore[attr-defined]

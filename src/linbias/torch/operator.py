@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     scale: float
     dropout: float
     tolerance: float
-    precise: bool = False  # the result will be differentiated
+    precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
     slope_gradients: bool = False  # backward: those of left and right are asked for
     mask: Tensor | None = (
         None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
@@ -141,19 +141,23 @@ def define(
     def empty_gradients(inputs: Inputs) -> Gradients:
         q, k, v, left = inputs[:4]
         dslopes = left.new_zeros(q.shape[:2])
+        rows_first = torch.contiguous_format  # whatever the strides of q, k and v
         return Gradients(
-            q.new_empty(q.shape),
-            k.new_zeros(k.shape),
-            v.new_zeros(v.shape),
+            torch.empty_like(q, memory_format=rows_first),
+            torch.zeros_like(k, memory_format=rows_first),
+            torch.zeros_like(v, memory_format=rows_first),
             dslopes,
             torch.zeros_like(dslopes),
         )
 
     def run_forward(inputs: Inputs) -> Results:
         results = empty_results(inputs)
-        with without_autocast(inputs.q.device):
-            fill(inputs, results)
+        fill(inputs, results)
         return results
+
+    def operate(*arguments: Any) -> Results:
+        with without_autocast(arguments[0].device):
+            return run_forward(Inputs(*arguments))
 
     def run_backward(dout: Tensor, dlse: Tensor, saved: Results, inputs: Inputs) -> Gradients:
         gradients = empty_gradients(inputs)
@@ -163,7 +167,7 @@ def define(
 
     forward = torch.library.custom_op(
         f"linbias::{name}_forward",
-        lambda *arguments: run_forward(Inputs(*arguments)),
+        operate,
         mutates_args=(),
         schema=f"({_parameters(Inputs)}) -> {_returns(Results)}",
     )
@@ -235,7 +239,7 @@ def define(
             dlog_sum = dlse if unit == 1 else dlse * unit
             dout = dout.to(results.out.dtype)
             # Whoever wants a second derivative hears of it from the operator.
-            if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:_NUM_ARRAYS]):
+            if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:3]):
                 return for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
             return for_arguments(inputs, run_backward(dout, dlog_sum, results, inputs))
 
@@ -268,14 +272,10 @@ def define(
     )
 
     def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-        precise = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in inputs[:5]
-        )
-        if precise:
-            inputs = inputs._replace(precise=True)
-        if unobserved(*inputs[:_NUM_ARRAYS]):
-            if precise:
-                return Direct.apply(*inputs)  # type: ignore[no-any-return]
+        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
+        if unobserved(*arrays):
+            if inputs.precise:
+                return Direct.apply(*inputs)
             results = run_forward(inputs)
         elif not transforms.active():
             results = Results(*forward(*inputs))

@@ -1,6 +1,7 @@
 """`attention_varlen`: packed sequences, put into batches of about the same length."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,13 +75,14 @@ def attention_varlen(
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
         for name, slope in (("left", left), ("right", right))
     )
-    offsets = cu_seqlens_q, cu_seqlens_k, key_range, query_start
-    numbers = causal, scale, dropout, tolerance, implementation
+    rest: tuple[Any, ...] = (
+        cu_seqlens_q, cu_seqlens_k, key_range, query_start, causal, scale, dropout, tolerance, implementation
+    )  # fmt: skip
     if torch.compiler.is_compiling():
         seed = draw_seed(q.device) if dropout else None
-        out, lse = _operator(*autocast(q, k, v), left, right, seed, *offsets, *numbers)
+        out, lse = _operator(*autocast(q, k, v), left, right, seed, *rest)
     else:
-        out, lse = _run(q, k, v, left, right, *offsets, *numbers)
+        out, lse = _run(q, k, v, left, right, *rest)
     return (out, lse) if return_lse else out
 
 
