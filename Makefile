@@ -47,7 +47,7 @@ sanitize: $(VENV)/.dev  ## the C++ core's own test under the address, undefined-
 	  $(BIN)/cmake --build build/$$kind --parallel 2 && build/$$kind/attention_test || exit 1; \
 	done
 
-first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, about 4 GB for a while)
+first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
 	$(PYTHON) tests/first_hour.py
 
 neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)

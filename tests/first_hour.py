@@ -2,7 +2,7 @@
 
 Each environment is made anew and gets what `pip install` of a copy of this checkout brings: with no extra, with `torch`,
 `jax`, and `lm`. Inside, as this same file with --inside, run the commands, the messages about what is not installed, and the
-code of README and docs. The times and sizes go into README. tests/test_first_hour.py does the same, cheaply.
+code of README and docs. The sizes are those in README. tests/test_first_hour.py does the same, cheaply.
 """
 
 import argparse

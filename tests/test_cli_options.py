@@ -11,6 +11,7 @@ from linbias import cli
 # that no other option has: if there is one with the same meaning, use its name.
 MEANINGS = {
     "--accumulation": "parts of a batch, computed one after another",
+    "--call": "sizes of a call to choose an implementation for",
     "--batch-size": "sequences per step of training",
     "--batch-tokens": "tokens per forward pass of an evaluation",
     "--batches-per-step": "batches per step of training",
