@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack check core-test fix bench gpu sanitize neon clean
+.PHONY: run test attack check core-test fix bench gpu sanitize neon first-hour clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -56,6 +56,9 @@ sanitize-%:
 attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
 
+first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
+	$(PYTHON) tests/first_hour.py
+
 neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
 	build/zig/bin/python -m pip install --quiet ziglang
@@ -67,6 +70,8 @@ clean:
 	rm -rf $(VENV) build dist output
 
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "linbias needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 CXX_SOURCES := $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)

@@ -7,21 +7,62 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <exception>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "linbias/attention.h"
-#include "xla/ffi/api/ffi.h"
+#include "xla_interface.h"
 
-namespace ffi = xla::ffi;
 namespace nb = nanobind;
+namespace xla = linbias::xla;
 using namespace linbias;
 
 namespace {
 
-using Any = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
+// What XLA hands over, or takes, as one array.
+class Any {
+ public:
+  explicit Any(const xla::Buffer* from) : buffer(from) {}
+
+  char* data() const { return static_cast<char*>(buffer->data); }
+  std::int64_t rank() const { return buffer->rank; }
+  std::int64_t size(std::int64_t axis) const { return buffer->sizes[axis]; }
+  std::int64_t from_end(std::int64_t axis) const { return size(rank() - axis); }
+  std::int64_t count() const {
+    std::int64_t product = 1;
+    for (std::int64_t i = 0; i < rank(); ++i) product *= size(i);
+    return product;
+  }
+  std::int64_t bytes() const { return count() * item_bytes(); }
+  DType dtype() const {
+    switch (buffer->type) {
+      case xla::Type::float64: return DType::float64;
+      case xla::Type::float16: return DType::float16;
+      case xla::Type::bfloat16: return DType::bfloat16;
+      default: return DType::float32;
+    }
+  }
+  // The part that belongs to one of several calls.
+  void* part(std::int64_t index, std::int64_t num_calls) const { return data() + index * bytes() / num_calls; }
+
+ private:
+  const xla::Buffer* buffer;
+
+  std::int64_t item_bytes() const {
+    switch (buffer->type) {
+      case xla::Type::float64: return 8;
+      case xla::Type::float16:
+      case xla::Type::bfloat16: return 2;
+      default: return 4;
+    }
+  }
+};
 
 // The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded) is
 // there but not read.
@@ -30,6 +71,38 @@ struct Numbers {
   double scale, dropout, tolerance;
   std::int32_t num_threads;
 };
+
+template <class Number>
+constexpr xla::Type type_of = std::is_same_v<Number, bool>     ? xla::Type::boolean
+                              : std::is_same_v<Number, double> ? xla::Type::float64
+                                                               : xla::Type::int32;
+
+template <class Number>
+void read(const xla::Attributes& from, const char* name, Number& to) {
+  for (std::int64_t i = 0; i < from.size; ++i) {
+    const xla::Text& found = *from.names[i];
+    if (found.size != std::strlen(name) || std::memcmp(found.data, name, found.size) != 0) continue;
+    const auto* scalar = static_cast<const xla::Scalar*>(from.items[i]);
+    if (from.kinds[i] != xla::AttributeKind::scalar || scalar->type != type_of<Number>) break;
+    to = *static_cast<const Number*>(scalar->value);
+    return;
+  }
+  throw std::invalid_argument(std::string("attention: no usable attribute ") + name);
+}
+
+Numbers read_numbers(const xla::Attributes& from) {
+  Numbers n;
+  read(from, "causal", n.causal);
+  read(from, "ranged", n.ranged);
+  read(from, "started", n.started);
+  read(from, "bounded", n.bounded);
+  read(from, "precise", n.precise);
+  read(from, "scale", n.scale);
+  read(from, "dropout", n.dropout);
+  read(from, "tolerance", n.tolerance);
+  read(from, "num_threads", n.num_threads);
+  return n;
+}
 
 // The arrays of a call, in the order in which they come.
 struct Operands {
@@ -41,64 +114,41 @@ struct Kept {  // by forward, for backward
 struct Cotangents {
   Any dout, dlse;
 };
-struct Outputs {
-  Result out, row_max, log_sum, visited;
-};
 struct Gradients {
-  Result dq, dk, dv, dleft, dright;
+  Any dq, dk, dv, dleft, dright;
 };
 
-// Take the next arrays of a list for the fields of a struct of arrays.
-template <class List>
+// Takes the next arrays of a list for the fields of a struct of arrays.
 class Reader {
  public:
-  explicit Reader(const List& from) : list(from) {}
+  explicit Reader(const xla::Buffers& from) : list(from) {}
 
-  template <class Record, class Item>
+  template <class Record>
   Record next() {
-    return next<Record>(std::make_index_sequence<sizeof(Record) / sizeof(Item)>());
+    constexpr std::int64_t num = sizeof(Record) / sizeof(Any);
+    if (at + num > list.size) throw std::invalid_argument("attention: arrays are missing");
+    return next<Record>(std::make_index_sequence<num>());
   }
 
  private:
-  const List& list;
-  std::size_t at = 0;
+  const xla::Buffers& list;
+  std::int64_t at = 0;
 
   template <class Record, std::size_t... index>
   Record next(std::index_sequence<index...>) {
-    const std::size_t from = std::exchange(at, at + sizeof...(index));
-    return {list.template get<Any>(from + index).value()...};
+    const std::int64_t from = std::exchange(at, at + std::int64_t(sizeof...(index)));
+    return {Any(list.items[from + index])...};
   }
 };
-
-DType dtype_of(const Any& array) {
-  switch (array.element_type()) {
-    case ffi::DataType::F64: return DType::float64;
-    case ffi::DataType::F16: return DType::float16;
-    case ffi::DataType::BF16: return DType::bfloat16;
-    default: return DType::float32;
-  }
-}
 
 // Calls of the core that one call of the handler becomes, and the batch rows of each.
 struct Fold {
   std::int64_t num_calls, B;
 
   Fold(const Any& q, bool apart) : num_calls(1), B(1) {
-    const auto n = q.dimensions();
-    for (std::size_t i = 0; i + 3 < n.size(); ++i) (apart && i + 4 < n.size() ? num_calls : B) *= n[i];
+    for (std::int64_t i = 0; i + 3 < q.rank(); ++i) (apart && i + 4 < q.rank() ? num_calls : B) *= q.size(i);
   }
 };
-
-// The part of an array that belongs to one call.
-void* part(const Any& array, std::int64_t index, std::int64_t num_calls) {
-  return static_cast<char*>(array.untyped_data()) + index * static_cast<std::int64_t>(array.size_bytes()) / num_calls;
-}
-void* part(Result& array, std::int64_t index, std::int64_t num_calls) { return part(*array, index, num_calls); }
-
-std::int64_t from_end(const Any& array, std::size_t axis) {
-  return array.dimensions()[array.dimensions().size() - axis];
-}
-std::int64_t from_end(Result& array, std::size_t axis) { return from_end(*array, axis); }
 
 // [B, length, heads, size], contiguous.
 Array array(void* data, std::int64_t length, std::int64_t heads, std::int64_t size) {
@@ -107,8 +157,8 @@ Array array(void* data, std::int64_t length, std::int64_t heads, std::int64_t si
 
 // The integers of a batch row, as the core wants them.
 std::vector<std::int64_t> widened(const Any& array) {
-  const auto* values = static_cast<const std::int32_t*>(array.untyped_data());
-  return {values, values + array.element_count()};
+  const auto* values = reinterpret_cast<const std::int32_t*>(array.data());
+  return {values, values + array.count()};
 }
 
 struct Integers {
@@ -116,12 +166,12 @@ struct Integers {
 };
 
 Call call(const Operands& from, const Integers& integers, const Numbers& n, const Fold& fold, std::int64_t index) {
-  const auto of = [&](const Any& x) { return part(x, index, fold.num_calls); };
+  const auto of = [&](const Any& x) { return x.part(index, fold.num_calls); };
   Call c;
-  c.dtype = dtype_of(from.q);
+  c.dtype = from.q.dtype();
   c.B = fold.B;
-  c.T = from_end(from.q, 3), c.H = from_end(from.q, 2), c.D = from_end(from.q, 1);
-  c.S = from_end(from.v, 3), c.G = from_end(from.v, 2), c.E = from_end(from.v, 1);
+  c.T = from.q.from_end(3), c.H = from.q.from_end(2), c.D = from.q.from_end(1);
+  c.S = from.v.from_end(3), c.G = from.v.from_end(2), c.E = from.v.from_end(1);
   c.q = array(of(from.q), c.T, c.H, c.D);
   c.k = array(of(from.k), c.S, c.G, c.D);
   c.v = array(of(from.v), c.S, c.G, c.E);
@@ -139,82 +189,84 @@ Call call(const Operands& from, const Integers& integers, const Numbers& n, cons
   return c;
 }
 
-// Run `compute` (call, index, num_calls) for each call of the core; what fails becomes an error of XLA.
+// Run `compute` (call, index, num_calls) for each call of the core.
 template <class Compute>
-ffi::Error run(const Operands& from, const Numbers& n, Compute compute) {
-  try {
-    const Fold fold(from.q, n.dropout > 0);
-    Integers integers;
-    if (n.ranged) integers.key_range = widened(from.key_range);
-    if (n.started) integers.query_start = widened(from.query_start);
-    for (std::int64_t i = 0; i < fold.num_calls; ++i) {
-      if (compute(call(from, integers, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
-    }
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "attention: no memory for the packed keys and values of this call");
+void run(const Operands& from, const Numbers& n, Compute compute) {
+  const Fold fold(from.q, n.dropout > 0);
+  Integers integers;
+  if (n.ranged) integers.key_range = widened(from.key_range);
+  if (n.started) integers.query_start = widened(from.query_start);
+  for (std::int64_t i = 0; i < fold.num_calls; ++i) {
+    if (compute(call(from, integers, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
   }
-  return ffi::Error::Success();
 }
 
-template <class Arrays>
-Forward forward_results(Arrays& to, std::int64_t i, std::int64_t n) {
-  return {part(to.out, i, n), part(to.row_max, i, n), part(to.log_sum, i, n),
-          static_cast<std::int32_t*>(part(to.visited, i, n)), from_end(to.visited, 2)};
+Forward forward_results(const Kept& to, std::int64_t i, std::int64_t n) {
+  return {to.out.part(i, n), to.row_max.part(i, n), to.log_sum.part(i, n),
+          static_cast<std::int32_t*>(to.visited.part(i, n)), to.visited.from_end(2)};
 }
 
-ffi::Error run_forward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {
-  const auto operands = Reader(arguments).next<Operands, Any>();
-  auto to = Reader(results).next<Outputs, Result>();
-  return run(operands, numbers,
-             [&](const Call& c, std::int64_t i, std::int64_t n) { return forward(c, forward_results(to, i, n)); });
+void run_forward(const xla::CallFrame& frame) {
+  const auto operands = Reader(frame.arguments).next<Operands>();
+  const auto to = Reader(frame.results).next<Kept>();
+  run(operands, read_numbers(frame.attributes),
+      [&](const Call& c, std::int64_t i, std::int64_t n) { return forward(c, forward_results(to, i, n)); });
 }
 
-ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results, Numbers numbers) {
-  Reader reader(arguments);
-  const auto operands = reader.next<Operands, Any>();
-  const auto kept = reader.next<Kept, Any>();
-  const auto given = reader.next<Cotangents, Any>();
-  auto to = Reader(results).next<Gradients, Result>();
-  for (Result* sum : {&to.dk, &to.dv, &to.dleft, &to.dright}) {
-    std::fill_n(static_cast<char*>((*sum)->untyped_data()), (*sum)->size_bytes(), 0);
-  }
-  return run(operands, numbers, [&](const Call& c, std::int64_t i, std::int64_t n) {
+void run_backward(const xla::CallFrame& frame) {
+  Reader reader(frame.arguments);
+  const auto operands = reader.next<Operands>();
+  const auto kept = reader.next<Kept>();
+  const auto given = reader.next<Cotangents>();
+  const auto to = Reader(frame.results).next<Gradients>();
+  for (const Any& sum : {to.dk, to.dv, to.dleft, to.dright}) std::fill_n(sum.data(), sum.bytes(), 0);
+  run(operands, read_numbers(frame.attributes), [&](const Call& c, std::int64_t i, std::int64_t n) {
     Backward b;
-    b.dout = part(given.dout, i, n);
-    b.dlse = part(given.dlse, i, n);
+    b.dout = given.dout.part(i, n);
+    b.dlse = given.dlse.part(i, n);
     b.saved = forward_results(kept, i, n);
-    b.dq = part(to.dq, i, n);
-    b.dk = part(to.dk, i, n);
-    b.dv = part(to.dv, i, n);
-    b.dleft = part(to.dleft, i, n);
-    b.dright = part(to.dright, i, n);
+    b.dq = to.dq.part(i, n);
+    b.dk = to.dk.part(i, n);
+    b.dv = to.dv.part(i, n);
+    b.dleft = to.dleft.part(i, n);
+    b.dright = to.dright.part(i, n);
     return backward(c, b);
   });
 }
 
+xla::Error* fail(const xla::CallFrame& frame, xla::ErrorCode code, const char* message) {
+  xla::ErrorArguments arguments{sizeof(xla::ErrorArguments), nullptr, message, code};
+  return frame.functions->create_error(&arguments);
+}
+
+// What XLA calls: it asks for the version of the interface once, then calls for each execution. Errors are XLA's.
+template <void (*body)(const xla::CallFrame&)>
+xla::Error* handler(xla::CallFrame* frame) noexcept {
+  if (frame->extension != nullptr && frame->extension->kind == xla::ExtensionKind::metadata) {
+    xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(frame->extension)->metadata;
+    metadata.version = {sizeof(xla::Version), nullptr, xla::interface_major, xla::interface_minor};
+    metadata.traits = 0;
+    return nullptr;
+  }
+  try {
+    if (frame->struct_size < sizeof(xla::CallFrame) || frame->stage != xla::Stage::execute) {
+      throw std::invalid_argument("attention: not a call of an interface that this was written for");
+    }
+    body(*frame);
+    return nullptr;
+  } catch (const std::bad_alloc&) {
+    return fail(*frame, xla::ErrorCode::resource_exhausted,
+                "attention: no memory for the packed keys and values of this call");
+  } catch (const std::invalid_argument& error) {
+    return fail(*frame, xla::ErrorCode::invalid_argument, error.what());
+  } catch (const std::exception& error) {
+    return fail(*frame, xla::ErrorCode::internal, error.what());
+  }
+}
+
 }  // namespace
 
-// clang-format off
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    Numbers,
-    ffi::StructMember<bool>("causal"),
-    ffi::StructMember<bool>("ranged"),
-    ffi::StructMember<bool>("started"),
-    ffi::StructMember<bool>("bounded"),
-    ffi::StructMember<bool>("precise"),
-    ffi::StructMember<double>("scale"),
-    ffi::StructMember<double>("dropout"),
-    ffi::StructMember<double>("tolerance"),
-    ffi::StructMember<std::int32_t>("num_threads"));
-// clang-format on
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(linbias_forward, run_forward,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<Numbers>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(linbias_backward, run_backward,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<Numbers>());
-
 NB_MODULE(_xla, m) {
-  m.attr("forward") = nb::capsule(reinterpret_cast<void*>(linbias_forward));
-  m.attr("backward") = nb::capsule(reinterpret_cast<void*>(linbias_backward));
+  m.attr("forward") = nb::capsule(reinterpret_cast<void*>(&handler<run_forward>));
+  m.attr("backward") = nb::capsule(reinterpret_cast<void*>(&handler<run_backward>));
 }

@@ -12,13 +12,15 @@ import time
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from interrupting import torchrun
-from linbias import cli
+from linbias import _extras, cli, example
+from linbias.doctor import diagnose
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
 TINY = [
@@ -64,7 +66,7 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_explain_prints_the_chapters_trace():
-    result = run("explain")
+    result = run("explain", "--query", "The", "--symmetric")
     assert result.exit_code == 0
     head_0, head_1 = result.stdout.split("\n\n")
     assert "slope 0.5" in head_0
@@ -77,13 +79,24 @@ def test_explain_prints_the_chapters_trace():
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
-    row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
+    row = json.loads(
+        run("explain", "--symmetric", "--query", query, "--head", 0, "--json").stdout
+    )["rows"][0]
     assert (row["query"], row["head"]) == (1, 0)
     assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
 
+def test_explain_shows_what_the_function_of_that_name_shows():
+    trace, tokens = example.trace()
+    assert run("explain", "--head", 1).stdout.rstrip() == trace.table(head=1, tokens=tokens)
+    assert trace.right.tolist() == [np.inf, np.inf]  # causal, as linbias.explain and attention are
+    assert run("explain", "--query", "cat", "--head", 0).stdout.rstrip() == trace.table(
+        "cat", 0, tokens
+    )
+
+
 def test_explain_all_causal_as_json_hides_later_keys():
-    found = json.loads(run("explain", "--query", "all", "--causal", "--json").stdout)
+    found = json.loads(run("explain", "--query", "all", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
     assert found["left"] == [0.5, 0.25]
     assert len(found["rows"]) == 10
@@ -97,7 +110,7 @@ def test_explain_all_causal_as_json_hides_later_keys():
 def test_explain_reads_arrays_from_a_file(tmp_path):
     q, k, v = np.zeros((1, 2, 3)), np.zeros((1, 4, 3)), np.arange(4.0).reshape(1, 4, 1)
     np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, left=[0.0], tokens=list("abcd"))
-    result = run("explain", tmp_path / "arrays.npz", "--causal", "--query", "c", "--json")
+    result = run("explain", tmp_path / "arrays.npz", "--query", "c", "--json")
     (row,) = json.loads(result.stdout)["rows"]
     assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
     assert row["output"] == [1.0]
@@ -238,12 +251,29 @@ def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch):
 
 
 def test_doctor_says_what_cannot_be_imported(monkeypatch):
-    monkeypatch.setattr("linbias.doctor.PARTS", {"linbias.absent": "linbias[moon]"})
-    monkeypatch.setitem(__import__("linbias.doctor").doctor.PARTS, "linbias.torch", "x")
+    monkeypatch.setattr("linbias.doctor.PARTS", {"linbias.torch": "linbias.absent"})
     result = run("doctor")
     assert result.exit_code == 1
     assert "No module named 'linbias.absent'" in result.stdout
-    assert "linbias[moon]" in result.stdout
+
+
+def test_what_was_not_installed_is_no_fault(monkeypatch):
+    monkeypatch.setattr("linbias.doctor.PARTS", {"linbias.torch": "linbias.torch"})
+    monkeypatch.setitem(_extras.PARTS, "linbias.torch", ("torch", ("moon",)))
+    result = run("doctor")
+    assert result.exit_code == 0
+    words = " ".join(result.stdout.split())
+    assert (
+        "linbias.torch needs moon, which is not installed: pip install 'linbias[torch]'" in words
+    )
+    assert re.search("numpy cpu +ready", result.stdout)
+
+
+def test_doctor_names_each_step_before_it_takes_time():
+    steps = []
+    with mock.patch("linbias.doctor._why_not_importable", lambda part: steps.append(part) or "x"):
+        diagnose(progress=steps.append)
+    assert steps[:2] == ["importing linbias.torch", "linbias.torch"]
 
 
 # errors: one line, exit status 2, no traceback
@@ -343,6 +373,28 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
     assert len(json.loads(result.stdout)) == 1
 
 
+@pytest.mark.parametrize(
+    "words", [["generate", "output/absent"], ["train", "--corpus", "output/absent", "-o", "{tmp}"]]
+)
+def test_a_folder_that_is_not_there_is_said_without_retries(words, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    def refuse(self, url, **options):
+        assert url == constants.ENDPOINT
+        asked.append(url)
+        raise OSError("no network")
+
+    asked: list[str] = []
+    monkeypatch.setattr(type(get_session()), "head", refuse)
+    result = run(*(word.format(tmp=tmp_path) for word in words))
+    assert result.exit_code == 2, result.output
+    assert "output/absent" in result.stderr
+    assert "folder" in result.stderr
+    assert len(asked) == 1
+    assert not constants.HF_HUB_OFFLINE
+
+
 def test_arrays_that_would_run_code_are_refused(tmp_path):
     np.savez(tmp_path / "arrays.npz", q=np.array([print], dtype=object))
     result = run("explain", tmp_path / "arrays.npz")
@@ -368,6 +420,31 @@ def test_help_is_quick_and_names_every_command():
         assert command in shown
         assert run(command, "--help").exit_code == 0
     assert run("--version").stdout.strip() == "0.1.0"
+
+
+REFUSED = [
+    "train --steps 0",
+    "extrapolate --steps 0",
+    "extrapolate --methods rope",
+    "paper train data -o run --steps 0",
+]
+
+
+def test_wrong_settings_are_said_before_anything_heavy_is_loaded():
+    code = f"""
+import sys
+from linbias import cli
+for words in {REFUSED}:
+    try:
+        cli.app(words.split())
+    except SystemExit as end:
+        assert end.code == 2, words
+print(*{{"torch", "transformers", "matplotlib"}} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+    assert done.stderr.count("error: ") == len(REFUSED)
+    assert done.stderr.count("steps must be at least 1, got 0") == 3
 
 
 def test_defaults_of_the_command_line_are_those_of_the_settings():

@@ -11,10 +11,10 @@ from linbias import cli
 # that no other option has: if there is one with the same meaning, use its name.
 MEANINGS = {
     "--accumulation": "parts of a batch, computed one after another",
+    "--call": "sizes of a call to choose an implementation for",
     "--batch-size": "sequences per step of training",
     "--batch-tokens": "tokens per forward pass of an evaluation",
     "--batches-per-step": "batches per step of training",
-    "--causal": "hide later keys",
     "--context-window": "tokens of earlier blocks that are read again",
     "--corpus": "text to train and test on",
     "--dataset": "data set that is fetched instead of texts",
@@ -50,6 +50,7 @@ MEANINGS = {
     "--split": "train, valid or test",
     "--steps": "updates of the weights",
     "--stride": "tokens by which a window moves",
+    "--symmetric": "show later keys",
     "--temperature": "divisor of logits",
     "--tensorboard": "write a TensorBoard log",
     "--test": "text file to test on",

@@ -211,6 +211,12 @@ def test_the_numpy_front_end_says_what_is_wrong(arguments, kind, words):
         cpu.attention(**(ONES | arguments))
 
 
+def test_either_byte_order_is_read_rightly():
+    q, k, v = arrays()
+    swapped = [x.astype(x.dtype.newbyteorder()) for x in (q, k, v)]
+    np.testing.assert_array_equal(cpu.attention(*swapped), cpu.attention(q, k, v))
+
+
 def test_any_strides_are_read_rightly():
     q, k, v = arrays()
     expected = cpu.attention(q, k, v)

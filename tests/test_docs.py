@@ -1,6 +1,5 @@
 """Every example in a docstring and in the README runs, and every public name has a docstring in the agreed form."""
 
-import ast
 import doctest
 import importlib
 import json
@@ -16,8 +15,7 @@ import torch
 
 import linbias
 import linbias.jax.flax
-
-ROOT = Path(__file__).parents[1]
+from documents import DOCUMENTS, ROOT, blocks, run_python, write_paper_model
 
 MODULES = sorted(
     name
@@ -73,41 +71,24 @@ def test_public_docstrings_have_the_agreed_parts(module, name):
         assert part in text, f"{name} lacks {part}"
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def blocks(document: Path, language: str) -> list[str]:
-    text = document.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
 WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda path: path.name)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # x-transformers
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
-    """The blocks of a document follow each other, in a folder where a converted checkpoint lies."""
-    from linbias.data.dictionary import Dictionary
-    from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
-    from linbias.paper.checkpoint import add_words
-
-    words = Dictionary.from_counts({f"w{i}": 1 for i in range(36)})
-    config = PaperConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, cutoffs=[20],
-    )  # fmt: skip
-    PaperForCausalLM(config).save_pretrained(tmp_path / "alibi-512")
-    add_words(words, tmp_path / "alibi-512")
+    write_paper_model(tmp_path)
     monkeypatch.chdir(tmp_path)
+    from linbias.models import LinbiasConfig, LinbiasForCausalLM
+
     for family in (LinbiasConfig, LinbiasForCausalLM):  # which a document registers
         monkeypatch.setattr(family, "_auto_class", None)
-    names: dict = {}
-    for block in blocks(document, "python"):
-        exec(compile(ast.parse(block), document.name, "exec"), names)
+    assert run_python(document) == len(blocks(document, "python"))
 
 
 def test_there_are_examples_in_every_guide():
-    assert {"README.md", "torch.md", "jax.md", "models.md", "paper.md"} <= {
+    assert {"README.md", "torch.md", "coming-from.md", "jax.md", "models.md", "paper.md"} <= {
         document.name for document in WITH_PYTHON
     }
 
@@ -116,7 +97,7 @@ def test_there_are_examples_in_every_guide():
 def test_commands_that_a_document_names_exist(document):
     makefile = (ROOT / "Makefile").read_text()
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"`make (\w+)", text):
+    for target in re.findall(r"`make ([\w-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     sources = sorted((ROOT / "src/linbias/cli").glob("*.py"))
     commands = "".join(path.read_text() for path in sources)

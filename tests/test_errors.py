@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import linbias
+import linbias.jax
 import linbias.torch
 from linbias import _checks, _dispatch
 
@@ -72,6 +73,15 @@ MESSAGES = [
     (dict(dropout=True), TypeError, "dropout must be a number, got True"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
+    (dict(causal="no"), TypeError, "attention: causal must be True or False, got 'no'"),
+    (dict(q=(2, 1, 4, 8), k=(2, 7, 4, 8), v=(2, 7, 4, 3)), ValueError, "1 heads, which is no multiple of the 7 .* read as batch, heads, length, size"),
+    (dict(is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
+    (dict(dropout_p=0.1), TypeError, "attention: there is no argument dropout_p; say dropout"),
+    (dict(attn_mask=None), TypeError, "attention: there is no argument attn_mask; say .*key_range"),
+    (dict(alibi_slopes=None), TypeError, "attention: there is no argument alibi_slopes; say left"),
+    (dict(softmax_scale=1.0), TypeError, "attention: there is no argument softmax_scale; say scale"),
+    (dict(tolerence=1.0), TypeError, r"attention: there is no argument tolerence; did you mean tolerance\?"),
+    (dict(moon=1.0), TypeError, "attention: there is no argument moon; there are q, k, v, left, .*, return_lse"),
     (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'sdpa', 'dense', 'triton'\), got 'fast'"),
 ]  # fmt: skip
 
@@ -153,6 +163,16 @@ NUMPY_MESSAGES = [
     (lambda: linbias.slopes(2, "halving", 4.0), ValueError, "schedule 'halving' has no max_bias, got 4.0"),
     (lambda: linbias.bias([-1.0], 2, 2), ValueError, "bias: left must be at least 0"),
     (lambda: linbias.bias([1.0], 2, 2, [np.nan]), ValueError, "bias: right must be at least 0"),
+    (lambda: linbias.bias(8, 2, 2), ValueError, r"bias: left must have shape \[H\] or \[B, H\], got \[\]; linbias.slopes\(8\) are"),
+    (lambda: linbias.attention(ONES, ONES, ONES, causal=1), TypeError, "attention: causal must be True or False, got 1"),
+    (lambda: linbias.attention(ONES, ONES, ONES, is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
+    (lambda: linbias.explain(ONES, ONES, ONES, key_rnge=None), TypeError, r"explain: there is no argument key_rnge; did you mean key_range\?"),
+    (lambda: linbias.cpu.attention(ONES, ONES, ONES, window_size=3), TypeError, "attention: there is no argument window_size; far keys"),
+    (lambda: linbias.cpu.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: left must hold real numbers, got complex128"),
+    (lambda: linbias.cpu.attention(ONES, ONES, ONES, key_range=[[0], [1, 2]]), ValueError, "attention: key_range must be an array"),
+    (lambda: linbias.jax.attention(ONES[None], ONES[None], ONES[None], enable_gqa=True), TypeError, "attention: there is no argument enable_gqa; k and v may"),
+    (lambda: linbias.explain(ONES, ONES, ONES).table("cat"), ValueError, "explain: query must be a number or token, got 'cat'"),
+    (lambda: linbias.explain(ONES, ONES, ONES).table(-4), ValueError, "explain: query must be one of 3, got -4"),
     (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
 ]  # fmt: skip
 
@@ -161,6 +181,35 @@ NUMPY_MESSAGES = [
 def test_numpy_functions_say_what_is_wrong(function, kind, words):
     with pytest.raises(kind, match=words):
         function()
+
+
+SWAPPED = "attention: the axes are read as {}, which makes 200 heads and 8 queries in q, 8 and 200 keys in k"
+
+
+@pytest.mark.parametrize(
+    ("function", "zeros", "words"),
+    [
+        (linbias.attention, np.zeros, "batch, heads, length, size"),
+        (linbias.cpu.attention, np.zeros, "batch, heads, length, size"),
+        (linbias.torch.attention, torch.zeros, "batch, heads, length, size"),
+        (linbias.jax.attention, np.zeros, "batch, length, heads, size"),
+    ],
+    ids=["definition", "cpu", "torch", "jax"],
+)
+def test_length_in_the_place_of_the_heads_is_warned_of(function, zeros, words):
+    q, k = zeros((1, 200, 8, 1)), zeros((1, 8, 200, 1))
+    if function is linbias.jax.attention:
+        q, k = (np.float32(x) for x in (k, q))
+    with pytest.warns(UserWarning, match=SWAPPED.format(words)) as warned:
+        function(q, k, k)
+    assert warned[0].filename == __file__
+    many = zeros((1, 1025, 2, 1)) if function is not linbias.jax.attention else None
+    if many is not None:
+        with pytest.warns(UserWarning, match="makes 1025 heads and 2 queries"):
+            function(many, many, many)
+        function(
+            many[:, :1024], many[:, :1024], many[:, :1024]
+        )  # no warning, which is an error here
 
 
 class Unable:
@@ -186,7 +235,33 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
         _dispatch.choose("f", "auto", problem, (Unable,))
 
 
+class NotBuilt:
+    NAME, WHY_MISSING = "fast", "no compiler"
+    ABILITIES = _dispatch.Abilities(runs_on="the CPU", how="", memory="", devices=("cpu",))
+
+    @staticmethod
+    def why_not(call):
+        return "no compiler"
+
+
+def test_a_slow_fallback_warns_once(monkeypatch):
+    from linbias.torch import dense
+
+    monkeypatch.setattr(_dispatch, "_warned", [])
+    on_gpu, problem = (
+        _checks.check("f", *[_checks.Described((1, 1, 1, 1), "float32", device)] * 3)
+        for device in ("cuda", "cpu")
+    )
+    assert _dispatch.choose("f", "auto", on_gpu, (NotBuilt, dense)) is dense  # built or not
+    with pytest.warns(
+        UserWarning, match="f: dense runs in place of fast, .*linbias doctor"
+    ) as warned:
+        for _ in range(2):
+            assert _dispatch.choose("f", "auto", problem, (NotBuilt, dense)) is dense
+    assert len(warned) == 1
+
+
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 33
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 35

@@ -225,7 +225,7 @@ MESSAGES = [
     (dict(left=[1j] * 4), TypeError, "attention: left must hold real numbers, got complex128"),
     (dict(left=jnp.ones(4) * 1j), TypeError, "attention: left must hold real numbers, got complex"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
-    (dict(causal=1.0), TypeError, "causal must be True or False, got float"),
+    (dict(causal=1.0), TypeError, "causal must be True or False, got 1.0"),
     (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),
 ]  # fmt: skip
 

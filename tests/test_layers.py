@@ -12,7 +12,7 @@ import linbias
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "_machine"}
+ANYONE = {"schedules", "_machine", "_extras"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -34,7 +34,7 @@ LAYERS = {
     "paper": {"models", "data", "runs"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
-    "doctor": {"torch", "jax"} | CORE | ANYONE,
+    "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
     "cli": {"lm", "paper", "models", "data", "runs", "example", "doctor", "__version__"},
     "__main__": {"cli"},
 }
@@ -103,6 +103,23 @@ def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     foreign = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
     assert foreign <= {"linbias", "numpy"}
+
+
+def test_submodules_load_when_they_are_named():
+    code = """
+import sys, numpy, linbias
+assert "linbias.cpu" not in sys.modules
+linbias.cpu.attention
+assert not {"torch", "jax"} & set(sys.modules)
+linbias.torch.attention
+assert "torch" in sys.modules
+try:
+    linbias.tensorflow
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "module 'linbias' has no attribute 'tensorflow'"
 
 
 def test_each_front_end_loads_its_own_framework_only():

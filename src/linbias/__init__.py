@@ -1,8 +1,12 @@
 """ALiBi, attention with linear biases: the definition in NumPy.
 
-The front ends are submodules that load their framework only when imported: `linbias.torch`, `linbias.jax`,
-`linbias.models`. The project's own idea, to read: `linbias.near_to_far`.
+The front ends are submodules that load when they are first named, and their framework with them: `linbias.torch`,
+`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays. The project's own idea, to
+read: `linbias.near_to_far`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from linbias import near_to_far
 from linbias.definition import (
@@ -30,3 +34,12 @@ __all__ = [
     "near_to_far",
     "slopes",
 ]
+
+_LOADED_WHEN_NAMED = ("cpu", "jax", "lm", "models", "torch", "transformers")
+
+if not TYPE_CHECKING:  # a type checker asks for the import to be written out
+
+    def __getattr__(name: str) -> object:
+        if name in _LOADED_WHEN_NAMED:
+            return import_module(f"linbias.{name}")
+        raise AttributeError(f"module 'linbias' has no attribute {name!r}")

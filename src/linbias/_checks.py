@@ -4,11 +4,13 @@ A front end describes its arrays by shape, dtype name and device; `check` answer
 raises. Rules that need values (slopes, key ranges) stand apart, for front ends that cannot read them cheaply.
 """
 
+import difflib
 import math
 import numbers
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,39 @@ TOLERANCE = {
     "float32": 2.0**-24,
     "float16": 2.0**-14,
     "bfloat16": 2.0**-12,
+}
+
+LARGEST_START = 2**30
+
+# Of published models, several times over: more are a length in the place of the heads.
+MOST_HEADS = 1024
+
+_PLACING = "key_range and query_start for padding and caches"
+_SLOPES = "say left and right, the slopes that make the bias"
+_NEAR = "far keys that cannot matter are left out by themselves"
+# Arguments of other libraries, and what to say here instead.
+OTHER_NAMES = {
+    "is_causal": "say causal, which is True by default",
+    **dict.fromkeys(("dropout_p", "dropout_rate"), "say dropout"),
+    "dropout_rng": "say dropout_key",
+    "deterministic": "results repeat bit for bit without it",
+    **dict.fromkeys(("softmax_scale", "sm_scale"), "say scale"),
+    "alibi_slopes": "say left, or nothing for the slopes of the paper",
+    "slopes": "say left",
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"
+    ),
+    **dict.fromkeys(("attn_bias", "bias", "score_mod"), _SLOPES),
+    **dict.fromkeys(("window_size", "local_window_size", "block_mask"), _NEAR),
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "max_seqlen_q": "cu_seqlens_q says the lengths",
+    "max_seqlen_k": "cu_seqlens_k says the lengths",
+    "cache_seqlens": "say key_range, [[0, filled], ...]",
+    "return_attn_probs": "say return_lse, and call attention_weights for the weights",
+    "need_weights": "call attention_weights for the weights",
+    "query": "say q",
+    "key": "say k",
+    "value": "say v",
 }
 
 LARGEST_START = 2**30
@@ -94,6 +129,8 @@ def check(
     **asked: bool,
 ) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != 4:
             raise ValueError(
@@ -123,7 +160,8 @@ def check(
         raise ValueError(f"{function}: the head size must be at least 1, got 0 (q {q}, k {k})")
     if (G == 0) != (H == 0) or (G and H % G):
         raise ValueError(
-            f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k})"
+            f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k},"
+            f" read as {LAYOUTS[layout]})"
         )
     if causal and right is not None:
         raise ValueError(
@@ -152,7 +190,7 @@ def check(
         E,
         dtype=q.dtype,
         device=q.device.partition(":")[0],
-        causal=causal,
+        causal=bool(causal),
         scale=_number(function, "scale", scale, -math.inf, math.inf, 1 / math.sqrt(D)),
         tolerance=_number(function, "tolerance", tolerance, 0.0, 1.0, TOLERANCE[q.dtype]),
         dropout=check_dropout(function, dropout),
@@ -192,6 +230,37 @@ def check_placement(
         )
     if query_start is not None and query_start.shape != (B,):
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object], known: Sequence[str]) -> NoReturn:
+    """Raise for an argument that the function does not have, with the name that it has here."""
+    name = next(iter(unknown))
+    near = difflib.get_close_matches(name, known, n=1)
+    if name.endswith("mask") and "mask" in known:
+        advice = f"say mask, or {_PLACING}"
+    elif name in OTHER_NAMES:
+        advice = OTHER_NAMES[name]
+    elif near:
+        advice = f"did you mean {near[0]}?"
+    else:
+        advice = f"there are {', '.join(known)}"
+    raise TypeError(f"{function}: there is no argument {name}; {advice}")
+
+
+def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth: int = 3) -> None:
+    """Warn where length and heads were evidently given in each other's place.
+
+    It stands apart from `check` because compilers cannot trace a warning. depth: calls from the user's line to here.
+    """
+    H, G, T, S = problem.H, problem.G, problem.T, problem.S
+    swapped = H == S > 128 and T == G > 1  # fewer keys may be as many as the heads by chance
+    if H > MOST_HEADS or swapped:
+        given = f"{H} heads and {T} queries in q, {G} and {S} keys in k"
+        warnings.warn(
+            f"{function}: the axes are read as {LAYOUTS[layout]}, which makes {given}; swap the"
+            " axes of length and heads if that is not meant",
+            stacklevel=depth + 1,
+        )
 
 
 def _sizes(array: Described, layout: str) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """What implementations can do, which one runs a problem, and why not the others.
 
 An implementation is a module with a `NAME`, its `ABILITIES`, and `why_not(problem) -> str | None`: None means "I can",
-a string says why not. A request by name is obeyed or refused with that string, never replaced.
+a string says why not. A request by name is obeyed or refused with that string, never replaced. What an install lacks
+altogether stands in `WHY_MISSING`, where a module has it: a call that runs slower for it warns, once.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -53,6 +55,21 @@ class Implementation(Protocol):
 I = TypeVar("I", bound=Implementation)  # noqa: E741
 
 
+def _warn_once(function: str, running: str, not_built: str) -> None:
+    if not _warned:
+        _warned.append(function)
+        warnings.warn(
+            f"{function}: {running} runs in place of {not_built}, many times slower, because linbias was"
+            " installed without its compiled core; linbias doctor says why",
+            stacklevel=4,  # whoever called the function, by way of `choose`
+        )
+
+
+# What torch.compiler.assume_constant_result does, without loading torch: the compiler cannot trace a warning.
+setattr(_warn_once, "_dynamo_marked_constant", True)  # noqa: B010
+_warned: list[str] = []
+
+
 def choose(function: str, requested: str, problem: Problem, implementations: Sequence[I]) -> I:
     """Return the implementation asked for by name, or for "auto" the first that can solve the problem.
 
@@ -71,11 +88,18 @@ def choose(function: str, requested: str, problem: Problem, implementations: Seq
                 return implementation
         names = ("auto", *(implementation.NAME for implementation in implementations))
         raise ValueError(f"{function}: implementation must be one of {names}, got {requested!r}")
-    reasons = []
+    reasons: list[str] = []
+    not_built = None
     for implementation in implementations:
         reason = implementation.why_not(problem)
         if reason is None:
+            if not_built is not None:
+                _warn_once(function, implementation.NAME, not_built)
             return implementation
+        if getattr(implementation, "WHY_MISSING", None) and not implementation.ABILITIES.lacks(
+            problem
+        ):
+            not_built = implementation.NAME
         reasons.append(f"{implementation.NAME}: {reason}")
     raise NotImplementedError(
         f"{function}: no implementation can run this call: {'; '.join(reasons)}"

@@ -1,7 +1,7 @@
 """The compiled CPU core for NumPy arrays: `linbias.attention` at full speed."""
 
 import math
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ def attention(
     tolerance: float | None = None,
     num_threads: int = 1,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Floats | tuple[Floats, Floats]:
     """Run the compiled core on NumPy arrays: `linbias.attention` at full speed.
 
@@ -90,6 +91,9 @@ def attention(
         >>> attention(q, k, v).shape
         (1, 2, 3, 4)
     """
+    if unknown:
+        known = ("q", "k", "v", "left", *get_type_hints(CoreOptions), "return_lse")
+        _checks.refuse_unknown("attention", unknown, known)
     given, batch = real_arrays("attention", q, k, v)
     given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in given]
     if num_threads < 1:
@@ -100,10 +104,13 @@ def attention(
         for array in given
     ]
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    sides = [None if side is None else np.asarray(side, dtype=wide) for side in (left, right)]
+    sides = [
+        None if side is None else _checks.real_array("attention", name, side).astype(wide)
+        for name, side in (("left", left), ("right", right))
+    ]
     ranges, starts = (
-        None if x is None else flatten_batch(np.asarray(x), batch)
-        for x in (key_range, query_start)
+        None if x is None else flatten_batch(_checks.as_array("attention", name, x), batch)
+        for name, x in (("key_range", key_range), ("query_start", query_start))
     )
     problem = _checks.check(
         "attention",
@@ -113,6 +120,7 @@ def attention(
         scale=scale,
         tolerance=tolerance,
     )
+    _checks.warn_of_layout("attention", problem, depth=2)
     reason = core.why_not(problem)
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
@@ -194,7 +202,7 @@ def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:
     """The dtype in which the core is to read q, k and v."""
     if any(dtype.itemsize > 4 for dtype in dtypes):
         return np.dtype(np.float64)
-    return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
+    return dtypes[0].newbyteorder("=") if len(set(dtypes)) == 1 else np.dtype(np.float32)
 
 
 def _readable(array: Array) -> Array:

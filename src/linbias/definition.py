@@ -7,7 +7,7 @@ S keys, H query heads, G key/value heads, D key size, E value size.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ def bias(
         [H, T, S] (or [B, H, T, S]), float64.
 
     Raises:
-        ValueError: A slope is negative or NaN, or T or S is negative.
+        ValueError: A slope is negative or NaN, left is no [H] or [B, H], or T or S is negative.
 
     Example:
         >>> bias([0.5], 1, 3).tolist()
@@ -91,6 +91,11 @@ def bias(
     right = (
         left if right is None else _checks.real_array("bias", "right", right).astype(np.float64)
     )
+    if left.ndim not in (1, 2):
+        meant = f"; linbias.slopes({left:g}) are those of {left:g} heads" if left.ndim == 0 else ""
+        raise ValueError(
+            f"bias: left must have shape [H] or [B, H], got {list(left.shape)}{meant}"
+        )
     for name, values in (("left", left), ("right", right)):
         _checks.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
@@ -153,6 +158,7 @@ def attention(
     query_start: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Array | tuple[Array, Float64]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -208,7 +214,7 @@ def attention(
     """
     inputs = prepare(
         "attention", q, k, v, left,
-        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
+        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start, mask=mask, **unknown,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
@@ -445,8 +451,13 @@ def prepare(
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
+    **unknown: object,
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
+    if unknown:
+        _checks.refuse_unknown(
+            function, unknown, ("q", "k", "v", "left", *get_type_hints(MaskedOptions))
+        )
     arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
     B = math.prod(batch)
@@ -471,6 +482,7 @@ def prepare(
         causal=causal,
         scale=scale,
     )
+    _checks.warn_of_layout(function, problem)
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     if left is None:
         left = slopes(H) if H else np.zeros(0)

@@ -1,54 +1,69 @@
 """What this machine can run, and why not the rest."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from linbias import _machine
+from linbias import _extras, _machine
 from linbias._checks import Described, check
+from linbias.kernels import core
 
-# A part of linbias, and what has to be installed for it.
+# The parts that are tried, each by the import of a module.
 PARTS = {
-    "linbias.torch": "linbias[torch]",
-    "linbias.lm.extrapolate": "linbias[lm]",
-    "linbias.jax": "linbias[jax]",
+    "linbias.torch": "linbias.torch",
+    "linbias.lm": "linbias.lm.extrapolate",
+    "linbias.jax": "linbias.jax",
 }
 
 
-def diagnose() -> dict[str, Any]:
+def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, Any]:
     """Collect the facts that `linbias doctor` prints.
+
+    Args:
+        progress: Called with the name of each step that takes a while, before it.
 
     Returns:
         `machine` (processor, cores, threads, instruction sets, devices), `versions`, `parts` and
         `implementations`. In the last two, None stands for "works" and a string says why not; an
         implementation is asked for a plain causal call on every device.
     """
-    parts = {part: _why_not_importable(part) for part in PARTS}
+    parts = {}
+    for part in PARTS:
+        progress(f"importing {part}")
+        parts[part] = _why_not_importable(part)
+    progress("asking every implementation")
     machine: dict[str, Any] = {
         "processor": _machine.processor(),
         "cores": _machine.num_cores(),
         "instruction sets": _machine.cpu_features(),
+        "devices": ["cpu"],
     }
-    implementations: dict[str, dict[str, str | None]] = {}
+    devices = machine["devices"]
+    implementations = {"numpy cpu": {"cpu": core.why_not(_plain_call("cpu"))}}
     if parts["linbias.torch"] is None:
         import torch
 
         from linbias.torch.functional import IMPLEMENTATIONS
 
-        devices = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+        devices += ["cuda"] * torch.cuda.is_available()
         machine["threads"] = torch.get_num_threads()
-        machine["devices"] = devices
         for implementation in IMPLEMENTATIONS:
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices
             }
     if parts.get("linbias.jax", "not asked") is None:
-        implementations |= _of_jax(machine.setdefault("devices", ["cpu"]))
+        implementations |= _of_jax(devices)
     return {
         "machine": machine,
         "versions": _machine.versions(),
         "parts": parts,
         "implementations": implementations,
     }
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """The parts that do not work although all that they need is installed."""
+    return [part for part, why in found["parts"].items() if why and not _extras.missing(part)]
 
 
 def explain_call(call: str) -> Any:
@@ -83,10 +98,11 @@ def _plain_call(device: str) -> Any:
 
 def _why_not_importable(part: str) -> str | None:
     try:
-        import_module(part)
+        _extras.require(part)
+        import_module(PARTS[part])
     except ImportError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Transformers wraps what really happened
             cause = cause.__cause__
-        return f"{cause} (it needs: pip install '{PARTS[part]}')"
+        return str(cause)
     return None

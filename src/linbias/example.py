@@ -17,13 +17,13 @@ K = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
 V = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
 
 
-def trace(path: Path | None = None, causal: bool = False) -> tuple[Explanation, list[str]]:
-    """Explain the book's example (slopes 1/2 and 1/4, both sides), or the arrays in a file.
+def trace(path: Path | None = None, causal: bool = True) -> tuple[Explanation, list[str]]:
+    """Explain the book's example (slopes 1/2 and 1/4), or the arrays in a file.
 
     Args:
         path: .npz with q, k, v, each [heads, length, size]; optional left and right [heads] and
             tokens [keys].
-        causal: hide the keys after the query.
+        causal: hide the keys after the query, unless the file holds slopes for them (right).
 
     Returns:
         The trace, and a name for each key.
@@ -44,7 +44,8 @@ def trace(path: Path | None = None, causal: bool = False) -> tuple[Explanation, 
     if q.ndim != 3:
         raise ValueError(f"explain: q must be [heads, length, size], got {list(q.shape)}")
     tokens = [str(token) for token in arrays.get("tokens", range(k.shape[-2]))]
-    return explain(q, k, v, arrays.get("left"), causal=causal, right=arrays.get("right")), tokens
+    left, right = arrays.get("left"), arrays.get("right")
+    return explain(q, k, v, left, causal=causal and right is None, right=right), tokens
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -62,23 +63,12 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def find(query: str | None, tokens: list[str], num_queries: int) -> list[int]:
-    """The numbers of the queries meant by a number, a token, "all", or None for the first.
-
-    The last query stands at the last key, so a token's query is counted from the end.
-    """
+def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
+    """The numbers of the queries meant by a number, a token, "all", or None for the last."""
+    num_queries = trace.biased.shape[-2]
     if query == "all":
         return list(range(num_queries))
-    if query in tokens:
-        number = tokens.index(query) - len(tokens) + num_queries
-    else:
-        try:
-            number = int(query or 0)
-        except ValueError:
-            raise ValueError(f"explain: query must be a number or token, got {query!r}") from None
-    if not -num_queries <= number < num_queries:
-        raise ValueError(f"explain: query must be one of {num_queries}, got {query}")
-    return [number % num_queries]
+    return [trace.find(-1 if query is None else query, tokens)]
 
 
 def find_heads(head: int | None, num_heads: int) -> list[int]:

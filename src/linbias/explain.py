@@ -1,5 +1,6 @@
 """Every step of attention, to read: the trace of the book chapter, for any inputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from linbias.definition import Float64, Options, compute, prepare
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Every step of attention for every head, query and key. Made by `explain`.
 
@@ -36,27 +37,59 @@ class Explanation:
     right: Float64
     query_start: npt.NDArray[np.int64]
 
+    def __repr__(self) -> str:
+        *batch, H, T, S = self.biased.shape
+        of = f" for a batch {batch}" if batch else ""
+        return f"Explanation({H} heads, {T} queries, {S} keys{of}; table() shows it)"
+
+    def find(self, query: int | str, tokens: Sequence[str]) -> int:
+        """Find the index of a query by a number, negative from the end, or by the token at its position.
+
+        Args:
+            query: A number, in digits too, or one of the tokens.
+            tokens: S names for the keys.
+
+        Raises:
+            ValueError: There is no such query.
+        """
+        T = self.biased.shape[-2]
+        names = [str(token) for token in tokens]
+        if isinstance(query, str) and query in names:
+            number = names.index(query) - int(self.query_start)
+            in_range = 0 <= number < T
+        else:
+            try:
+                number = int(query)
+            except ValueError:
+                raise ValueError(
+                    f"explain: query must be a number or token, got {query!r}"
+                ) from None
+            in_range = -T <= number < T
+        if not in_range:
+            raise ValueError(f"explain: query must be one of {T}, got {query}")
+        return number % T
+
     def table(
-        self, query: int = -1, head: int | None = None, tokens: list[str] | None = None
+        self, query: int | str = -1, head: int | None = None, tokens: Sequence[str] | None = None
     ) -> str:
         """Write one query's trace as text, a block per head.
 
         Args:
-            query: Index of the query, negative from the end.
+            query: Index of the query, negative from the end, or the token at its position; the last by default.
             head: Only this head; None means all.
             tokens: S names for the keys; None means their index.
 
         Raises:
-            ValueError: There is a batch axis, or tokens has another length than the keys.
-            IndexError: query or head is out of range.
+            ValueError: There is a batch axis, no such query, or tokens has another length than the keys.
+            IndexError: head is out of range.
         """
         if self.biased.ndim != 3:
             raise ValueError(f"table: needs arrays without a batch axis, got {self.biased.shape}")
-        H, T, S = self.biased.shape
+        H, _, S = self.biased.shape
         names = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
         if len(names) != S:
             raise ValueError(f"table: tokens must name the {S} keys, got {len(names)}")
-        query = range(T)[query]
+        query = self.find(query, names)
         width = max([3, *map(len, names)])
         lines = []
         for h in range(H) if head is None else [range(H)[head]]:

@@ -35,6 +35,8 @@ class _Commands(TyperGroup):
             raise  # the reader of a pipe went away, which is no error of the command
         except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
             line = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, ModuleNotFoundError) and "pip install" not in line:
+                line += ": this command needs pip install 'linbias[lm]'"
             line = _by_option(line, self.get_command(context, context.invoked_subcommand or ""))
             err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
             raise typer.Exit(2) from error

@@ -96,16 +96,15 @@ def train(
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
-    from linbias.data.corpus import load_corpus
-    from linbias.lm.initial import config_of, with_tokenizer_of
     from linbias.lm.settings import TrainSettings
-    from linbias.lm.train import train as run
 
     model = parse_fields(fields)
     if init is None:
         model["position"] = given_or(position, "alibi")
         length = given_or(length, TrainSettings.length)
     else:
+        from linbias.lm.initial import config_of
+
         refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
         model |= {} if position is None else {"position": position}
         length = given_or(length, config_of(str(init)).train_length)
@@ -125,6 +124,9 @@ def train(
         fsdp={} if fsdp else None,
         init=None if init is None else str(init),
     )
+    from linbias.data.corpus import load_corpus
+    from linbias.lm.train import train as run  # loads torch: the settings are known to be good
+
     text = load_corpus(
         corpus,
         tokenizer=given_or(tokenizer, "bytes"),
@@ -132,6 +134,8 @@ def train(
         max_bytes=max_bytes,
     )
     if init is not None:
+        from linbias.lm.initial import with_tokenizer_of
+
         text = with_tokenizer_of(str(init), text)
     metrics = run(settings, text, output, progress=not quiet)
     if not is_first_process():

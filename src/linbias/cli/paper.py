@@ -158,8 +158,6 @@ def train(
     [dim]linbias paper train data -o wt103 --preset L512 --precision bf16[/]
     [dim]torchrun --nproc-per-node 8 -m linbias paper train data -o wt103[/]
     """
-    from linbias.paper.train import train as run
-
     model = parse_fields(fields)
     recipe = recipe_from_preset(
         preset,
@@ -179,6 +177,8 @@ def train(
         device=device,
         fsdp={} if fsdp else None,
     )
+    from linbias.paper.train import train as run  # loads torch: the recipe is known to be good
+
     metrics = run(data, output, recipe, fit="cutoffs" not in model, progress=not quiet)
     if not is_first_process():
         return

@@ -10,7 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from linbias.cli.console import out, print_json, print_path
+from linbias.cli.console import err, out, print_json, print_path
 from linbias.cli.options import (
     BatchSize,
     Corpus,
@@ -46,11 +46,11 @@ def explain(
         ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the first.")
+        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the last.")
     ] = None,
     head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Hide the keys after the query.")
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Show the keys after the query, too.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,14 +59,14 @@ def explain(
     \b
     [dim]linbias explain[/]
     [dim]linbias explain --query cat --head 0[/]
-    [dim]linbias explain arrays.npz --causal --query -1 --json[/]
+    [dim]linbias explain --query cat --symmetric[/]
+    [dim]linbias explain arrays.npz --query all --json[/]
     """
     from linbias import example
 
-    trace, tokens = example.trace(arrays, causal)
-    num_heads, num_queries, _ = trace.weight.shape
-    queries = example.find(query, tokens, num_queries)
-    heads = example.find_heads(head, num_heads)
+    trace, tokens = example.trace(arrays, causal=not symmetric)
+    queries = example.find(query, trace, tokens)
+    heads = example.find_heads(head, len(trace.weight))
     if as_json:
         print_json(example.steps(trace, tokens, queries, heads))
         return
@@ -112,8 +112,6 @@ def extrapolate(
     [dim]linbias extrapolate[/]
     [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
     """
-    from linbias.lm import terminal
-    from linbias.lm.extrapolate import extrapolate as run
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
     settings = ExtrapolateSettings(
@@ -138,6 +136,9 @@ def extrapolate(
             tensorboard=tensorboard,
         ),
     )
+    from linbias.lm import terminal  # loads torch, once the settings are known to be good
+    from linbias.lm.extrapolate import extrapolate as run
+
     command = shlex.join(["linbias", *sys.argv[1:]])
     results = run(settings, output, command=command, progress=not quiet)
     if as_json:
@@ -176,13 +177,13 @@ def doctor(
             taken = "[green]taken[/]" if name == choice.name else escape(str(reason))
             table.add_row(f"[bold]{name}[/]", taken)
         return out.print(table)
-    from linbias.doctor import diagnose
+    from linbias.doctor import broken, diagnose
 
-    found = diagnose()
-    broken = any(found["parts"].values())
+    with err.status("looking") as status:
+        found = diagnose(progress=status.update)
     if as_json:
         print_json(found)
-        raise typer.Exit(broken)
+        raise typer.Exit(bool(broken(found)))
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     for name, value in found["machine"].items():
         shown = ", ".join(value) if isinstance(value, list) else str(value)
@@ -195,9 +196,10 @@ def doctor(
     for device in found["machine"].get("devices", []):
         table = Table("attention on " + device, "", box=box.SIMPLE_HEAD)
         for name, reasons in found["implementations"].items():
-            table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
+            if device in reasons:
+                table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
         out.print(table)
-    raise typer.Exit(broken)
+    raise typer.Exit(bool(broken(found)))
 
 
 def _state(reason: str | None) -> str:

@@ -1,5 +1,9 @@
 """JAX front end: `attention` and what goes with it. `linbias.jax.flax` fits it into Flax's multi-head attention."""
 
+from linbias import _extras
+
+_extras.require("linbias.jax")
+
 from linbias.jax.functional import attention, attention_weights
 from linbias.jax.merge import merge
 

@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from linbias import _extras
 from linbias.jax.functional import Slopes, prepare, run
 from linbias.variants import is_causal as is_causal_variant
 from linbias.variants import variant_slopes
+
+_extras.require("linbias.jax.flax")
 
 
 def attention_fn(

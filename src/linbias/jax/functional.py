@@ -3,7 +3,7 @@
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ def attention(
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
+    **unknown: object,
 ) -> Array | tuple[Array, Array]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -148,6 +149,9 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if unknown:
+        known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
+        _checks.refuse_unknown("attention", unknown, known)
     inputs, problem = prepare(
         "attention",
         q,
@@ -234,8 +238,6 @@ def prepare(
 
     mask is [B or 1, H or 1, T or 1, S], bool, already checked; False hides a key.
     """
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"{function}: causal must be True or False, got {_kind(causal)}")
     described = describe_all(function, q, k, v)
     wide = np.float64 if described[0].dtype == "float64" else np.float32
     left, right = (
@@ -256,13 +258,14 @@ def prepare(
         function,
         *described,
         *optional,
-        causal=bool(causal),
+        causal=causal,
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
         layout="BTHD",
     )
     problem = replace(problem, mask=mask is not None)
+    _checks.warn_of_layout(function, problem, "BTHD")
     _check_values(function, left, right, key_range, query_start, problem.S)
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")

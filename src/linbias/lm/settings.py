@@ -6,8 +6,7 @@ import difflib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from linbias.models.config import POSITIONS, LinbiasConfig
-from linbias.models.fields import own_fields
+from linbias.lm.methods import NAMES
 from linbias.runs import DEVICES, PRECISIONS
 
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
@@ -97,13 +96,17 @@ class TrainSettings:
         given = sorted(given_elsewhere & set(self.model))
         rule = "without vocab_size and train_length, which follow from corpus and length"
         self._require("model", not given, rule, ", ".join(given))
-        known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
-        for name in self.model:
-            if name not in known:
-                raise ValueError(
-                    f"TrainSettings: model must be made of LinbiasConfig's fields, got {name!r}"
-                    f"{_nearest(name, known)}; there are {', '.join(known)}"
-                )
+        if self.model:  # Transformers takes long to load: the other rules come first
+            from linbias.models.config import LinbiasConfig
+            from linbias.models.fields import own_fields
+
+            known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
+            for name in self.model:
+                if name not in known:
+                    raise ValueError(
+                        f"TrainSettings: model must be made of LinbiasConfig's fields, got {name!r}"
+                        f"{_nearest(name, known)}; there are {', '.join(known)}"
+                    )
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
         if not holds:
@@ -164,8 +167,8 @@ class ExtrapolateSettings:
             values = getattr(self, name)
             differ = values is None or (values and len(set(values)) == len(values))
             self._require(name, bool(differ), "one or more different values", values)
-        unknown = [method for method in self.methods if method not in POSITIONS]
-        self._require("methods", not unknown, f"among {', '.join(POSITIONS)}", ", ".join(unknown))
+        unknown = [method for method in self.methods if method not in NAMES]
+        self._require("methods", not unknown, f"among {', '.join(NAMES)}", ", ".join(unknown))
         for name in ("train_lengths", "test_lengths"):
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)

@@ -3,6 +3,10 @@
 `LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's.
 """
 
+from linbias import _extras
+
+_extras.require("linbias.models")
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from linbias.models.config import LinbiasConfig

@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from linbias.data.dictionary import Dictionary
+from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
 from linbias.models.fields import check_sizes
@@ -51,7 +52,7 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     """
     _check_path("load_model", path)
     try:
-        with no_bars():
+        with no_bars(), _source(path):
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             check_sizes(config.get_text_config())
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -93,7 +94,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "(`linbias paper convert --dict` writes it)"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        with _source(path):
+            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
 
@@ -156,8 +158,15 @@ def _check_path(function: str, path: str | Path) -> None:
     _check_is_record(function, path)
 
 
+def _source(path: str | Path) -> AbstractContextManager[None]:
+    """What surrounds the reading of a folder, or of an id of the Hub."""
+    return nullcontext() if Path(path).exists() else caches_if_unreachable()
+
+
 def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueError:
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if not Path(path).exists():
+        reason = f"there is no such folder, and on the Hugging Face Hub: {reason}"
     return ValueError(f"{function}: cannot read a model at {str(path)!r}: {reason}")
 
 

@@ -1,5 +1,9 @@
 """PyTorch front end: attention, packed sequences, a layer named like PyTorch's own, and what is read and weighed."""
 
+from linbias import _extras
+
+_extras.require("linbias.torch")
+
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.merge import merge
 from linbias.torch.nn import MultiheadAttention

@@ -8,7 +8,7 @@ from linbias.kernels.core import why_not as why_not
 from linbias.torch import operator
 from linbias.torch.operator import Gradients, Inputs, Results
 
-NAME, ABILITIES = core.NAME, core.ABILITIES
+NAME, ABILITIES, WHY_MISSING = core.NAME, core.ABILITIES, core.WHY_MISSING
 _DTYPES = (
     {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
 )

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ def attention(
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
 
@@ -145,6 +146,9 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if unknown:
+        known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
+        _checks.refuse_unknown("attention", unknown, known)
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         from linbias.torch import nested  # which is made of this function
 
@@ -280,6 +284,7 @@ def prepare(
         transformed=transforms.active(),
     )
     if not torch.compiler.is_compiling():
+        _checks.warn_of_layout(function, problem)
         _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)

@@ -4,6 +4,10 @@
 apart; `cache` keeps the keys and values of earlier tokens, and how large the keys are.
 """
 
+from linbias import _extras
+
+_extras.require("linbias.transformers")
+
 from linbias.transformers.cache import GrowingLayer, key_bound, use_growing_layers
 from linbias.transformers.packing import Packing, attend_packed, packed_weights
 from linbias.transformers.padding import Padding, read_attention_mask
