@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack check core-test fix bench gpu sanitize neon first-hour clean
+.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -27,6 +27,9 @@ core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every targe
 	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON -DLINBIAS_EMULATE_AMX=ON
 	$(BIN)/cmake --build build/test --parallel 2
 	build/test/attention_test
+
+mutants: $(VENV)/.dev  ## break the source on purpose, in a copy, and see which test notices: docs/mutants.md
+	$(BIN)/python tests/mutants.py
 
 fix: $(VENV)/.dev  ## format and mend what lint can mend
 	$(BIN)/ruff check --fix .

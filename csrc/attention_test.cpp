@@ -304,6 +304,65 @@ void test_positions_beyond_float32() {
   }
 }
 
+// Values far from 0: what backward takes differences from is then much larger than they are, and its rounding must not
+// add up over the distances.
+void test_slope_gradients_of_large_values() {
+  const Case c{1, 2, 2, 200, 700, 8, 8, false, false, {300}};
+  Inputs x = draw(c, true);
+  x.left = x.right = {0.03, 0.01};
+  for (double& value : x.v) value += 1000;
+  const Truth truth = define(c, x);
+  on_every_target([&] {
+    Arrays<float> a(c, x);
+    forward(a.call, a.results);
+    backward(a.call, a.gradients);
+    const std::string name = describe(c, "float32") + " large values";
+    compare("dleft", name, a.dleft, truth.dleft, 1e-4);
+    compare("dright", name, a.dright, truth.dright, 1e-4);
+  });
+}
+
+// One key and one query: the output is the value, also where it is one of the smallest numbers.
+void test_numbers_of_float16() {
+  const Case c{1, 1, 1, 1, 1, 1, 253};
+  const Inputs x = draw(c, true);
+  on_every_target([&] {
+    Arrays<Half> a(c, x);
+    for (int i = 0; i < c.E; ++i) a.v[i] = {static_cast<std::uint16_t>(i * 125)};  // up to 0x7b0f
+    forward(a.call, a.results);
+    bool same = true;
+    for (int bits = 0, i = 0; i < c.E; bits = ++i * 125) {
+      const int exponent = bits >> 10, fraction = bits & 1023;
+      same = same && a.out[i] == (exponent ? std::ldexp(1024.0 + fraction, exponent - 25) : std::ldexp(fraction, -24));
+    }
+    check(same, describe(c, "float16"), "out is the value");
+  });
+}
+
+// A value that is not finite shows in every row that sees it, however little it weighs; few rows are decoded.
+template <typename In>
+void test_values_that_are_not_finite_show() {
+  for (const std::int64_t T : {2, 60}) {
+    const Case c{1, 1, 1, T, 700, 19, 19, false, false, {300}};
+    const Inputs x = draw(c, sizeof(In) == 2);
+    on_every_target([&] {
+      for (int place = 0; place < 4; ++place) {
+        const std::int64_t key = place < 2 ? 7 : 690, entry = place % 2 ? 18 : 1;
+        Arrays<In> a(c, x);
+        a.left[0] = a.right[0] = 0.5f;
+        a.v[key * c.E + entry] = narrow<In>(kNan);
+        for (const bool precise : {true, false}) {
+          a.call.precise = precise;
+          forward(a.call, a.results);
+          bool shows = true;
+          for (std::int64_t t = 0; t < T; ++t) shows = shows && std::isnan(a.out[t * c.E + entry]);
+          check(shows, describe(c, Type<In>::name), "a value that is NaN shows");
+        }
+      }
+    });
+  }
+}
+
 // NaN anywhere in what a head is given shows in the gradients of its slopes, and in no other head's; keys and values
 // that no query sees have no gradient, whatever the others hold.
 template <typename In>
@@ -386,6 +445,12 @@ int main(int count, char** names) {
            test_positions_beyond_float32<float>,
            test_positions_beyond_float32<double>,
            test_positions_beyond_float32<Brain>,
+           test_slope_gradients_of_large_values,
+           test_numbers_of_float16,
+           test_values_that_are_not_finite_show<float>,
+           test_values_that_are_not_finite_show<double>,
+           test_values_that_are_not_finite_show<Half>,
+           test_values_that_are_not_finite_show<Brain>,
            test_nan_shows<float>,
            test_nan_shows<double>,
            test_nan_shows<Brain>,

@@ -59,6 +59,27 @@ Scene spike(std::int64_t T, std::int64_t row, double score, std::int64_t distanc
   return scene;
 }
 
+// One long key in each block, the one nearest to the queries: the bound of a block by how its keys spread is exact.
+Scene one_in_a_block(std::int64_t T, std::int64_t S, double slope) {
+  Scene scene = blank("one key in a block", T, S, 8, slope, 0.02);
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = 16;
+  for (std::int64_t s = kBlockKeys - 1; s < S; s += kBlockKeys) scene.k[s * 8 + 2] = 1;
+  return scene;
+}
+
+// As `unbounded`, and beyond keys that weigh nothing eight whose weights, or their sum, overflow until one of them is
+// the new maximum.
+Scene overflow(std::int64_t T, double excess) {
+  Scene scene = unbounded(T, 6000, 1.0 / 64, 100);
+  scene.name = "a weight of e^" + std::to_string(int(excess));
+  const double entry = std::sqrt(excess + 3000 / 64.0);
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 5] = entry;
+  for (int i = 0; i < 8; ++i) {
+    scene.k[(scene.start - 3000 - 100 * i) * 8 + 5] = (excess + (3000 + 100 * i) / 64.0) / entry;
+  }
+  return scene;
+}
+
 // Keys around a center far from 0, all on the queries' side of it.
 Scene off_center(std::int64_t T, std::int64_t S, double slope, int seed) {
   Scene scene = blank("off-center keys", T, S, 16, slope, 0.02);
@@ -281,6 +302,9 @@ void check_scenes() {
     check_scene<In>(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), false);
     check_scene<In>(unbounded(T, 16384, 1.0 / 1024, 100), false);
     check_scene<In>(both_sides(unbounded(T, 9000, 1.0 / 512, 100), 1.0 / 512), false);
+    check_scene<In>(one_in_a_block(T, 6000, 1.0 / 256), false);
+    check_scene<In>(overflow(T, wide ? 712 : 92), false);
+    check_scene<In>(overflow(T, wide ? 708 : 87), false);
     if (T == 1) check_scene<In>(equal_keys(T, 70000, 1.0 / 16384, 5), false);
     on_every_target([&] {
       check_nan_is_read<In>(equal_keys(T, 12345, 1.0 / 1024, 5), T > 4 ? Way::tiles : Way::precise);

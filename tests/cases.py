@@ -289,3 +289,35 @@ def far_block(q_size: float, k_size: float) -> tuple[list[np.ndarray], float, fl
     k, v = np.zeros((1, S, D)), rng.standard_normal((1, S, D))
     k[:, :64] = direction * k_size
     return [q, k, v], slope, score / (q_size * k_size * D)
+
+
+ATTAINED = ("equal", "steep", "flat", "one-in-64", "far")
+
+
+def attained(
+    pattern: str, T: int, S: int, sides: int, slope: float = 0.004
+) -> tuple[list[np.ndarray], dict]:
+    """q [1, 1, T, 4], k, v [1, 1, S, 4] and options, for which the bound on keys that are not read is attained.
+
+    Queries point along (1, 1, 1, 1), and so do all keys ("equal"; "steep": with much slope; "flat": with hardly any,
+    so that their number bounds what they weigh), the one nearest to the queries of every 64, with zeros between them ("one-in-64"), or the outermost 64, which weigh as much as the nearest ("far").
+    With two sides the queries stand in the middle.
+    """
+    direction = np.full(4, 0.5)
+    slope = {"steep": 0.02, "flat": 1e-5}.get(pattern, slope)
+    score = {"one-in-64": 16.0, "far": slope * S / sides}.get(pattern, 8.0)
+    start = S - T if sides == 1 else (S - T) // 2
+    k = np.zeros((1, 1, S, 4))
+    if pattern == "one-in-64":
+        k[:, :, 63:start:64] = k[:, :, start::64] = direction
+    elif pattern == "far":
+        k[:, :, :64] = direction
+        k[:, :, S - 64 :] = direction if sides == 2 else 0
+    else:
+        k[:] = direction
+    q = np.tile(direction * score, (1, 1, T, 1))
+    v = np.random.default_rng(0).normal(size=k.shape)
+    options = {"left": [slope], "scale": 1.0, "query_start": np.array([start])}
+    if sides == 2:
+        options |= {"causal": False, "right": [slope]}
+    return [q, k, v], options

@@ -4,6 +4,7 @@ An implementation's test module wraps it as a `Subject` and gets the suite from 
 below. A subject takes and returns float64 NumPy arrays whose values fit the dtype under test.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Protocol
@@ -11,8 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+import linbias
 from budget import assert_within_budget
-from cases import Case, Inputs, make_inputs, round_to
+from cases import Case, Inputs, attained, make_inputs, round_to
 from linbias._checks import TOLERANCE
 from plain import plain_attention
 from truth import true_attention
@@ -96,3 +98,32 @@ def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> N
     loss = -np.expm1(results["lse"][seen] - truth["lse"][seen])
     assert loss.max() <= tolerance + 1e-12
     assert loss.min() >= -1e-12
+
+
+@cache
+def _attained(pattern: str, T: int, S: int, sides: int, slope: float):
+    """Arguments of attention, and lse."""
+    arrays, options = attained(pattern, T, S, sides, slope)
+    return arrays, options, linbias.attention(*arrays, **options, return_lse=True)[1]
+
+
+def check_where_attained(
+    run: Callable[..., np.ndarray],
+    pattern: str,
+    T: int,
+    S: int,
+    sides: int,
+    least: float,
+    tolerances: Sequence[float],
+    slope: float = 0.004,
+) -> None:
+    """The worst row misses at most the tolerance where the bound is attained, and for some tolerance `least` of it.
+
+    run(q, k, v, left, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see `cases.attained`.
+    """
+    arrays, options, lse = _attained(pattern, T, S, sides, slope)
+    shares = []
+    for tolerance in tolerances:
+        missing = -np.expm1(run(*arrays, **options, tolerance=tolerance) - lse)
+        shares.append((missing.max() - 2e-6) / tolerance)  # lse is float32
+    assert least <= max(shares) <= 1, (pattern, T, sides, shares)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import linbias
 from cases import by_name, far_block, make_inputs
@@ -298,6 +299,8 @@ def test_what_it_cannot_run_is_said_and_passed_over():
     ):
         linbias.torch.attention(q, q, q, implementation="cpu")
     assert linbias.torch.attention(q, q, q).shape == q.shape
+    with pytest.raises(NotImplementedError, match="head sizes go up to 256, got 257"):
+        linbias.torch.attention(q[..., :4], q[..., :4], q, implementation="cpu")
     with pytest.raises(NotImplementedError, match="head sizes go up to 256"):
         cpu.attention(*(q.numpy() for _ in range(3)))
 
@@ -340,3 +343,27 @@ def test_bfloat16_is_written_at_once_where_nothing_will_be_differentiated(precis
     (actual,) = torch.autograd.grad(out.float().sum(), q)
     (gradient,) = torch.autograd.grad(expected.float().sum(), q)
     torch.testing.assert_close(actual, gradient, atol=3e-2, rtol=3e-2)
+
+
+class Told(TorchDispatchMode):
+    """What the core is told of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.precise = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() == "linbias::cpu_forward":
+            self.precise.append(args[operator.Inputs._fields.index("precise")])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("leaf", ("q", "k", "v", "left"))
+def test_the_core_is_told_whether_gradients_will_follow(leaf):
+    arrays = {name: torch.ones(1, 1, 3, 4) for name in "qkv"} | {"left": torch.ones(1)}
+    arrays[leaf].requires_grad_()
+    with Told() as told:
+        linbias.torch.attention(**arrays, implementation="cpu")
+        with torch.no_grad():
+            linbias.torch.attention(**arrays, implementation="cpu")
+    assert told.precise == [True, False]

@@ -221,14 +221,14 @@ class Unable:
 
 
 def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_auto():
-    from linbias.torch import dense
+    from linbias.torch import blocked, dense
 
     one = _checks.Described((1, 1, 1, 1), "float32")
     problem = _checks.check("f", one, one, one)
     refused = "f: unable cannot run this call: it is Sunday"
     with pytest.raises(NotImplementedError, match=refused):
         _dispatch.choose("f", "unable", problem, (Unable, dense))
-    assert _dispatch.choose("f", "auto", problem, (Unable, dense)) is dense
+    assert _dispatch.choose("f", "auto", problem, (Unable, dense, blocked)) is dense
     with pytest.raises(
         NotImplementedError, match="no implementation can run this call: unable: it is Sunday"
     ):

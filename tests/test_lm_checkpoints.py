@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linbias.data.corpus import Corpus
 from linbias.lm.train import train
@@ -34,8 +35,18 @@ def test_damaged_checkpoint_is_passed_over_for_the_one_before(
         message = (
             r"got checkpoint-10 \(rng_state\.pth is missing\) in .*; going on from checkpoint-5"
         )
+    steps = CountSteps()
     with pytest.warns(UserWarning, match=message):
-        assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+        train(SETTINGS, corpus, tmp_path, progress=False, callbacks=[steps])
+    assert_same_run(tmp_path, unbroken)
+    assert steps.count == 12 - 5  # it did go on from there
+
+
+class CountSteps(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.count += 1
 
 
 def flip_a_bit(path: Path) -> None:
@@ -70,6 +81,23 @@ def test_one_flipped_bit_in_any_file_of_a_checkpoint_is_seen(
         with pytest.warns(UserWarning, match=rf"got checkpoint-10 \({name} is damaged\)"):
             assert Checkpoints(folder).latest() == folder / "checkpoint-5"
         assert not (folder / "checkpoint-10").exists()
+    folder = tmp_path / "one more"
+    shutil.copytree(interrupted / "checkpoints", folder)
+    (folder / "checkpoint-10" / "scaler.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(scaler\.pt is not of it\)"):
+        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
+
+
+def test_a_run_that_continues_counts_the_time_before(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-7").mkdir()
+    arguments = TrainingArguments(str(tmp_path), report_to="none"), TrainerState(global_step=7)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.seconds = 1000.0
+    checkpoints.on_train_begin(*arguments, TrainerControl())
+    checkpoints.on_save(*arguments, TrainerControl())
+    again = Checkpoints(tmp_path)
+    assert again.latest() == tmp_path / "checkpoint-7"
+    assert 1000 <= again.seconds < 1100
 
 
 @pytest.mark.parametrize(

@@ -273,13 +273,15 @@ def test_loss_that_is_not_finite_ends_the_run(corpus: Corpus, tmp_path: Path) ->
 
 
 def test_parts_of_a_batch_add_up_to_it(corpus: Corpus, tmp_path: Path) -> None:
-    weights = []
+    weights, losses = [], []
     for accumulation in (1, 3):
         settings = replace(SETTINGS, model=TINY, accumulation=accumulation)
         output = train_into(settings, corpus, tmp_path / str(accumulation))
         weights.append(load_file(output / "model.safetensors"))
+        losses.append(metrics(output)["loss"])
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, atol=1e-4, rtol=0)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 IN_EACH_PROCESS = """

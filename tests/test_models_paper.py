@@ -171,6 +171,11 @@ def test_log_probs_of_many_rows_are_those_of_the_whole_vocabulary(cutoffs, monke
     assert_same(model.log_probs(ids, targets), whole.gather(-1, targets[..., None])[..., 0])
 
 
+def test_logits_of_narrow_models_are_wide():
+    model, ids = build_paper().bfloat16(), paper_tokens(2, 9)
+    assert model(ids).logits.dtype == model.log_probs(ids, ids).dtype == torch.float32
+
+
 def test_the_loss_drops_what_the_original_drops_and_no_more():
     """Ids 12 and 31 are second in their bands, as <pad>, 1, is in the first."""
     ids, targets = paper_tokens(1, 8), torch.tensor([[3, 12, 31, 13, 1, -100, 82, 30]])

@@ -120,6 +120,19 @@ def test_the_window_is_not_much_wider_than_the_worst_case_asks_for():
     assert near_to_far.share_outside(q, k, first, 1000, [0.1], scale=0.5).max() > 1e-6
 
 
+def test_the_window_knows_no_sign_of_the_scale():
+    ours, mirrored = (
+        near_to_far.window(0.1, 3.0, 1.6, scale=s, tolerance=1e-6) for s in (0.5, -0.5)
+    )
+    assert ours == mirrored
+
+
+def test_an_interval_ends_before_its_end():
+    zeros = np.zeros((1, 4, 1))
+    share = near_to_far.share_outside(zeros[:, :1], zeros, 1, 3, [0.0])
+    assert share.tolist() == [[0.5]]
+
+
 def test_bad_input():
     ones = np.ones((1, 2, 3))
     for options in ({"tolerance": 1.0}, {"tolerance": math.nan}, {"rows": 0}, {"keys": 0}):

@@ -185,6 +185,9 @@ def test_the_printed_line_adds_up_in_float32_block_by_block():
     short_block_first = Scores(np.append(kept, np.float32(lost)), 2**10, 0, 0.0, 0)
     assert short_block_first.loss_base2 == one_by_one.loss_base2
     assert short_block_first.original_line != one_by_one.original_line
+    # Four blocks of one id each, of which the original's order puts the first last: 3 + 2^24 is 2^24 + 4.
+    shuffled = Scores(np.array([lost, -1, -1, -1], np.float32), 1, 0, 0.0, 0)
+    assert shuffled.original_line.startswith("Loss (base 2): 6051103")
 
 
 def test_perplexity_is_two_to_the_mean_bits():

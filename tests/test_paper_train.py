@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 
 import linbias.paper.train as train_module
 from interrupting import Stop, StopAt
-from linbias.data.blocks import batch_order
+from linbias.data.blocks import batch_order, block_tokens, blocks
 from linbias.data.store import read_ids, write_ids
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
@@ -115,6 +115,13 @@ def test_result_loads_by_auto_classes_and_has_every_weight_once(
         n for n, _ in model.named_parameters()
     }
     assert (paper_run / "dict.txt").read_bytes() == (paper_data / "dict.txt").read_bytes()
+    # The validation loss is the mean over all ids: blocks of 16 in batches of 4, and 8 ids in one of their own.
+    ids, total = read_ids(paper_data / "valid").tokens, 0.0
+    for start, stop in blocks(len(ids), 16):
+        read, targets = (torch.from_numpy(part)[None] for part in block_tokens(ids, start, stop))
+        total += model(input_ids=read, targets=targets, num_items_in_batch=1).loss.item()
+    bits = total / len(ids) / math.log(2)
+    assert metrics(paper_run)["valid_loss_base2"] == pytest.approx(bits, rel=1e-5)
 
 
 def test_finished_run_is_returned_as_it_is(

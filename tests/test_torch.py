@@ -230,11 +230,11 @@ def test_strides_do_not_matter(implementation, name, layout):
 LONG = [case for case in CASES if case.T * case.S > 5000 and not case.dropout]
 
 
-@pytest.mark.parametrize("tolerance", (1e-2, 1e-5))
 @pytest.mark.parametrize("case", LONG, ids=str)
 @pytest.mark.parametrize("implementation", ("blocked", "cpu"))
-def test_dropped_mass_is_at_most_the_tolerance(implementation, case, tolerance):
-    check_certificate_holds(TorchSubject(implementation), case, tolerance)
+def test_dropped_mass_is_at_most_the_tolerance(implementation, case):
+    """Smaller tolerances: test_torch_visited.py. Inputs that come near the bound: test_dropped_mass.py."""
+    check_certificate_holds(TorchSubject(implementation), case, 1e-2)
 
 
 VANISHING = [
@@ -255,6 +255,16 @@ def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_
         implementation=implementation,
     )
     np.testing.assert_allclose(out[0], expected_out, atol=1e-5)
+    if implementation == "cpu":
+        return
+    # The bound is a number, not NaN: far keys of a steep head are left out all the same.
+    steep = linbias.torch.visited(
+        *(torch.tensor(x, dtype=getattr(torch, dtype))[None] for x in arrays),
+        [1.0],
+        scale=scale,
+        implementation=implementation,
+    )
+    assert (steep.end - steep.first).max() < 1000
 
 
 @pytest.mark.parametrize("where", ("q", "k", "v"))

@@ -67,9 +67,10 @@ def test_tolerance_zero_reads_every_visible_key(implementation):
     assert (found.first == ranges[:, :1, None]).all() and (found.end == ranges[:, 1:, None]).all()
 
 
+@pytest.mark.parametrize("name", ("long-range-per-head", "long-range"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_work_kept_counts_pairs(implementation):
-    case = by_name("long-range-per-head")
+def test_work_kept_counts_pairs(implementation, name):
+    case = by_name(name)
     (q, k, v), left, options = tensors(case)
     found = visited(q, k, v, left, implementation=implementation, **options)
     first, end = rows_of(found, case.T)
@@ -77,6 +78,8 @@ def test_work_kept_counts_pairs(implementation):
     for b, h in np.ndindex(case.B, case.H):
         low, high = case.ranges[b, h // group]
         visible = np.broadcast_to((keys >= low) & (keys < high), (case.T, case.S))
+        if case.causal:
+            visible = visible & (keys <= case.starts[b] + np.arange(case.T)[:, None])
         read = visible & (keys >= first[b, h][:, None]) & (keys < end[b, h][:, None])
         assert found.work_kept[b, h] == pytest.approx(read.sum() / visible.sum())
 

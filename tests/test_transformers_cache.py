@@ -64,8 +64,22 @@ def test_the_bound_holds_where_squares_of_keys_vanish() -> None:
     assert (bound >= layer.keys.double().norm(dim=-1).amax((0, 2))).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bound_is_rounded_up(dtype: torch.dtype) -> None:
+    keys = torch.randn(1, 300, 1, 100).to(dtype)
+    layer = GrowingLayer()
+    layer.update(keys, keys)
+    bound = key_bound(layer)
+    assert bound is not None and bound.dtype == torch.float32
+    assert (bound >= keys.double().norm(dim=-1)[..., 0]).all()
+
+
 def assign(layer: GrowingLayer) -> None:
     layer.keys, layer.values = 100 * layer.keys, layer.values.clone()
+
+
+def assign_keys(layer: GrowingLayer) -> None:
+    layer.keys = 100 * layer.keys
 
 
 def assign_values(layer: GrowingLayer) -> None:
@@ -85,6 +99,7 @@ def assign_an_earlier_view(layer: GrowingLayer) -> None:
 
 CHANGES: list[Callable[[GrowingLayer], None]] = [
     assign,
+    assign_keys,
     assign_values,
     crop_and_refill,
     assign_an_earlier_view,
@@ -97,6 +112,7 @@ CHANGES: list[Callable[[GrowingLayer], None]] = [
 ]
 NAMES = (
     "assign",
+    "keys",
     "values",
     "refill",
     "earlier",
@@ -177,8 +193,10 @@ def test_gradients_reach_keys_in_the_cache() -> None:
     old, new = torch.randn(2, 1, 1, 3, 5, requires_grad=True).unbind()
     layer.update(old, old)
     keys, _ = layer.update(new, new)
-    gradients = torch.autograd.grad(keys.sum(), [old, new])
-    assert all((gradient == 1).all() for gradient in gradients)
+    half_square = keys.square().sum() / 2
+    layer.update(new, new)  # which must not write to what autograd holds
+    gradients = torch.autograd.grad(half_square, [old, new])
+    assert all(torch.equal(*pair) for pair in zip(gradients, (old, new), strict=True))
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ import torch
 import linbias.torch
 from budget import assert_within_budget
 from cases import Case, by_name, short
-from contract import check_case, expected
+from contract import check_case, check_where_attained, expected
 from linbias._checks import TOLERANCE
 from linbias.kernels.triton import sizes
+from linbias.kernels.triton.certificate import log_share
 from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.torch import functional, triton
@@ -376,6 +377,29 @@ def test_dropped_mass_is_at_most_the_tolerance(keys, tolerance, little_tiles):
     loss = -torch.expm1(lse.detach().double() - torch.from_numpy(truth[0]["lse"]))
     assert loss.max() <= tolerance + 1e-5
     assert loss.min() >= -1e-5
+
+
+@pytest.mark.parametrize("T", (1, 20))  # decoding, and forward
+@pytest.mark.parametrize("pattern", ("equal", "far"))
+def test_the_mass_that_is_missing_lies_just_below_the_tolerance(pattern, T, little_tiles):
+    def run(q, k, v, left, query_start, **options):
+        q, k, v = (torch.tensor(x, dtype=torch.float32) for x in (q, k, v))
+        bound = k.norm(dim=-1).amax(-1) * (1 + 1e-6)
+        placed = {"query_start": torch.tensor(query_start), "key_bound": bound}
+        found = linbias.torch.attention(
+            q, k, v, left, **placed, **options, implementation="triton", return_lse=True
+        )
+        return found[1].double().numpy()
+
+    if pattern == "equal":
+        check_where_attained(run, pattern, T, 192, 1, 0.4, (0.2, 0.08, 0.02), slope=0.04)
+    else:
+        check_where_attained(run, pattern, T, 640, 1, -1, (0.1,), slope=0.05)
+
+
+def test_two_sides_share_the_tolerance():
+    shares = [log_share(*asked) for asked in ((0.25, False), (0.25, True), (0.0, True))]
+    assert shares == [-2, -3, -np.inf]
 
 
 @pytest.mark.parametrize("where", ("k", "v"))
