@@ -19,14 +19,15 @@ inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
-// The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors.
+// The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors; `keys` and `values`
+// may be the caller's own, which nothing pads.
 template <typename W>
 struct Head {
   int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
   W* keys_across;                       // [blocks, D, kKeys]
-  W* values;                            // [blocks * kKeys, E padded]
-  W* keys;                              // [blocks * kKeys, D padded], backward only
   W* values_across;                     // [blocks, E, kKeys], backward only
+  const W *keys, *values;               // [num_keys, key_row or value_row]; keys for backward, values for forward
+  int64_t key_row, value_row;
   // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
   uint32_t* key_pairs;     // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
   uint32_t* value_pairs;   // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
@@ -36,29 +37,44 @@ struct Head {
   W center_norm, largest;  // largest: of all radii
 };
 
+// Up to kKeys rows of inputs, from_row apart, to columns: to[size, kKeys], zeros where rows are missing.
 template <typename W, typename In>
-void pack_block(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block, int64_t padded_D,
-                int64_t padded_E) {
-  const int64_t D = call.D, E = call.E;
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t s = block * kKeys + i;
-    const bool real = s < head.num_keys;
-    const In* key = k + s * call.k.row;
-    const In* value = v + s * call.v.row;
-    W* across = head.keys_across + block * D * kKeys + i;
-    for (int64_t d = 0; d < D; ++d) across[d * kKeys] = real ? static_cast<W>(widen(key[d])) : W{0};
-    W* row = head.values + s * padded_E;
-    for (int64_t e = 0; e < padded_E; ++e) row[e] = real && e < E ? static_cast<W>(widen(value[e])) : W{0};
-    if (head.keys) {
-      W* along = head.keys + s * padded_D;
-      for (int64_t d = 0; d < padded_D; ++d) along[d] = real && d < D ? static_cast<W>(widen(key[d])) : W{0};
-      W* value_across = head.values_across + block * E * kKeys + i;
-      for (int64_t e = 0; e < E; ++e) value_across[e * kKeys] = row[e];
+void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, W* to) {
+  constexpr int kLanes = Simd<W>::kLanes;
+  for (int64_t i = 0; i < kKeys; i += kLanes) {
+    int64_t d = 0;
+    for (; d + kLanes <= size; d += kLanes) {
+      Vector<W> square[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j)
+        square[j] = i + j < count ? load_wide(from + (i + j) * from_row + d) : Vector<W>{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) store<W>(to + (d + j) * kKeys + i, square[j]);
+    }
+    for (; d < size; ++d) {
+      for (int64_t j = i; j < i + kLanes; ++j) {
+        to[d * kKeys + j] = j < count ? static_cast<W>(widen(from[j * from_row + d])) : W{0};
+      }
     }
   }
 }
 
-// The same in pairs of 16-bit numbers.
+// The same in rows: to[kKeys, padded].
+template <typename W, typename In>
+void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t padded, W* to) {
+  constexpr int kLanes = Simd<W>::kLanes;
+  for (int64_t i = 0; i < kKeys; ++i, from += from_row, to += padded) {
+    int64_t d = 0;
+    if (i < count) {
+      for (; d + kLanes <= size; d += kLanes) store<W>(to + d, load_wide(from + d));
+      for (; d < size; ++d) to[d] = static_cast<W>(widen(from[d]));
+    }
+    for (; d < padded; ++d) to[d] = 0;
+  }
+}
+
+// A block in pairs of 16-bit numbers.
 template <typename W, typename In>
 void pack_block_pairs(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block,
                       int64_t padded_E) {

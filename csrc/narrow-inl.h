@@ -101,24 +101,6 @@ LINBIAS_INLINE void copy_rows(const uint16_t* from, int64_t from_row, int64_t co
   }
 }
 
-// Exchange rows and columns of 16 x 16 words: their halves, quarters, ... in turn.
-template <int kStep, int... kLane>
-LINBIAS_INLINE void exchange_rows(Words (&x)[16]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if (i & kStep) continue;
-    const Words a = x[i], b = x[i + kStep];
-    x[i] = __builtin_shufflevector(a, b, (kLane & kStep ? 16 + kLane - kStep : kLane)...);
-    x[i + kStep] = __builtin_shufflevector(a, b, (kLane & kStep ? 16 + kLane : kLane + kStep)...);
-  }
-}
-
-template <int kStep = 8>
-LINBIAS_INLINE void transpose(Words (&x)[16]) {
-  exchange_rows<kStep, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>(x);
-  if constexpr (kStep > 1) transpose<kStep / 2>(x);
-}
-
 // 16 rows of words, from_row apart, to 16 columns: to[16, 16], to_row apart.
 LINBIAS_INLINE void transpose_words(const uint32_t* from, int64_t from_row, uint32_t* to, int64_t to_row) {
   Words x[16];
