@@ -176,9 +176,6 @@ ffi::Error run_backward(ffi::RemainingArgs arguments, ffi::RemainingRets results
   const auto kept = reader.next<Kept, Any>();
   const auto given = reader.next<Cotangents, Any>();
   auto to = Reader(results).next<Gradients, Result>();
-  for (Result* sum : {&to.dk, &to.dv, &to.dleft, &to.dright}) {
-    std::fill_n(static_cast<char*>((*sum)->untyped_data()), (*sum)->size_bytes(), 0);
-  }
   return run(operands, numbers, [&](const Call& c, std::int64_t i, std::int64_t n) {
     Backward b;
     b.dout = part(given.dout, i, n);

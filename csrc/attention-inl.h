@@ -71,15 +71,15 @@ struct Buffer {
   }
 };
 
-// from[size] / divisor to the output, from its entry `at` on.
+// factor * from[size] to the output, from its entry `at` on.
 template <typename W>
-LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W divisor) {
+LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W factor) {
   if (results.narrow) {
     Bfloat16* out = static_cast<Bfloat16*>(results.out) + at;
-    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] / divisor));
+    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] * factor));
   } else {
     W* out = static_cast<W*>(results.out) + at;
-    for (int64_t e = 0; e < size; ++e) out[e] = from[e] / divisor;
+    for (int64_t e = 0; e < size; ++e) out[e] = from[e] * factor;
   }
 }
 

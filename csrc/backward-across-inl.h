@@ -336,6 +336,7 @@ inline Status backward_across(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<float*>(results.dleft)[head] = static_cast<float*>(results.dright)[head] = 0;
   }
+  clear_hidden_gradients<float>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   AcrossPacked packed(call, true);
   AcrossScratches scratches;

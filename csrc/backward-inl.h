@@ -231,6 +231,7 @@ Status backward_as(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
+  clear_hidden_gradients<W>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   Packed<W> packed(call, true);
   packed.in_place = packed.template can_lie<In>(call.k, call.D);

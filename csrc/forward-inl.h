@@ -165,8 +165,8 @@ struct ForwardTask {
   void finish(const Tile<W>& tile, const Scratch<W>& scratch) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t at = tile.index(i);
-      const W row_sum = scratch.row_sum[i], divisor = row_sum == 0 ? W{1} : row_sum;
-      store_output<W>(results, at * call.E, call.E, scratch.acc + i * packed.padded_E, divisor);
+      const W row_sum = scratch.row_sum[i], share = 1 / (row_sum == 0 ? W{1} : row_sum);
+      store_output<W>(results, at * call.E, call.E, scratch.acc + i * packed.padded_E, share);
       static_cast<W*>(results.row_max)[at] = scratch.row_max[i];
       static_cast<W*>(results.log_sum)[at] = natural_log(row_sum);
     }

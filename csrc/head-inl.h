@@ -14,6 +14,22 @@ struct KeyRange {
   }
 };
 
+// Zero the gradients of keys and values that no query may see: nobody adds to them.
+template <typename W>
+void clear_hidden_gradients(const Call& call, const Backward& results) {
+  for (int64_t head = 0; head < call.B * call.G; ++head) {
+    const KeyRange range(call, head / call.G, head % call.G);
+    const int64_t end = range.first + (call.T > 0 && call.H > 0 ? range.count : 0);  // no query sees none
+    const auto clear = [&](void* gradient, int64_t size) {
+      W* rows = static_cast<W*>(gradient) + head * call.S * size;
+      __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>(range.first * size));
+      __builtin_memset(rows + end * size, 0, sizeof(W) * static_cast<size_t>((call.S - end) * size));
+    };
+    clear(results.dk, call.D);
+    clear(results.dv, call.E);
+  }
+}
+
 // The position of query t of batch row b.
 inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
