@@ -51,7 +51,7 @@ neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neo
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
 	build/zig/bin/python -m pip install --quiet ziglang
 	build/zig/bin/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -O3 -Wall -Wextra -Werror -Wno-psabi \
-	  -Icsrc/include -Icsrc csrc/dispatch.cpp csrc/parallel.cpp csrc/target_baseline.cpp csrc/attention_test.cpp \
+	  -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/dispatch.cpp csrc/parallel.cpp csrc/target_baseline.cpp csrc/*_test.cpp \
 	  -o build/attention_test_neon
 
 clean:

@@ -103,13 +103,14 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
         squares += (key - center) * (key - center);
         products += key * center;
       }
-      const float square = sum<float>(squares);
-      found = found == found && !(square <= found) ? square : found;
+      found = larger_or_nan(found, sum<float>(squares));
       along[s] = sum<float>(products);
     }
-    head.radius[block] += square_root(found);
+    const bool ordinary = is_ordinary(found);
+    const float radius = ordinary ? square_root(found) : longest_from_center(head, keys, count);
+    head.radius[block] += radius;
     head.spread[block] = head.radius[block];
-    if (!measure_spread) return;
+    if (!measure_spread || !ordinary) return;
     const float center_square = head.center_norm * head.center_norm;
     Floats largest_row{};
     for (int64_t t = 0; t < count; t += kSide) {
@@ -125,10 +126,22 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
       for (int lane = 0; lane < kSide; ++lane) total[lane] = t + lane < count ? total[lane] : 0.0f;
       largest_row = total <= largest_row ? largest_row : total;
     }
-    const float reach = square_root(found) + 2 * head.center_norm;
+    const float reach = radius + 2 * head.center_norm;
     const float square =
         square_root(largest<float>(largest_row)[0] / static_cast<float>(count)) * (1 + slack) + slack * reach * reach;
     head.spread[block] = square_root(square);
+  }
+
+  // The largest |k - center| of some keys whose squares vanish or overflow.
+  float longest_from_center(const Head<float>& head, const uint16_t* keys, int64_t count) const {
+    float longest = 0, difference[kLargestSize];
+    if (call.D > kLargestSize) return __builtin_nanf("");
+    for (int64_t s = 0; s < count; ++s) {
+      for (int64_t d = 0; d < call.D; ++d)
+        difference[d] = widen(Bfloat16{keys[s * packed.padded_D + d]}) - head.center[d];
+      longest = larger_or_nan(longest, length_of<float>(difference, call.D, 1));
+    }
+    return longest;
   }
 };
 

@@ -46,6 +46,11 @@ constexpr W kInfinity = static_cast<W>(__builtin_inf());
 LINBIAS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 LINBIAS_INLINE double square_root(double x) { return __builtin_sqrt(x); }
 LINBIAS_INLINE bool is_infinite(double x) { return x == __builtin_inf(); }
+// The larger of the two; NaN if one of them is.
+template <typename W>
+LINBIAS_INLINE W larger_or_nan(W a, W b) {
+  return a == a && !(b <= a) ? b : a;
+}
 LINBIAS_INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 LINBIAS_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 LINBIAS_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

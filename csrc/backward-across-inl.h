@@ -286,6 +286,7 @@ struct BackwardAcross {
       if (scratch.pivot[i] == kInfinity<float>) continue;
       const float error = of.dscore_sum[i] - static_cast<const float*>(results.dlse)[tile.index(i)];
       for (int side = kLeft; side <= kRight; ++side) {
+        if (tile.hidden[side]) continue;
         dslopes_of[side] -= static_cast<double>(of.slope_sum[side][i] - error * of.reach_sum[side][i]);
       }
     }
@@ -312,7 +313,8 @@ struct BackwardAcross {
   void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
     const Head<float>& head = packed.heads.data[index];
     const int64_t rows = packed.rows, at = index * call.S + head.first;
-    for (int64_t s = from; s < smaller_of(to, head.num_keys); ++s) {
+    const SeenKeys<float> seen(call, index);
+    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
       add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D,
                static_cast<float>(call.scale), static_cast<float*>(results.dk) + (at + s) * call.D);
       add_rows(values_gradient(first) + s * packed.wide_E, count, rows * packed.wide_E, call.E, 1.0f,
@@ -336,7 +338,7 @@ inline Status backward_across(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<float*>(results.dleft)[head] = static_cast<float*>(results.dright)[head] = 0;
   }
-  clear_hidden_gradients<float>(call, results);
+  clear_unseen_gradients<float>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   AcrossPacked packed(call, true);
   AcrossScratches scratches;

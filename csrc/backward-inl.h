@@ -188,9 +188,10 @@ struct BackwardTask {
   // rounding error, mostly that of delta, and every dscore carries its weight's share of it.
   void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
-      if (!(scratch.row_sum[i] > 0)) continue;
+      if (scratch.row_sum[i] == 0) continue;  // no keys; NaN goes on
       const W error = (scratch.dscore_sum[i] - static_cast<const W*>(results.dlse)[tile.index(i)]) / scratch.row_sum[i];
       for (int side = kLeft; side <= kRight; ++side) {
+        if (tile.hidden[side]) continue;
         dslopes[side] -= static_cast<double>(scratch.slope_sum[side][i] - error * scratch.reach_sum[side][i]);
       }
     }
@@ -207,8 +208,9 @@ struct BackwardTask {
 
   void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
     const Head<W>& head = packed.heads.data[index];
+    const SeenKeys<W> seen(call, index);
     const int64_t D = packed.padded_D, E = packed.padded_E, at = index * call.S + head.first;
-    for (int64_t s = from; s < smaller_of(to, head.num_keys); ++s) {
+    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
       add_rows(keys_gradient(first) + s * D, count, packed.rows * D, call.D,
                static_cast<W*>(results.dk) + (at + s) * call.D);
       add_rows(values_gradient(first) + s * E, count, packed.rows * E, call.E,
@@ -231,7 +233,7 @@ Status backward_as(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
-  clear_hidden_gradients<W>(call, results);
+  clear_unseen_gradients<W>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   Packed<W> packed(call, true);
   packed.in_place = packed.template can_lie<In>(call.k, call.D);

@@ -9,10 +9,44 @@ constexpr W slack_of(int64_t D) {
   return static_cast<W>(D + 8) * (sizeof(W) == 4 ? static_cast<W>(0x1p-23) : static_cast<W>(0x1p-52));
 }
 
+// Whether neither the squares that add up to this, nor their own squares, vanish or overflow where it matters: what
+// underflow can take from either sum, its terms times the smallest normal number, is below the rounding of the sum. Not
+// so for 0 and NaN.
+template <typename W>
+LINBIAS_INLINE bool is_ordinary(W squares) {
+  constexpr W kSmallest = sizeof(W) == 4 ? static_cast<W>(0x1p-32) : static_cast<W>(0x1p-256);
+  return squares >= kSmallest && squares <= 1 / kSmallest;
+}
+
+// The length of `size` numbers, `step` apart: that of these divided by the largest, times the largest. It is rounded
+// up where it is no normal number, and NaN where something is not finite.
+template <typename W, typename X>
+__attribute__((noinline)) W length_of(const X* x, int64_t size, int64_t step) {
+  constexpr W kSmallestNormal = static_cast<W>(sizeof(W) == 4 ? 0x1p-126 : 0x1p-1022);
+  W largest = 0, squares = 0;
+  for (int64_t d = 0; d < size; ++d) {
+    const W entry = static_cast<W>(widen(x[d * step]));
+    largest = larger_or_nan(largest, entry < 0 ? -entry : entry);
+  }
+  if (largest == 0) return 0;
+  for (int64_t d = 0; d < size; ++d) {
+    const W entry = static_cast<W>(widen(x[d * step])) / largest;
+    squares += entry * entry;
+  }
+  return square_root(squares) * largest + kSmallestNormal;
+}
+
+// The length of numbers whose squares add up to `squares`, which may have vanished or overflowed.
+template <typename W, typename X>
+LINBIAS_INLINE W length_from(W squares, const X* x, int64_t size) {
+  return is_ordinary(squares) ? square_root(squares) : length_of<W>(x, size, 1);
+}
+
 // Fill in the radius and the spread of a block. `room` holds [D + kKeys, kKeys].
 // With g_st = (k_s - c).(k_t - c), the sum of (u.(k_s - c))^4 over a block is u x u against the k x k, whose Gram
 // matrix has entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost
-// (measure_spread is false), the spread is the radius, as if all keys lay along one line.
+// (measure_spread is false), or squares of squares would vanish or overflow, the spread is the radius, as if all keys
+// lay along one line.
 template <typename W, typename In>
 void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool measure_spread, W slack,
                    W* room) {
@@ -26,12 +60,15 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
       squares[i] += difference * difference;
     }
   }
-  W found = 0;
-  for (const W square : squares) found = found == found && !(square <= found) ? square : found;
-  found += values_zero_or_nan<W, In>(head, block, padded_E);
-  head.radius[block] = square_root(found);
+  W found = 0, radius = 0;
+  for (const W square : squares) found = larger_or_nan(found, square);
+  const bool ordinary = is_ordinary(found);
+  if (ordinary) radius = square_root(found);
+  for (int64_t i = 0; i < count && !ordinary; ++i)
+    radius = larger_or_nan(radius, length_of<W>(room + i, call.D, kKeys));
+  head.radius[block] = radius + values_zero_or_nan<W, In>(head, block, padded_E);
   head.spread[block] = head.radius[block];
-  if (!measure_spread) return;
+  if (!measure_spread || !ordinary) return;
   W* gram = room + call.D * kKeys;
   multiply<W>(kKeys, kKeys, call.D, room, 1, kKeys, room, kKeys, gram, kKeys, false);
   W largest_row = 0;

@@ -127,20 +127,24 @@ struct DecodeTask {
       for (; e + kStep <= call.E; e += kStep) most = larger_size(most, value + e);
       for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
       for (; e < call.E; ++e) last = size_bits(value[e]) > last ? size_bits(value[e]) : last;
-      square += sum<W>(squares);
-      found = found == found && !(square <= found) ? square : found;
+      found = larger_or_nan(found, square + sum<W>(squares));
+    }
+    W longest = square_root(found);
+    if (!is_ordinary(found)) {
+      longest = 0;
+      for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s)
+        longest = larger_or_nan(longest, length_of<W>(row.keys + s * call.k.row, call.D, 1));
     }
     for (int64_t j = 0; j < kStep; ++j) last = most[j] > last ? most[j] : last;
-    return last < Format<In>::kInfinity ? square_root(found) * (1 + slack) : static_cast<W>(__builtin_nan(""));
+    return last < Format<In>::kInfinity ? longest * (1 + slack) : static_cast<W>(__builtin_nan(""));
   }
 
   void accumulate(int64_t head) const {
-    const auto further = [](W beyond, W here) { return beyond == beyond && !(here <= beyond) ? here : beyond; };
     W *left = reach[kLeft] + head * num_blocks, *right = reach[kRight] + head * num_blocks;
     for (int64_t j = num_blocks - 1; j >= 0; --j) {
-      right[j] = j + 1 < num_blocks ? further(right[j + 1], left[j]) : left[j];
+      right[j] = j + 1 < num_blocks ? larger_or_nan(right[j + 1], left[j]) : left[j];
     }
-    for (int64_t j = 1; j < num_blocks; ++j) left[j] = further(left[j - 1], left[j]);
+    for (int64_t j = 1; j < num_blocks; ++j) left[j] = larger_or_nan(left[j - 1], left[j]);
   }
 
   // Begin with query row `index` of [B, H, T], with nothing visited yet.
@@ -239,7 +243,7 @@ struct DecodeTask {
       squares += row.q[d] * row.q[d];
     }
     for (int64_t e = 0; e < call.E; ++e) row.acc[e] = 0;
-    row.norm = square_root(squares) * (1 + slack);
+    row.norm = length_from(squares, row.q, call.D) * (1 + slack);
     row.row_max = -kInfinity<W>;
     row.row_sum = 0;
     const int64_t index = row.b * call.H + row.h;

@@ -21,14 +21,23 @@ namespace linbias {
   Status forward(const Call&, const Forward&);   \
   Status backward(const Call&, const Backward&); \
   }
-LINBIAS_DECLARE(baseline)
-#if defined(LINBIAS_X86)
-LINBIAS_DECLARE(avx2)
-LINBIAS_DECLARE(avx512)
-LINBIAS_DECLARE(avx512_bf16)
+// Those that CMakeLists.txt compiles.
+#if defined(LINBIAS_TARGET_avx512_amx)
 LINBIAS_DECLARE(avx512_amx)
 #endif
-#if defined(LINBIAS_EMULATE_AMX)
+#if defined(LINBIAS_TARGET_avx512_bf16)
+LINBIAS_DECLARE(avx512_bf16)
+#endif
+#if defined(LINBIAS_TARGET_avx512)
+LINBIAS_DECLARE(avx512)
+#endif
+#if defined(LINBIAS_TARGET_avx2)
+LINBIAS_DECLARE(avx2)
+#endif
+#if defined(LINBIAS_TARGET_baseline)
+LINBIAS_DECLARE(baseline)
+#endif
+#if defined(LINBIAS_TARGET_avx512_amx_emulated)
 LINBIAS_DECLARE(avx512_amx_emulated)
 #endif
 
@@ -42,18 +51,18 @@ struct Target {
   bool for_tests = false;  // only force_target chooses it
 };
 
-bool always() { return true; }
+[[maybe_unused]] bool always() { return true; }
 #if defined(LINBIAS_X86)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool has_avx512() {
+[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+[[maybe_unused]] bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 // The tile registers are there if the CPU has them, the system saves them (bits 17 and 18 of XCR0), and, on Linux, it
 // grants them to this process, whose threads inherit the grant.
-bool has_avx512_amx() {
+[[maybe_unused]] bool has_avx512_amx() {
 #if defined(__linux__)
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kSavesExtended = 1u << 27, kTileState = 3u << 17;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -72,18 +81,24 @@ bool has_avx512_amx() {
 
 // Best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
 const Target kTargets[] = {
-#if defined(LINBIAS_X86)
+#if defined(LINBIAS_TARGET_avx512_amx)
     {"avx512_amx", has_avx512_amx, avx512_amx::forward, avx512_amx::backward},
+#endif
+#if defined(LINBIAS_TARGET_avx512_bf16)
     {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward},
+#endif
+#if defined(LINBIAS_TARGET_avx512)
     {"avx512", has_avx512, avx512::forward, avx512::backward},
+#endif
+#if defined(LINBIAS_TARGET_avx2)
     {"avx2", has_avx2, avx2::forward, avx2::backward},
 #endif
-#if defined(__aarch64__)
+#if defined(LINBIAS_TARGET_baseline) && defined(__aarch64__)
     {"neon", always, baseline::forward, baseline::backward},
-#else
+#elif defined(LINBIAS_TARGET_baseline)
     {"baseline", always, baseline::forward, baseline::backward},
 #endif
-#if defined(LINBIAS_EMULATE_AMX)
+#if defined(LINBIAS_TARGET_avx512_amx_emulated)
     {"avx512_amx_emulated", always, avx512_amx_emulated::forward, avx512_amx_emulated::backward, true},
 #endif
 };

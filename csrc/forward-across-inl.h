@@ -87,9 +87,10 @@ struct ForwardAcross {
         squares += x * x;
         aligned += x * load(head.center + d);
       }
-      const float norm = square_root(sum<float>(squares)) * size * (1 + slack) * (1 + slack);
+      const auto* query = reinterpret_cast<const Bfloat16*>(scratch.rows + i * packed.padded_D);
+      const float norm = length_from(sum<float>(squares), query, call.D) * size * (1 + slack) * (1 + slack);
       scratch.of.norm[i] = norm;
-      scratch.of.base[i] = sum<float>(aligned) * scale + slack * norm * (head.center_norm + head.largest);
+      scratch.of.base[i] = sum<float>(aligned) * scale + slack * (norm * (head.center_norm + head.largest));
       find_entry(head, scratch.of, i);
     }
     scratch.of.open_row = 0;

@@ -82,8 +82,9 @@ struct ForwardTask {
         squares += x * x;
         aligned += x * load(head.center + d);
       }
-      scratch.norm[i] = square_root(sum<W>(squares)) * (1 + slack) * (1 + slack);
-      scratch.base[i] = sum<W>(aligned) + slack * scratch.norm[i] * (head.center_norm + head.largest);
+      const W* query = scratch.q + i * packed.padded_D;
+      scratch.norm[i] = length_from(sum<W>(squares), query, call.D) * (1 + slack) * (1 + slack);
+      scratch.base[i] = sum<W>(aligned) + slack * (scratch.norm[i] * (head.center_norm + head.largest));
       find_entry(head, scratch, i);
     }
     scratch.open_row = 0;

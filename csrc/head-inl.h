@@ -14,25 +14,44 @@ struct KeyRange {
   }
 };
 
-// Zero the gradients of keys and values that no query may see: nobody adds to them.
+// The position of query t of batch row b.
+inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
+  return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
+}
+
+// The keys of key/value head `index` of [B, G] that any query may see.
 template <typename W>
-void clear_hidden_gradients(const Call& call, const Backward& results) {
+struct SeenKeys {
+  int64_t first, end;
+
+  SeenKeys(const Call& call, int64_t index) {
+    const int64_t b = index / call.G, group = call.H / call.G, start = position_of(call, b, 0);
+    const KeyRange range(call, b, index % call.G);
+    bool shows_left = false, shows_right = false;
+    for (int64_t row = b * call.H + index % call.G * group, last = row + group; row < last; ++row) {
+      shows_left |= !is_infinite(static_cast<const W*>(call.left)[row]);
+      shows_right |= call.right && !is_infinite(static_cast<const W*>(call.right)[row]);
+    }
+    const int64_t beyond = range.first + range.count;
+    first = shows_left ? range.first : clamp(start, range.first, beyond);
+    end = shows_right ? beyond : clamp(start + call.T, first, beyond);
+    if (call.T == 0 || group == 0) end = first;
+  }
+};
+
+// Zero the gradients of the keys and values that no query sees.
+template <typename W>
+void clear_unseen_gradients(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < call.B * call.G; ++head) {
-    const KeyRange range(call, head / call.G, head % call.G);
-    const int64_t end = range.first + (call.T > 0 && call.H > 0 ? range.count : 0);  // no query sees none
+    const SeenKeys<W> seen(call, head);
     const auto clear = [&](void* gradient, int64_t size) {
       W* rows = static_cast<W*>(gradient) + head * call.S * size;
-      __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>(range.first * size));
-      __builtin_memset(rows + end * size, 0, sizeof(W) * static_cast<size_t>((call.S - end) * size));
+      __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>(seen.first * size));
+      __builtin_memset(rows + seen.end * size, 0, sizeof(W) * static_cast<size_t>((call.S - seen.end) * size));
     };
     clear(results.dk, call.D);
     clear(results.dv, call.E);
   }
-}
-
-// The position of query t of batch row b.
-inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
-  return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
 // The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors; `keys` and `values`

@@ -146,7 +146,7 @@ struct PackTask {
       head.center[d] /= count > 0 ? count : W{1};
       squares += head.center[d] * head.center[d];
     }
-    head.center_norm = square_root(squares);
+    head.center_norm = length_from(squares, head.center, call.D);
   }
 
   // Pack some blocks, and measure them while they are near.
@@ -204,8 +204,7 @@ struct PackTask {
   static void find_largest(Head<W>& head) {
     head.largest = 0;
     for (int64_t block = 0; block < head.num_blocks; ++block) {
-      const W radius = head.radius[block];
-      if (head.largest == head.largest && !(radius <= head.largest)) head.largest = radius;  // NaN stays
+      head.largest = larger_or_nan(head.largest, head.radius[block]);
     }
   }
 

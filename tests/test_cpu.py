@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import linbias
-from cases import by_name, make_inputs
+from cases import by_name, far_block, make_inputs
 from contract import check_case
 from linbias import cpu
 from linbias.kernels import core
@@ -58,6 +58,32 @@ def test_every_target_keeps_the_contract(target, name, dtype, forced_target):
 def test_head_sizes_around_the_vector_width(target, sizes, forced_target):
     forced_target(target)
     check_case(TorchSubject("cpu"), by_name("T-below-S", D=sizes[0], E=sizes[1]), "float32")
+
+
+SMALL_KEYS = {"float32": (1e-13, 1e-19), "bfloat16": (1e-13, 1e-19), "float64": (1e-81, 1e-170)}
+
+
+@pytest.mark.parametrize("dtype", SMALL_KEYS)
+@pytest.mark.parametrize("target", core.targets())
+def test_far_keys_count_although_squares_of_entries_vanish(target, dtype, forced_target):
+    forced_target(target)
+    for size in SMALL_KEYS[dtype]:
+        arrays, slope, scale = far_block(1 / size, size)
+        q, k, v = (torch.tensor(x).to(getattr(torch, dtype))[None] for x in arrays)
+        for rows in (70, 1):
+            expected, actual = (
+                linbias.torch.attention(
+                    q[:, :, -rows:].to(wide),
+                    k.to(wide),
+                    v.to(wide),
+                    torch.tensor([slope], dtype=torch.float64),
+                    scale=scale,
+                    implementation=implementation,
+                )
+                for implementation, wide in (("dense", torch.float64), ("cpu", q.dtype))
+            )
+            error = (actual.double() - expected).abs().max()
+            assert error < (1e-2 if dtype == "bfloat16" else 1e-5), (size, rows)
 
 
 def test_an_unknown_target_is_refused():

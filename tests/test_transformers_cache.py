@@ -56,6 +56,14 @@ def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
             assert_bounded(layer)
 
 
+def test_the_bound_holds_where_squares_of_keys_vanish() -> None:
+    layer = GrowingLayer()
+    grow(layer, 5, 1e-25)
+    bound = key_bound(layer)
+    assert bound is not None
+    assert (bound >= layer.keys.double().norm(dim=-1).amax((0, 2))).all()
+
+
 def assign(layer: GrowingLayer) -> None:
     layer.keys, layer.values = 100 * layer.keys, layer.values.clone()
 

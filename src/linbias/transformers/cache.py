@@ -99,7 +99,8 @@ class GrowingLayer(DynamicLayer):
         if new.numel():
             wide = torch.promote_types(new.dtype, torch.float32)
             norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
-            norm = norm * (1 + 2**-16)  # more than the rounding of the norm
+            # More than the rounding of the norm, and than the squares that vanish in it.
+            norm = norm * (1 + 2**-16) + 2**-56
             self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
             self._num_bounded = self.keys.shape[2]
         return None if self._bound is None else self._bound.expand(len(self.keys), -1)

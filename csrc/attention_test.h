@@ -1,0 +1,333 @@
+// What the core's own test is made of: 16-bit types, the definition in double, and a call's arrays.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "linbias/attention.h"
+
+namespace linbias::testing {
+
+inline constexpr double kInf = std::numeric_limits<double>::infinity();
+inline constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+inline std::atomic<int> failures{0}, checks{0};
+
+inline void check(bool holds, const std::string& name, const char* what) {
+  ++checks;
+  if (holds || ++failures > 30) return;
+  std::printf("FAILED %s: %s\n", name.c_str(), what);
+}
+
+// ---- 16-bit types, for numbers that they hold exactly
+
+struct Half {
+  std::uint16_t bits;
+};
+struct Brain {
+  std::uint16_t bits;
+};
+
+template <typename In>
+In narrow(double x) {
+  if constexpr (std::is_same_v<In, Brain>) {
+    const float as_float = static_cast<float>(x);
+    std::uint32_t bits;
+    std::memcpy(&bits, &as_float, sizeof bits);
+    return {static_cast<std::uint16_t>(bits >> 16)};
+  } else if constexpr (std::is_same_v<In, Half>) {
+    if (std::isnan(x)) return {0x7e00};
+    int exponent;
+    const double fraction = std::frexp(std::abs(x), &exponent);  // in [1/2, 1)
+    const bool subnormal = std::abs(x) < 0x1p-14;
+    const auto size =
+        static_cast<unsigned>(subnormal ? std::abs(x) * 0x1p24 : (exponent + 14) * 1024 + (2 * fraction - 1) * 1024);
+    return {static_cast<std::uint16_t>(size | (x < 0 ? 0x8000 : 0))};
+  } else {
+    return static_cast<In>(x);
+  }
+}
+
+template <typename In>
+struct Type;
+template <>
+struct Type<float> {
+  using Wide = float;
+  static constexpr DType dtype = DType::float32;
+  static constexpr const char* name = "float32";
+};
+template <>
+struct Type<double> {
+  using Wide = double;
+  static constexpr DType dtype = DType::float64;
+  static constexpr const char* name = "float64";
+};
+template <>
+struct Type<Half> {
+  using Wide = float;
+  static constexpr DType dtype = DType::float16;
+  static constexpr const char* name = "float16";
+};
+template <>
+struct Type<Brain> {
+  using Wide = float;
+  static constexpr DType dtype = DType::bfloat16;
+  static constexpr const char* name = "bfloat16";
+};
+
+// ---- what is computed
+
+struct Case {
+  std::int64_t B, H, G, T, S, D, E;
+  bool causal = true;
+  bool ranges = false;                    // each key/value head another
+  std::vector<std::int64_t> starts = {};  // of each batch row; none: S - T
+  double dropout = 0;
+  int threads = 2;
+  bool wild = false;  // ranges and starts far outside the keys, which the core has to clamp
+};
+
+inline constexpr std::uint32_t kSeed = 1234567;
+
+// Forward and backward by the definition, in double.
+struct Truth {
+  std::vector<double> out, lse, dq, dk, dv, dleft, dright;
+};
+
+struct Inputs {
+  std::vector<double> q, k, v, left, right, dout, dlse;
+  std::vector<std::int64_t> key_range, query_start;
+};
+
+inline std::uint32_t mix(std::uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352d;
+  x ^= x >> 15;
+  x *= 0x846ca68b;
+  return x ^ x >> 16;
+}
+
+// What a weight is multiplied with: 0, or 1 / (1 - dropout).
+inline double kept(const Case& c, std::int64_t bh, std::int64_t t, std::int64_t s) {
+  const std::uint32_t row = mix(mix(mix(kSeed) ^ static_cast<std::uint32_t>(bh)) ^ static_cast<std::uint32_t>(t));
+  const std::uint32_t drawn = mix(row ^ mix(static_cast<std::uint32_t>(s)));
+  return drawn >= static_cast<std::uint32_t>(c.dropout * 4294967296.0 + 0.5) ? 1 / (1 - c.dropout) : 0;
+}
+
+struct Range {
+  std::int64_t first, end;
+};
+
+inline Range range_of(const Case& c, const Inputs& x, std::int64_t b, std::int64_t g) {
+  if (!c.ranges) return {0, c.S};
+  const std::int64_t* given = x.key_range.data() + (b * c.G + g) * 2;
+  const std::int64_t first = std::clamp<std::int64_t>(given[0], 0, c.S);
+  return {first, std::clamp<std::int64_t>(given[1], first, c.S)};
+}
+
+inline std::int64_t start_of(const Case& c, const Inputs& x, std::int64_t b) {
+  return c.starts.empty() ? c.S - c.T : std::clamp(x.query_start[b], -kLargestStart, kLargestStart);
+}
+
+inline Truth define(const Case& c, const Inputs& x) {
+  Truth t{std::vector<double>(x.dout.size()), std::vector<double>(x.dlse.size()), std::vector<double>(x.q.size()),
+          std::vector<double>(x.k.size()),    std::vector<double>(x.v.size()),    std::vector<double>(x.left.size()),
+          std::vector<double>(x.left.size())};
+  const double scale = 1 / std::sqrt(static_cast<double>(c.D));
+  std::vector<double> weight(c.S), reach(c.S), dweight(c.S), share(c.S);
+  for (std::int64_t b = 0; b < c.B; ++b) {
+    for (std::int64_t h = 0; h < c.H; ++h) {
+      const std::int64_t g = h / (c.H / c.G), bh = b * c.H + h, key_row = (b * c.G + g) * c.S;
+      const auto [first, end] = range_of(c, x, b, g);
+      for (std::int64_t i = 0; i < c.T; ++i) {
+        const std::int64_t row = bh * c.T + i, position = start_of(c, x, b) + i;
+        double high = -kInf, sum = 0;
+        for (std::int64_t s = first; s < end; ++s) {
+          double product = 0;
+          for (std::int64_t d = 0; d < c.D; ++d) product += x.q[row * c.D + d] * x.k[(key_row + s) * c.D + d];
+          reach[s] = static_cast<double>(position - s);
+          const double slope = reach[s] > 0 ? x.left[bh] : c.causal ? kInf : x.right[bh];
+          weight[s] = product * scale - (reach[s] == 0 ? 0 : slope * std::abs(reach[s]));
+          high = std::max(high, weight[s]);
+        }
+        for (std::int64_t s = first; s < end; ++s) {
+          weight[s] = high == -kInf ? 0 : std::exp(weight[s] - high);
+          sum += weight[s];
+        }
+        t.lse[row] = high + std::log(sum);
+        if (sum == 0) continue;
+        double center = -x.dlse[row];
+        for (std::int64_t s = first; s < end; ++s) {
+          weight[s] /= sum;
+          share[s] = c.dropout > 0 ? kept(c, bh, i, s) : 1;
+          dweight[s] = 0;
+          for (std::int64_t e = 0; e < c.E; ++e) {
+            const double value = x.v[(key_row + s) * c.E + e], given = x.dout[row * c.E + e];
+            t.out[row * c.E + e] += weight[s] * share[s] * value;
+            dweight[s] += given * value * share[s];
+            t.dv[(key_row + s) * c.E + e] += weight[s] * share[s] * given;
+          }
+          center += weight[s] * dweight[s];
+        }
+        for (std::int64_t s = first; s < end; ++s) {
+          const double dscore = weight[s] * (dweight[s] - center);
+          for (std::int64_t d = 0; d < c.D; ++d) {
+            t.dq[row * c.D + d] += scale * dscore * x.k[(key_row + s) * c.D + d];
+            t.dk[(key_row + s) * c.D + d] += scale * dscore * x.q[row * c.D + d];
+          }
+          (reach[s] > 0 ? t.dleft : t.dright)[bh] -= dscore * std::abs(reach[s]);
+        }
+      }
+    }
+  }
+  return t;
+}
+
+// Random inputs; a narrow type holds theirs exactly.
+inline Inputs draw(const Case& c, bool narrow) {
+  std::mt19937 random(7);
+  std::normal_distribution<double> normal;
+  const auto some = [&](std::int64_t count, bool rounded) {
+    std::vector<double> x(static_cast<std::size_t>(count));
+    for (double& value : x) {
+      value = normal(random);
+      if (rounded) value = std::clamp(std::round(value * 16) / 16, -7.0, 7.0);
+    }
+    return x;
+  };
+  Inputs x;
+  x.q = some(c.B * c.H * c.T * c.D, narrow);
+  x.k = some(c.B * c.G * c.S * c.D, narrow);
+  x.v = some(c.B * c.G * c.S * c.E, narrow);
+  x.dout = some(c.B * c.H * c.T * c.E, false);
+  x.dlse = some(c.B * c.H * c.T, false);
+  const double slopes[] = {0.5, 0.0, 0.03, kInf, 1e-8, 30.0};
+  for (std::int64_t i = 0; i < c.B * c.H; ++i) {
+    x.left.push_back(slopes[i % 6]);
+    x.right.push_back(slopes[(i + 2) % 6]);
+  }
+  const std::int64_t S = c.S, tame[][2] = {{0, S},           {S / 3, S},     {S / 5, S - S / 4},
+                                           {0, (S + 1) / 2}, {S / 2, S / 2}, {S - S / 7, S}};
+  constexpr std::int64_t kLow = std::numeric_limits<std::int64_t>::min(),
+                         kHigh = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t wild[][2] = {{-5, S + 9},   {kLow, kHigh},   {S - 2, 3},
+                                  {kHigh, kLow}, {S + 4, S + 70}, {S / 2, kHigh}};
+  for (std::int64_t i = 0; i < c.B * c.G; ++i) {
+    const std::int64_t* chosen = c.wild ? wild[i % 6] : tame[i % 6];
+    x.key_range.insert(x.key_range.end(), chosen, chosen + 2);
+  }
+  x.query_start = c.starts;
+  return x;
+}
+
+// ---- what the core makes of it
+
+template <typename In>
+struct Arrays {
+  using W = typename Type<In>::Wide;
+  std::vector<In> q, k, v;
+  std::vector<W> left, right, dout, dlse, bound, out, row_max, log_sum, dq, dk, dv, dleft, dright;
+  std::vector<std::int32_t> visited;
+  std::int64_t tiles;
+  Call call;
+  Forward results;
+  Backward gradients;
+
+  Arrays(const Case& c, const Inputs& x) {
+    const auto as_wide = [](const std::vector<double>& from) { return std::vector<W>(from.begin(), from.end()); };
+    const auto as_narrow = [](const std::vector<double>& from) {
+      std::vector<In> to;
+      for (const double value : from) to.push_back(narrow<In>(value));
+      return to;
+    };
+    q = as_narrow(x.q), k = as_narrow(x.k), v = as_narrow(x.v);
+    left = as_wide(x.left), right = as_wide(x.right), dout = as_wide(x.dout), dlse = as_wide(x.dlse);
+    // What no query may see must not be read as a number.
+    for (std::int64_t head = 0; head < c.B * c.G; ++head) {
+      const auto [first, end] = range_of(c, x, head / c.G, head % c.G);
+      double largest = 0;
+      for (std::int64_t s = 0; s < c.S; ++s) {
+        double square = 0;
+        for (std::int64_t d = 0; d < c.D; ++d) square += std::pow(x.k[(head * c.S + s) * c.D + d], 2);
+        largest = std::max(largest, std::sqrt(square));
+        if (s >= first && s < end) continue;
+        std::fill_n(k.begin() + (head * c.S + s) * c.D, c.D, narrow<In>(kNan));
+        std::fill_n(v.begin() + (head * c.S + s) * c.E, c.E, narrow<In>(kNan));
+      }
+      bound.push_back(static_cast<W>(largest * 1.001));
+    }
+    const W nan = static_cast<W>(kNan);
+    tiles = (c.T + kTileRows - 1) / kTileRows;
+    out.assign(dout.size(), nan), row_max.assign(dlse.size(), nan), log_sum.assign(dlse.size(), nan);
+    visited.assign(c.B * c.H * tiles * 2, -1);
+    dq.assign(q.size(), nan), dk.assign(k.size(), nan), dv.assign(v.size(), nan);
+    dleft.assign(left.size(), nan), dright.assign(left.size(), nan);
+
+    call.dtype = Type<In>::dtype;
+    call.B = c.B, call.H = c.H, call.G = c.G, call.T = c.T, call.S = c.S, call.D = c.D, call.E = c.E;
+    call.q = {q.data(), c.H * c.T * c.D, c.T * c.D, c.D};
+    call.k = {k.data(), c.G * c.S * c.D, c.S * c.D, c.D};
+    call.v = {v.data(), c.G * c.S * c.E, c.S * c.E, c.E};
+    call.left = left.data();
+    call.right = c.causal ? nullptr : right.data();
+    call.key_range = c.ranges ? x.key_range.data() : nullptr;
+    call.query_start = c.starts.empty() ? nullptr : x.query_start.data();
+    call.scale = 1 / std::sqrt(static_cast<double>(c.D));
+    call.dropout = c.dropout;
+    call.tolerance = sizeof(W) == 4 ? 1e-7 : 1e-16;
+    call.seed = kSeed;
+    call.num_threads = c.threads;
+    call.precise = true;
+    results = {out.data(), row_max.data(), log_sum.data(), visited.data(), tiles};
+    gradients = {dout.data(), dlse.data(), results, dq.data(), dk.data(), dv.data(), dleft.data(), dright.data()};
+  }
+};
+
+inline std::string describe(const Case& c, const char* type) {
+  char name[300];
+  std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s threads %d", target(), type, int(c.B),
+                int(c.H), int(c.G), int(c.T), int(c.S), int(c.D), int(c.E), c.causal ? "causal" : "two sides",
+                c.ranges ? " ranges" : "", c.starts.empty() ? "" : " starts", c.dropout > 0 ? " dropout" : "",
+                c.threads);
+  return name;
+}
+
+template <typename W>
+void compare(const char* what, const std::string& name, const std::vector<W>& actual, const std::vector<double>& truth,
+             double allowed) {
+  double worst = 0, size = 1;
+  for (std::size_t i = 0; i < truth.size(); ++i) {
+    if (std::isfinite(truth[i])) size = std::max(size, std::abs(truth[i]));
+    const bool same = double(actual[i]) == truth[i];
+    const double error = same ? 0 : std::abs(double(actual[i]) - truth[i]);
+    worst = error <= worst ? worst : error;  // NaN counts
+  }
+  check(worst <= allowed * size, name, what);
+  if (!(worst <= allowed * size)) std::printf("  error %.3g, allowed %.3g\n", worst, allowed * size);
+}
+
+// ---- the targets
+
+// Those that run here, or the ones that were named on the command line.
+inline std::vector<std::string> chosen_targets;
+
+template <typename Run>
+void on_every_target(Run run) {
+  for (const std::string& name : chosen_targets) {
+    force_target(name.c_str());
+    run();
+  }
+  force_target(nullptr);
+}
+
+void test_what_is_left_out();  // certificate_test.cpp
+
+}  // namespace linbias::testing

@@ -1,0 +1,284 @@
+// What the core may leave out: no row may lose more than `tolerance` of its probability. Keys that bring the
+// certificate to its limits (all alike, so that its bound is exact, one far key that outweighs its distance, keys that
+// no bound covers), in every type, at every size of queries and keys whose products stay the same, through tiles and
+// through decoding; and what backward leaves out.
+#include "attention_test.h"
+
+namespace linbias::testing {
+namespace {
+
+// One head of queries and keys, without scale: score = q.k - slope * distance.
+struct Scene {
+  std::string name;
+  std::int64_t T, S, D, start;  // query t stands at start + t
+  double left, right, tolerance;
+  std::vector<double> q, k;
+  bool two_sides() const { return !std::isinf(right); }
+};
+
+Scene blank(const std::string& name, std::int64_t T, std::int64_t S, std::int64_t D, double left, double tolerance) {
+  return {name, T, S, D, S - T, left, kInf, tolerance, std::vector<double>(T * D), std::vector<double>(S * D)};
+}
+
+Scene both_sides(Scene scene, double right) {
+  scene.name += ", two sides";
+  scene.right = right;
+  scene.start = scene.S / 2;
+  return scene;
+}
+
+// All keys alike, and along the queries: the bound of what lies beyond is exact.
+Scene equal_keys(std::int64_t T, std::int64_t S, double slope, double score) {
+  Scene scene = blank("equal keys, score " + std::to_string(int(score)), T, S, 8, slope, 0.02);
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = score;
+  for (std::int64_t s = 0; s < S; ++s) scene.k[s * 8 + 2] = 1;
+  return scene;
+}
+
+// All scores 0, and a far key across the queries, so long that no bound holds: blocks are left out, if at all, once
+// their scores are known.
+Scene unbounded(std::int64_t T, std::int64_t S, double slope, double length) {
+  Scene scene = blank("no bound", T, S, 8, slope, 0.02);
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8] = 1;
+  scene.k[1] = scene.k[(S - 1) * 8 + 1] = length;
+  return scene;
+}
+
+// Scores 0 but for `count` keys at `distance` from query `row` and beyond, of this score, along this query alone; at a
+// slope that lets them hold `share` of what the others hold.
+Scene spike(std::int64_t T, std::int64_t row, double score, std::int64_t distance, int count, double share) {
+  double slope = score / double(distance);
+  for (int i = 0; i < 50; ++i) slope = (score - std::log(share / -std::expm1(-slope) / count)) / double(distance);
+  Scene scene = blank("spike of score " + std::to_string(int(score)), T, distance + 213, 8, slope, 0.002);
+  scene.name += ", " + std::to_string(count) + " keys, row " + std::to_string(row);
+  scene.q[row * 8 + 5] = score / 2;
+  const std::int64_t key = scene.start + row - distance;
+  for (std::int64_t s = 0; s < count; ++s) scene.k[(key - s) * 8 + 5] = 2;
+  return scene;
+}
+
+// Keys around a center far from 0, all on the queries' side of it.
+Scene off_center(std::int64_t T, std::int64_t S, double slope, int seed) {
+  Scene scene = blank("off-center keys", T, S, 16, slope, 0.02);
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  for (double& x : scene.q) x = 3 + normal(random);
+  for (double& x : scene.k) x = 2 + normal(random) / 4;
+  return scene;
+}
+
+// Scores so large that their own rounding matters: the bound has to allow for it.
+Scene large_scores(std::int64_t T, std::int64_t S, double slope, double size, bool aligned, int seed) {
+  Scene scene = blank("large scores", T, S, 48, slope, 0.02);
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  std::vector<double> key(48);
+  for (double& x : key) x = size * normal(random);
+  for (std::int64_t i = 0; i < T * 48; ++i) scene.q[i] = aligned ? key[i % 48] : size * normal(random) + key[i % 48];
+  for (std::int64_t i = 0; i < S * 48; ++i) scene.k[i] = key[i % 48];
+  return scene;
+}
+
+// ---- one call
+
+template <typename In>
+double widened(In x) {
+  if constexpr (std::is_same_v<In, Brain>) {
+    const std::uint32_t bits = std::uint32_t{x.bits} << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+  } else if constexpr (std::is_same_v<In, Half>) {
+    const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+    const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return x.bits & 0x8000 ? -size : size;
+  } else {
+    return x;
+  }
+}
+
+enum class Way { tiles, precise, decode, decode_bounded };
+const char* const kWays[] = {"tiles", "precise tiles", "decode", "decode with a bound"};
+
+// A scene in one type; queries and keys times powers of two that cancel.
+template <typename In>
+struct SceneCall {
+  using W = typename Type<In>::Wide;
+  std::vector<In> q, k, v;
+  std::vector<W> left, right, bound, out, row_max, log_sum;
+  std::vector<std::int32_t> visited;
+  Call call;
+  Forward results;
+
+  SceneCall(const Scene& scene, Way way, int q_exponent = 0, int k_exponent = 0) {
+    const double of_q = std::ldexp(1, q_exponent), of_k = std::ldexp(1, k_exponent);
+    for (const double x : scene.q) q.push_back(narrow<In>(x * of_q));
+    for (const double x : scene.k) k.push_back(narrow<In>(x * of_k));
+    for (std::int64_t s = 0; s < scene.S; ++s) v.push_back(narrow<In>(s % 128 < 64 ? 1.0 : -1.0));
+    double longest = 0;
+    for (std::int64_t s = 0; s < scene.S && way == Way::decode_bounded; ++s) {
+      double square = 0;
+      for (std::int64_t d = 0; d < scene.D; ++d) square += std::pow(widened(k[s * scene.D + d]) / of_k, 2);
+      longest = std::max(longest, std::sqrt(square));
+    }
+    left.push_back(W(scene.left)), right.push_back(W(scene.right));
+    bound.push_back(W(longest * (1 + 1e-6) * of_k));
+    starts.push_back(scene.start);
+    out.resize(scene.T), row_max.resize(scene.T), log_sum.resize(scene.T);
+    const std::int64_t tiles = (scene.T + kTileRows - 1) / kTileRows;
+    visited.resize(tiles * 2);
+    call.dtype = Type<In>::dtype;
+    call.B = call.H = call.G = call.E = 1;
+    call.T = scene.T, call.S = scene.S, call.D = scene.D;
+    call.q = {q.data(), 0, 0, scene.D}, call.k = {k.data(), 0, 0, scene.D}, call.v = {v.data(), 0, 0, 1};
+    call.left = left.data(), call.right = scene.two_sides() ? right.data() : nullptr;
+    call.query_start = starts.data();
+    call.key_bound = way == Way::decode_bounded ? bound.data() : nullptr;
+    call.scale = std::ldexp(1.0, -q_exponent - k_exponent);
+    call.precise = way == Way::precise;
+    call.num_threads = 2;
+    results = {out.data(), row_max.data(), log_sum.data(), visited.data(), tiles};
+  }
+
+ private:
+  std::vector<std::int64_t> starts;
+};
+
+// What the rows of a scene may lose, beside `tolerance`, to rounding.
+template <typename In>
+constexpr double kRounding = std::is_same_v<In, double> ? 1e-10 : 3e-5;
+
+// By the definition, from the numbers that the types hold.
+template <typename In>
+std::vector<double> true_lse(const Scene& scene) {
+  std::vector<double> q, k, lse, score(scene.S);
+  for (const double x : scene.q) q.push_back(widened(narrow<In>(x)));
+  for (const double x : scene.k) k.push_back(widened(narrow<In>(x)));
+  const double left = double(typename Type<In>::Wide(scene.left)), right = double(typename Type<In>::Wide(scene.right));
+  for (std::int64_t t = 0; t < scene.T; ++t) {
+    double high = -kInf, sum = 0;
+    for (std::int64_t s = 0; s < scene.S; ++s) {
+      double product = 0;
+      for (std::int64_t d = 0; d < scene.D; ++d) product += q[t * scene.D + d] * k[s * scene.D + d];
+      const double reach = double(scene.start + t - s);
+      score[s] = product - (reach == 0 ? 0 : reach > 0 ? left * reach : right * -reach);
+      high = std::max(high, score[s]);
+    }
+    for (std::int64_t s = 0; s < scene.S; ++s) sum += std::exp(score[s] - high);
+    lse.push_back(high + std::log(sum));
+  }
+  return lse;
+}
+
+// Forward with the scene's tolerance against forward that reads every key: the share of probability that is lost.
+template <typename In>
+void check_loss(const Scene& scene, Way way, int q_exponent, int k_exponent, const std::vector<double>* truth) {
+  const std::string name = std::string(target()) + " " + Type<In>::name + " " + scene.name + ", T " +
+                           std::to_string(scene.T) + ", " + kWays[int(way)] + ", q 2^" + std::to_string(q_exponent) +
+                           ", k 2^" + std::to_string(k_exponent);
+  SceneCall<In> c(scene, way, q_exponent, k_exponent);
+  forward(c.call, c.results);
+  const auto out = c.out, row_max = c.row_max, log_sum = c.log_sum;  // of all keys
+  c.call.tolerance = scene.tolerance;
+  forward(c.call, c.results);
+  double most = -kInf, least = kInf, moved = 0, wrong = 0;
+  for (std::int64_t t = 0; t < scene.T; ++t) {
+    const double loss =
+        -std::expm1(double(c.row_max[t]) - double(row_max[t]) + double(c.log_sum[t]) - double(log_sum[t]));
+    const double difference = std::abs(double(c.out[t]) - double(out[t]));
+    most = loss <= most ? most : loss, least = loss >= least ? least : loss;  // NaN counts
+    moved = difference <= moved ? moved : difference;
+    if (!truth) continue;
+    const double lse = double(row_max[t]) + double(log_sum[t]);
+    const double error = std::abs(lse - (*truth)[t]) / (1 + std::abs((*truth)[t]));
+    wrong = error <= wrong ? wrong : error;
+  }
+  const double allowed = scene.tolerance + kRounding<In>;
+  check(most <= allowed, name, "no row loses more than the tolerance");
+  check(least >= -kRounding<In>, name, "no row gains");
+  check(moved <= 2 * scene.tolerance + (std::is_same_v<In, Brain> ? 0x1p-7 : kRounding<In>), name, "out moves no more");
+  check(wrong <= kRounding<In>, name, "lse of all keys");
+  if (getenv("VERBOSE")) printf("%.3f of the tolerance: %s\n", most / scene.tolerance, name.c_str());
+}
+
+// Backward of the same, for a gradient of the output of 1: the gradients of the values add up to the weights that it
+// kept of those that forward did. It may leave out a quarter of the tolerance, or what forward left out.
+template <typename In>
+void check_backward_loss(const Scene& scene) {
+  SceneCall<In> c(scene, Way::precise);
+  using W = typename SceneCall<In>::W;
+  c.call.tolerance = scene.tolerance;
+  forward(c.call, c.results);
+  std::vector<W> dout(scene.T, 1), dlse(scene.T, 0), dq(c.q.size()), dk(c.k.size()), dv(c.v.size()), dslopes(2);
+  backward(c.call, {dout.data(), dlse.data(), c.results, dq.data(), dk.data(), dv.data(), &dslopes[0], &dslopes[1]});
+  double kept = 0, largest = 0;
+  for (const W x : dv) kept += double(x) / double(scene.T);
+  for (const W x : c.row_max) largest = std::max(largest, std::abs(double(x)));
+  // The matrix unit's backward rounds weights, and takes lse off scores at once.
+  const bool amx = std::is_same_v<In, Brain> && std::strstr(target(), "amx");
+  const double rounding = amx ? 4e-4 + largest * 0x1p-22 : kRounding<In>;
+  const std::string name = std::string(target()) + " " + Type<In>::name + " " + scene.name + ", backward";
+  check(std::abs(1 - kept) <= scene.tolerance / 4 + rounding, name, "a quarter of the tolerance is left out at most");
+  if (getenv("VERBOSE")) printf("%.3f of the tolerance: %s\n", (1 - kept) / scene.tolerance, name.c_str());
+}
+
+// ---- all of it
+
+template <typename In>
+std::vector<std::pair<int, int>> exponents() {
+  if (std::is_same_v<In, Half>) return {{4, -4}, {-4, 4}};
+  if (std::is_same_v<In, double>) return {{270, -270}, {540, -540}, {-540, 540}, {0, -540}, {-400, -400}, {400, 400}};
+  return {{40, -40}, {64, -64}, {100, -100}, {-64, 64}, {-100, 100}, {0, -70}, {-70, 0}, {-50, -50}, {50, 50}};
+}
+
+template <typename In>
+void check_scene(const Scene& scene, bool at_all_sizes) {
+  const std::vector<double> truth = true_lse<In>(scene);
+  on_every_target([&] {
+    for (const Way way : {Way::tiles, Way::precise, Way::decode, Way::decode_bounded}) {
+      const bool few = scene.T <= 4, decodes = way == Way::decode || way == Way::decode_bounded;
+      if (way == Way::precise ? !few && !std::is_same_v<In, Brain> : decodes != few) continue;
+      check_loss<In>(scene, way, 0, 0, &truth);
+      if (!at_all_sizes || way == Way::decode_bounded) continue;
+      for (const auto& [of_q, of_k] : exponents<In>()) check_loss<In>(scene, way, of_q, of_k, nullptr);
+    }
+    check_backward_loss<In>(scene);
+  });
+}
+
+template <typename In>
+void check_scenes() {
+  constexpr bool wide = sizeof(typename Type<In>::Wide) == 8;
+  for (const std::int64_t T : {1, 3, 60}) {
+    check_scene<In>(equal_keys(T, 12345, 1.0 / 1024, 5), T == 1);
+    check_scene<In>(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), false);
+    check_scene<In>(unbounded(T, 16384, 1.0 / 1024, 100), false);
+    check_scene<In>(both_sides(unbounded(T, 9000, 1.0 / 512, 100), 1.0 / 512), false);
+    if (T == 1) check_scene<In>(equal_keys(T, 70000, 1.0 / 16384, 5), false);
+    check_scene<In>(off_center(T, 2500, 1.0 / 128, 1), T == 60);
+    const std::int64_t row = T / 2;
+    for (const double score : {12.0, 17.0, 24.0, 34.0, 68.0, 192.0, 480.0, 640.0}) {
+      check_scene<In>(spike(T, row, score, 150 + std::int64_t(4 * score), 1, 0.0023), T == 1 && score == 24);
+    }
+    for (const int count : {5, 20, 64}) {
+      check_scene<In>(spike(T, row, 40, 1500, count, 0.0023), T == 1);
+      check_scene<In>(spike(T, row, 16, 800, count, 0.0023), false);
+    }
+  }
+  for (int seed = 0; seed < 4; ++seed) {
+    for (const bool aligned : {true, false}) {
+      check_scene<In>(large_scores(1, 6000, 1.0 / 150, wide ? 4e6 : 150, aligned, seed), seed == 0);
+    }
+  }
+}
+
+}  // namespace
+
+void test_what_is_left_out() {
+  check_scenes<float>();
+  check_scenes<double>();
+  check_scenes<Half>();
+  check_scenes<Brain>();
+}
+
+}  // namespace linbias::testing
