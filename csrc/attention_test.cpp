@@ -5,6 +5,10 @@
 //     attention_test avx2 ...    on these
 //
 // `make core-test` builds and runs it, `make sanitize` under sanitizers.
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
 #include <thread>
 
 #include "attention_test.h"
@@ -261,6 +265,45 @@ void test_visited_says_which_keys_were_read() {
   }
 }
 
+// Keys and distances that float32 cannot count: the last 3,001 of 2^24 + 2,001 keys, seen from near and from afar. The
+// others are hidden, or too far, and have no memory.
+template <typename In>
+void test_positions_beyond_float32() {
+  constexpr std::int64_t kHidden = (std::int64_t{1} << 24) - 1000;
+  const std::int64_t near = 2901, afar = -kHidden, furthest = -kLargestStart;
+  for (const std::int64_t start : {near, afar, furthest}) {
+    for (const std::int64_t T : {3, 53}) {
+      const Case c{1, 2, 2, T, 3001, 4, 1, start == near, false, {start}};
+      Inputs x = draw(c, sizeof(In) == 2);
+      x.left = start == near ? std::vector<double>{0.3, 0.05} : std::vector<double>{kInf, kInf};
+      x.right = start == furthest ? std::vector<double>{1e-8, 0} : std::vector<double>{1e-6, 1e-7};
+      const Truth truth = define(c, x);
+      on_every_target([&] {
+        for (const bool precise : {true, false}) {
+          Arrays<In> a(c, x);
+          const auto moved = [](const void* data, std::int64_t elements) {  // as if kHidden rows came before
+            return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(data) - elements * sizeof(In));
+          };
+          const std::int64_t ranges[] = {kHidden, kHidden + c.S, kHidden, kHidden + c.S}, moved_start = kHidden + start;
+          a.call.S = kHidden + c.S;
+          a.call.k.data = moved(a.k.data(), kHidden * c.D);
+          a.call.v.data = moved(a.v.data(), kHidden * c.E);
+          a.call.key_range = ranges;
+          a.call.query_start = &moved_start;
+          a.call.precise = precise;
+          if (start == near && T == 3 && !precise) {  // not hidden, but left unread
+            a.call.key_range = nullptr;
+            a.call.key_bound = a.bound.data();
+          }
+          forward(a.call, a.results);
+          compare_forward(describe(c, Type<In>::name) + " beyond 2^24", a, truth, kStep<In>,
+                          std::is_same_v<In, Brain> ? precise ? 0x1p-15 : 0x1p-7 : kStep<In>);
+        }
+      });
+    }
+  }
+}
+
 // NaN anywhere in what a head is given shows in the gradients of its slopes, and in no other head's; keys and values
 // that no query sees have no gradient, whatever the others hold.
 template <typename In>
@@ -294,10 +337,19 @@ void test_nan_shows() {
   });
 }
 
-void test_several_threads_may_call_at_once() {
+void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
   const Truth truth = define(c, x);
+  // As a signal would, at a key pressed in a notebook.
+  signal(SIGUSR1, [](int) {});
+  std::atomic<bool> done{false};
+  std::thread interrupting([&] {
+    while (!done) {
+      kill(getpid(), SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  });
   on_every_target([&] {
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) {
@@ -308,6 +360,8 @@ void test_several_threads_may_call_at_once() {
     }
     for (std::thread& caller : callers) caller.join();
   });
+  done = true;
+  interrupting.join();
 }
 
 }  // namespace
@@ -329,11 +383,14 @@ int main(int count, char** names) {
            test_what_a_caller_may_not_break<Brain, Half>,
            test_visited_says_which_keys_were_read<float>,
            test_visited_says_which_keys_were_read<Brain>,
+           test_positions_beyond_float32<float>,
+           test_positions_beyond_float32<double>,
+           test_positions_beyond_float32<Brain>,
            test_nan_shows<float>,
            test_nan_shows<double>,
            test_nan_shows<Brain>,
            test_what_is_left_out,
-           test_several_threads_may_call_at_once,
+           test_several_threads_may_call_at_once_and_be_interrupted,
        }) {
     test();
     if (failures) break;  // the first reason is the clearest
