@@ -75,7 +75,7 @@ def decode(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, chunks: lis
     cache, logits, done = None, [], 0
     for chunk in chunks:
         seen = None if mask is None else mask[:, : done + chunk]
-        out = model(ids[:, done : done + chunk], seen, cache, use_cache=True)
+        out = model(ids[:, done : done + chunk], seen, past_key_values=cache, use_cache=True)
         cache, done = out.past_key_values, done + chunk
         logits.append(out.logits)
     return torch.cat(logits, dim=1)

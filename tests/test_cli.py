@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from interrupting import torchrun
 from linbias import cli
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
@@ -106,18 +107,72 @@ def test_explain_reads_arrays_from_a_file(tmp_path):
 
 
 def test_evaluate_scores_every_length_on_the_same_tokens(model, corpus):
-    words = ["evaluate", model, "--corpus", corpus, "--length", "16,64", "-q"]
+    words = ["evaluate", model, "--corpus", corpus, "--split", "test", "--length", "16,64", "-q"]
     results = json.loads(run(*words, "--json").stdout)
     assert [r["length"] for r in results] == [16, 64]
     assert results[0]["num_tokens"] == results[1]["num_tokens"]
     table = run(*words).stdout
     for r in results:
         assert f"{r['bits_per_byte']:.4f}" in table
+    size = results[0]["text_bytes"]
+    scored = f"scored {size - 1:,} of {size - 1:,} tokens, {size:,} of {size:,} bytes (100.0% of the test split)"
+    assert f"{corpus}: {scored}" in table
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_file_by_its_name_is_scored_whole_and_a_length_beyond_it_is_remarked_on(
+    model, corpus, tmp_path
+):
+    (tmp_path / "note.txt").write_text("to be or not to be")
+    words = ["evaluate", model, "--corpus", tmp_path / "note.txt", "--length", "4,64", "-q"]
+    shown = run(*words)
+    assert "note.txt: scored 17 of 17 tokens, 18 of 18 bytes (100.0% of the file)" in shown.stdout
+    assert re.fullmatch(
+        r"warning: evaluate: length 64 is beyond the 17 tokens .+ one piece\n", shown.stderr
+    )
+    results = json.loads(run(*words, "--json").stdout)
+    assert [(r["num_tokens"], r["num_bytes"], r["split"], r["share"]) for r in results] == [
+        (17, 17, None, 1.0)
+    ] * 2
+    part = run(*words[:-3], "--length", 4, "--max-bytes", 9, "--limit-tokens", 4, "-q").stdout
+    assert "scored 4 of 8 tokens, 4 of 18 bytes (22.2% of the file)" in part
+    # The model's own corpus was not held out as a whole, which is said.
+    own = run("evaluate", model, "--corpus", corpus, "--limit-tokens", 99, "-q", "--json")
+    assert re.fullmatch(
+        r"warning: read_text: text must be one .+ \(split 'test' is what it has not read\)\n",
+        own.stderr,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluate_computes_on_the_device_and_in_the_precision_that_are_asked_for(
+    model, corpus, precision
+):
+    words = ["evaluate", model, "--corpus", corpus, "--split", "test", "-q", "--json"]
+    (plain,) = json.loads(run(*words).stdout)
+    asked = run(*words, "--device", "cpu", "--precision", precision)
+    (result,) = json.loads(asked.stdout)
+    assert (result["nll"] == plain["nll"]) == (precision == "fp32")
+    assert result["nll"] == pytest.approx(plain["nll"], rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:read_text")
+def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corpus):
+    words = ["evaluate", model, "--corpus", corpus, "--length", 16, "--stride", 3, "-q", "--json"]
+    words += ["--batch-tokens", 64, "--limit-tokens", 500, "--device", "cpu"]
+    (alone,) = json.loads(run(*words).stdout)
+    shared = torchrun("--module", "linbias", *words)
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stderr.count("warning: read_text") == 1
+    (result,) = json.loads(shared.stdout)
+    assert result["count_by_position"] == alone["count_by_position"]
+    assert result["nll"] == pytest.approx(alone["nll"], rel=1e-14)
+    assert result["loss_by_position"] == pytest.approx(alone["loss_by_position"], rel=1e-14)
 
 
 def test_evaluate_slides_a_window(model, corpus):
-    words = ["evaluate", model, "--corpus", corpus, "--limit-tokens", 100, "-q", "--json"]
-    (result,) = json.loads(run(*words, "--stride", 1).stdout)
+    words = ["evaluate", model, "--corpus", corpus, "--split", "test", "--limit-tokens", 100]
+    (result,) = json.loads(run(*words, "--stride", 1, "-q", "--json").stdout)
     assert (result["length"], result["stride"]) == (16, 1)  # as long as it was trained
     assert result["count_by_position"] == [1] * 15 + [85]
 
@@ -126,7 +181,7 @@ def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, t
     folder = shutil.copytree(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "return_dict": False}))
-    words = ["--corpus", corpus, "--limit-tokens", 50, "-q", "--json"]
+    words = ["--corpus", corpus, "--split", "test", "--limit-tokens", 50, "-q", "--json"]
     nll = [json.loads(run("evaluate", m, *words).stdout)[0]["nll"] for m in (folder, model)]
     assert nll[0] == nll[1]
     assert run("generate", folder, "-n", 2).exit_code == 0
@@ -167,7 +222,7 @@ ERRORS = [
     (["evaluate", "./absent"], "path must be a folder with a config.json, got './absent'"),
     (["evaluate", "{model}", "--length", "a"], "--length: must be whole numbers such as 128,256"),
     (
-        ["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}"],
+        ["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"],
         "length must be at least 1",
     ),
     (
@@ -175,6 +230,23 @@ ERRORS = [
         "train, valid, test, got 'no'",
     ),
     (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
+    (
+        ["evaluate", "{model}", "--device", "tpu"],
+        "evaluate: device must be 'auto', 'cpu', or a GPU",
+    ),
+    (
+        ["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "int8"],
+        "evaluate: precision must be one of ('fp32', 'bf16', 'fp16'), got 'int8'",
+    ),
+    (
+        ["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"],
+        "evaluate: precision 'fp16' must have a GPU, got a CPU",
+    ),
+    (
+        ["evaluate", "{model}", "--corpus", "{tmp}/one"],
+        "text must hold two tokens or more, got 1 in",
+    ),
+    (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "widht=1"], "widht"),
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
@@ -205,6 +277,8 @@ ERRORS = [
 @pytest.mark.parametrize(("words", "message"), ERRORS)
 def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     places = {"model": model, "corpus": corpus, "tmp": tmp_path}
+    (tmp_path / "one").write_text("a")
+    (tmp_path / "nul").write_text("a\0b")
     result = run(*(word.format(**places) for word in words))
     assert result.exit_code == 2, result.output
     assert message in result.stderr
@@ -220,7 +294,7 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
         file.write("other words")
     result = run("evaluate", model, "--corpus", corpus.parent, "--length", 16, "-q", "--json")
     (corpus.parent / "more.txt").unlink()
-    assert re.fullmatch(r"warning: read_split: corpus must be split .+\n", result.stderr)
+    assert re.fullmatch(r"warning: read_text: corpus must be split .+\n", result.stderr)
     assert len(json.loads(result.stdout)) == 1
 
 

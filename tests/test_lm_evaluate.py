@@ -9,9 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from linbias.lm.evaluate import Evaluation, evaluate, windows
+from linbias.models.limits import default_length
 from linbias.models.load import load_model
 
 VOCAB = 37
@@ -142,6 +150,51 @@ def test_logits_that_are_more_than_the_head_are_taken_whole():
     result = evaluate(model, text(40), length=8, stride=3)
     assert result.nll != pytest.approx(plain.nll, rel=1e-3)
     assert result.nll == pytest.approx(np.mean([*chain(*expected.values())]), rel=1e-6)
+
+
+def test_an_mpt_model_reads_beyond_the_length_that_it_was_made_for():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": VOCAB}
+    short = MptForCausalLM(MptConfig(max_seq_len=8, **sizes)).eval()
+    long = MptForCausalLM(MptConfig(max_seq_len=32, **sizes)).eval()
+    long.load_state_dict(short.state_dict())
+    assert default_length(short) == 8
+    results = [evaluate(model, text(40), length=24) for model in (short, long)]
+    assert results[0].loss_by_position == results[1].loss_by_position
+    assert short.config.max_seq_len == 8
+
+
+def test_a_model_that_fails_beyond_its_length_is_one_clear_error():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=VOCAB, **TOKENS, num_hidden_layers=1, max_position_embeddings=8, **sizes
+    )
+    model = LlamaForCausalLM(config)
+    forward = model.model.forward
+
+    def short_sighted(input_ids, **options):  # as a model with a table of distances
+        torch.zeros(8)[input_ids.shape[1] - 1]
+        return forward(input_ids=input_ids, **options)
+
+    model.model.forward = short_sighted
+    evaluate(model, text(40), length=8)
+    with pytest.raises(
+        ValueError, match=r"^evaluate: length must be one .* got 24; .* says 8, .*fails"
+    ):
+        evaluate(model, text(40), length=24)
+    with pytest.raises(IndexError):
+        model.model.forward(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_weights_are_as_before_after_another_precision(gpt2):
+    before = {name: tensor.clone() for name, tensor in gpt2.state_dict().items()}
+    result = evaluate(gpt2, text(30), length=8, precision="bf16")
+    assert result.nll != evaluate(gpt2, text(30), length=8).nll
+    for name, tensor in gpt2.state_dict().items():
+        assert tensor.dtype == torch.float64 and torch.equal(tensor, before[name])
+    gpt2.zero_grad()
+    gpt2(torch.tensor(text(9)[None]), labels=torch.tensor(text(9)[None])).loss.backward()
 
 
 def test_reports_speed_memory_progress_and_leaves_the_mode_alone(gpt2):

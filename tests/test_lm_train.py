@@ -20,7 +20,7 @@ import linbias.lm.train as train_module
 from interrupting import Kill, die, torchrun
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
-from linbias.lm.evaluate import read_split
+from linbias.lm.text import read_text
 from linbias.lm.train import LanguageModelMetrics, train
 from linbias.runs.folders import hold_run_folder
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
@@ -204,15 +204,17 @@ def test_another_split_of_the_same_corpus_is_refused_by_its_run_and_told_by_eval
 ) -> None:
     settings = replace(SETTINGS, steps=1, batch_size=2)
     run = train_into(settings, load_corpus(str(files)), tmp_path / "run")
-    read_split(run, str(files))  # the same split: no warning
+    read_text(run, str(files))  # the same split: no warning
     above = str(files.parent)
     with pytest.raises(ValueError, match=r"corpus\.splits\.train is '\w+' there and '\w+' here"):
         train(settings, load_corpus(above), run, progress=False)
-    for name in (above, f"{files}/*0.txt", f"{files}/7.txt"):
-        with pytest.warns(UserWarning, match=r"read_split: corpus must be split as in training"):
-            read_split(run, name, max_bytes=1000)
+    for name in (above, f"{files}/*0.txt"):
+        with pytest.warns(UserWarning, match=r"read_text: corpus must be split as in training"):
+            read_text(run, name, max_bytes=1000)
+    with pytest.warns(UserWarning, match=r"read_text: text must be one that the model was not"):
+        read_text(run, f"{files}/7.txt")
     (tmp_path / "other.txt").write_text("another text " * 9)
-    read_split(run, str(tmp_path / "other.txt"))
+    read_text(run, str(tmp_path / "other.txt"))
 
 
 def test_folder_in_use_is_refused_and_left_alone(

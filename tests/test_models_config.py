@@ -89,7 +89,10 @@ def test_settings_left_open_are_filled_in() -> None:
         ({"hidden_size": 20}, "hidden_size must be a multiple of 8 heads, got 20"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
         ({"position": "learned"}, "position must be one of .*, got 'learned'"),
-        ({"cutoffs": (60000, 20000)}, "bands of 2 or more, got .60000, 20000."),
+        (
+            {"cutoffs": (60000, 20000)},
+            "bands of 2 or more, or .. for one band, got .60000, 20000.",
+        ),
         ({"cutoffs": (20000, 267743)}, "cutoffs must be ids that cut .0, 267744. into bands"),
         ({"cutoffs": "20000"}, "cutoffs must be ids that cut .* got '20000'"),
         ({"adaptive_factor": 0}, "adaptive_factor must be a positive number, got 0"),

@@ -214,7 +214,7 @@ def test_autocast_runs_forward_and_backward(position: str) -> None:
 def test_bad_calls_are_explained() -> None:
     model, ids = build(), tokens(2, 5)
     gap = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
-    static = StaticCache(config=model.config, max_cache_len=8)
+    static = StaticCache(config=model.config, max_cache_len=4)
     for call, message in [
         ({}, r"give either input_ids or inputs_embeds"),
         (
@@ -222,12 +222,21 @@ def test_bad_calls_are_explained() -> None:
             r"attention_mask must have .* \[2, 5\], got \[2, 4\]",
         ),
         ({"attention_mask": gap, "input_ids": ids}, r"one unbroken run .* got 2 runs in row 1"),
-        ({"past_key_values": static, "input_ids": ids}, r"growing cache, got StaticCache"),
+        (
+            {"past_key_values": static, "input_ids": ids},
+            r"past_key_values must have room for 5 tokens, got a static cache of 4",
+        ),
+        (
+            {"position_ids": ids[:, 1:], "input_ids": ids},
+            r"position_ids must have shape .* \[2, 5\], got \[2, 4\]",
+        ),
+        (
+            {"position_ids": ids, "input_ids": ids, "use_cache": True},
+            r"position_ids must count on from token to token where there is a cache, got several",
+        ),
     ]:
         with pytest.raises(ValueError, match="LinbiasModel: .*" + message):
             model(**call)
-    with pytest.raises(TypeError, match="position_ids"):
-        model(ids, position_ids=ids)
 
 
 @every_position

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import StaticCache
 
 import paper_original as original
 from linbias.models import PaperConfig, PaperForCausalLM
@@ -329,10 +328,3 @@ def test_bad_calls_name_the_model():
         model()
     with pytest.raises(ValueError, match=r"^PaperModel: attention_mask must have shape"):
         model(ids, attention_mask=torch.ones(2, 4))
-
-
-def test_a_static_cache_is_refused():
-    model = build_paper()
-    cache = StaticCache(config=model.config, max_cache_len=8)
-    with pytest.raises(ValueError, match="must be a growing cache, got StaticCache"):
-        model(paper_tokens(1, 5), past_key_values=cache)

@@ -18,6 +18,7 @@ from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.paper.checkpoint import add_words
 from linbias.paper.checkpoint import load as load_paper_model
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
@@ -114,7 +115,7 @@ TEXT = " the cat = <unk>\n\n sat\x1c on\tthe mat </s>\r\n the end"
 def paper_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     words = Dictionary.from_counts({"the": 3, "cat": 1, "=": 1, "sat": 1, "on": 1, "end": 1})
-    words.write(folder / "dict.txt")
+    add_words(words, folder)
     build_paper(vocab_size=len(words), cutoffs=(6,)).save_pretrained(folder)
     return folder
 
@@ -127,25 +128,78 @@ def byte_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["byte", "paper"])
-def test_one_import_is_enough_for_a_folder_of_either_family(
-    family: str, request: pytest.FixtureRequest
+def test_one_import_is_enough_for_folders_of_both_families(
+    byte_folder: Path, paper_folder: Path
 ) -> None:
     """In a process of its own: here, other tests have imported everything."""
     code = f"""
 import linbias.models
-from transformers import AutoModelForCausalLM
-folder = {str(request.getfixturevalue(f"{family}_folder"))!r}
-print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__)
-from linbias.models.load import encode, load_model, load_tokenizer
-print(type(load_model(folder)).__name__, encode(folder, b"the").tolist(), load_tokenizer(folder)("the").input_ids)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from linbias.models.load import encode, load_model
+for folder in {[str(byte_folder), str(paper_folder)]!r}:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(type(AutoModelForCausalLM.from_pretrained(folder)).__name__, type(load_model(folder)).__name__)
+    print(tokenizer("the").input_ids, tokenizer.decode(tokenizer("the\\nthe").input_ids).split())
+    print(encode(folder, b"the").tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    expected = {
-        "byte": "LinbiasForCausalLM\nLinbiasForCausalLM [116, 104, 101] [116, 104, 101]\n",
-        "paper": "PaperForCausalLM\nPaperForCausalLM [4, 2] [4]\n",
-    }
-    assert done.stdout == expected[family]
+    assert done.stdout.splitlines() == [
+        "LinbiasForCausalLM LinbiasForCausalLM",
+        "[116, 104, 101] ['the', 'the']",
+        "[116, 104, 101]",
+        "PaperForCausalLM PaperForCausalLM",
+        "[4] ['the', 'the']",
+        "[4, 2]",
+    ]
+    assert "of type" not in done.stderr  # Transformers knows the family of each tokenizer's folder
+
+
+SAVE_FOR_THE_HUB = """
+import sys
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.data.words import save_word_tokenizer
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
+small = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
+for config, model, own in (
+    (LinbiasConfig, LinbiasForCausalLM, {}),
+    (PaperConfig, PaperForCausalLM, dict(vocab_size=16, cutoffs=(6,))),
+):
+    config.register_for_auto_class()
+    model.register_for_auto_class("AutoModelForCausalLM")
+    model(config(**small, **own)).save_pretrained(f"{sys.argv[1]}/{config.model_type}")
+byte_tokenizer().save(f"{sys.argv[1]}/linbias")
+save_word_tokenizer(Dictionary.from_counts({"the": 1}), f"{sys.argv[1]}/linbias-paper")
+"""
+LOAD_FROM_THE_HUB = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folders = [f"{sys.argv[1]}/{family}" for family in ("linbias", "linbias-paper")]
+model = AutoModelForCausalLM.from_pretrained(folders[0], trust_remote_code=True)
+print(type(model).__name__, "transformers_modules" in type(model).__module__)
+import linbias.models
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(type(model).__module__, model(**tokenizer("the", return_tensors="pt")).logits.shape[-1])
+"""
+
+
+def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
+    """Registered for the Auto classes, it carries its code; after `import linbias.models` that is not run."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    for code in (SAVE_FOR_THE_HUB, LOAD_FROM_THE_HUB):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("LinbiasForCausalLM True", "linbias.models.linbias 256", "linbias.models.paper 16"),
+    ]
 
 
 def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path) -> None:
@@ -162,8 +216,9 @@ def test_texts_of_paper_models_become_the_ids_of_their_words(paper_folder: Path)
 
 def test_words_become_text_again(paper_folder: Path) -> None:
     tokenizer = load_tokenizer(paper_folder)
-    ids = tokenizer(" the cat = zzz\n sat").input_ids
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat = <unk>\n sat"
+    ids = tokenizer(" the cat = zzz\n sat<pad> </s>").input_ids
+    assert tokenizer.decode(ids) == "the cat = <unk>\n <unk>\n"  # white space alone parts words
+    assert tokenizer.decode([1, *ids], skip_special_tokens=True) == "the cat = <unk> <unk>"
 
 
 def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> None:
@@ -176,9 +231,10 @@ def test_prompts_of_paper_models_are_padded_on_the_left(paper_folder: Path) -> N
 
 def test_a_missing_dictionary_is_named(tmp_path: Path) -> None:
     build_paper().save_pretrained(tmp_path)
-    for read in (load_tokenizer, lambda path: encode(path, b"a")):
-        with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
-            read(tmp_path)
+    with pytest.raises(ValueError, match=rf"path must be a dict.txt, got '{tmp_path}"):
+        encode(tmp_path, b"a")
+    with pytest.raises(ValueError, match=r"load_tokenizer: path must hold the tokenizer.json"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,22 @@ ERRORS = [
     (["prepare", "--train", "{tmp}/none", "-o", "{tmp}/x"], "no such file"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "preset must be one of L64, L128"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),
-    (["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny"], "cutoffs must be ids that cut"),
+    (
+        ["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny", "--set", "cutoffs=[2000]"],
+        "cutoffs must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]",
+    ),
+    (
+        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"],
+        "PaperConfig's fields, got ['a']",
+    ),
+    (
+        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "cutoffs=[9,4]"],
+        "cutoffs must be ids that cut",
+    ),
+    (
+        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"],
+        "precision 'fp16' must have a GPU",
+    ),
     (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "precision 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--set", "a"], "--set: must be NAME=VALUE, got 'a'"),
     (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "Recipe: length must be at least 1"),
@@ -174,12 +189,54 @@ ERRORS = [
 def test_an_error_is_one_line(
     words: list[str], message: str, whole_path: tuple[Path, dict], tmp_path: Path
 ) -> None:
-    places = {"tmp": tmp_path, "data": whole_path[0] / "data", "model": whole_path[0] / "model"}
+    text = tmp_path / "text"
+    text.write_text("to be or not to be\n")
+    places = {"tmp": tmp_path, "text": text}
+    places |= {"data": whole_path[0] / "data", "model": whole_path[0] / "model"}
     result = linbias(*(word.format(**places) for word in words))
     assert result.exit_code == 2, result.output
+    assert not (tmp_path / "x").exists()  # refused before any work
     assert message in result.stderr
     assert re.fullmatch(r"error: .+\n", result.stderr)
     assert result.stdout == ""
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_text_of_few_words_is_read_in_fewer_bands(
+    whole_path: tuple[Path, dict], texts: list[Path], tmp_path: Path
+) -> None:
+    """Regression: the presets' cutoffs were refused once all the text had been prepared."""
+    small = SMALL[:-2]  # the cutoffs of the preset
+    words = ["--steps", 2, *small, "-q", "--json"]
+    said = "train: cutoffs [2000, 10000] are [] here, since the text has 48 types"
+    made = linbias("run", *texts, "-o", tmp_path / "run", "--workers", 1, *words)
+    assert made.exit_code == 0 and made.stderr.startswith(f"warning: {said}"), made.stderr
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["cutoffs"] == []
+    words = ["-o", tmp_path / "x", "--preset", "tiny", *words]
+    trained = linbias("train", whole_path[0] / "data", *words)
+    assert trained.exit_code == 0 and said in trained.stderr
+
+
+def test_a_trained_folder_is_read_by_the_general_commands(
+    whole_path: tuple[Path, dict], texts: list[Path]
+) -> None:
+    folder, measured = whole_path
+    run = CliRunner().invoke
+    words = ["evaluate", str(folder / "model"), "--corpus", str(texts[2]), "--json", "-q"]
+    (result,) = json.loads(run(cli.app, words).stdout)
+    ids = 210  # words and line ends, of which the first is read only
+    assert (result["length"], result["num_tokens"], result["share"]) == (128, ids - 1, 1.0)
+    (blocks,) = (
+        r
+        for r in measured["evaluations"]
+        if (r["split"], r["length"]) == ("test", 512) and not r["context_window"]
+    )
+    assert result["nll"] / np.log(2) == pytest.approx(blocks["loss_base2"], abs=0.1)
+    words = ["generate", str(folder / "model"), "--prompt", "w1 w2", "-n", "4", "--json"]
+    assert json.loads(run(cli.app, words).stdout)["text"].startswith("w1 w2")
+    files = {path.name for path in (folder / "model").iterdir()}
+    assert {"dict.txt", "tokenizer.json", "tokenizer_config.json"} <= files
 
 
 def test_help_names_every_command() -> None:

@@ -98,6 +98,7 @@ def test_log_and_metrics_describe_the_run(paper_run: Path) -> None:
     assert measured["tokens_per_second"] == pytest.approx(measured["tokens"] / measured["seconds"])
     assert {path.name for path in paper_run.iterdir()} == {
         *("recipe.json", "log.jsonl", "metrics.json", "dict.txt"),
+        *("tokenizer.json", "tokenizer_config.json"),
         *("config.json", "generation_config.json", "model.safetensors"),
     }
 

@@ -1,9 +1,11 @@
 """The commands for language models: train, evaluate, generate."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from linbias.cli.console import (
     bar,
@@ -18,6 +20,7 @@ from linbias.cli.options import (
     BatchSize,
     BatchTokens,
     Corpus,
+    Device,
     Fields,
     Fsdp,
     Json,
@@ -33,7 +36,6 @@ from linbias.cli.options import (
     SaveSteps,
     Seconds,
     Seed,
-    Split,
     Steps,
     Stride,
     Tensorboard,
@@ -44,8 +46,10 @@ from linbias.cli.options import (
     budget,
     parse_fields,
     parse_numbers,
+    text_option,
     training_option,
 )
+from linbias.data import SPLITS
 
 
 def train(
@@ -126,8 +130,18 @@ def evaluate(
     limit_tokens: LimitTokens = None,
     batch_tokens: BatchTokens = 16384,
     corpus: Corpus = "stdlib",
-    split: Split = "test",
+    split: Annotated[
+        str | None,
+        text_option(
+            f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
+        ),
+    ] = None,
     max_bytes: MaxBytes = None,
+    device: Device = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -137,31 +151,50 @@ def evaluate(
     [dim]linbias evaluate output/train --length 128,512,2048[/]
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
-    from linbias.lm.evaluate import default_length, read_split
     from linbias.lm.evaluate import evaluate as measure
+    from linbias.lm.text import read_text
+    from linbias.models.limits import default_length
     from linbias.models.load import load_model
+    from linbias.runs.processes import choose_device, joined
 
     lengths = parse_numbers("--length", length)
-    loaded = load_model(model)
-    text = read_split(model, corpus, split, max_bytes=max_bytes)
-    results = []
-    for tokens in lengths or (default_length(loaded),):
-        with bar(f"reading {tokens:,} tokens at a time", quiet) as advance:
-            result = measure(
-                loaded,
-                text.ids,
-                length=tokens,
-                stride=stride,
-                num_bytes=text.num_bytes,
-                batch_tokens=batch_tokens,
-                limit_tokens=limit_tokens,
-                progress=advance,
-            )
-        results.append(result)
-    if as_json:
-        print_json([{"model": model, "corpus": corpus, **r.to_dict()} for r in results])
+    chosen = choose_device("evaluate", device)
+    speaks = is_first_process()
+    with warnings.catch_warnings(), joined(chosen):
+        if not speaks:  # the first process warns for all
+            warnings.simplefilter("ignore")
+        loaded = load_model(model, device=chosen)
+        text = read_text(model, corpus, split, max_bytes=max_bytes)
+        results = []
+        for tokens in lengths or (default_length(loaded),):
+            with bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance:
+                result = measure(
+                    loaded,
+                    text.ids,
+                    length=tokens,
+                    stride=stride,
+                    num_bytes=text.num_bytes,
+                    batch_tokens=batch_tokens,
+                    limit_tokens=limit_tokens,
+                    precision=precision,
+                    progress=advance,
+                )
+            results.append(result)
+            if tokens > result.num_tokens:
+                warnings.warn(
+                    f"evaluate: length {tokens:,} is beyond the {result.num_tokens:,} tokens that were scored: "
+                    "they were read in one piece",
+                    stacklevel=1,
+                )
+    if not speaks:
         return
+    if as_json:
+        shared = {"model": model, "corpus": corpus, "split": text.split}
+        print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
+        return
+    out.print(escape(text.describe(results[0].num_tokens)), soft_wrap=True)
     table = number_table(
         *("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
     )

@@ -54,6 +54,9 @@ Split = Annotated[str, text_option(f"One of {', '.join(SPLITS)}.")]
 Workers = Annotated[int, text_option("Processes that read text.")]
 
 # Evaluation
+Device = Annotated[
+    str, typer.Option(help="'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")
+]
 BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]
 LimitTokens = Annotated[int | None, typer.Option(help="Score at most this many tokens.")]
 Stride = Annotated[

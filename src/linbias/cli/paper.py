@@ -160,10 +160,11 @@ def train(
     """
     from linbias.paper.train import train as run
 
+    model = parse_fields(fields)
     recipe = recipe_from_preset(
         preset,
         steps=steps,
-        model=parse_fields(fields),
+        model=model,
         position=position,
         length=length,
         max_tokens=max_tokens,
@@ -178,7 +179,7 @@ def train(
         device=device,
         fsdp={} if fsdp else None,
     )
-    metrics = run(data, output, recipe, progress=not quiet)
+    metrics = run(data, output, recipe, fit="cutoffs" not in model, progress=not quiet)
     if not is_first_process():
         return
     if as_json:
@@ -280,17 +281,20 @@ def run(
 ) -> None:
     """Do it all: prepare, train, evaluate without overlap and with a sliding window.
 
-    Interrupted, the same command continues the run.
+    Interrupted, the same command continues the run. A text with fewer words
+    than a preset was made for is read with fewer bands of words.
 
     \b
     [dim]linbias paper run wiki.train.tokens wiki.valid.tokens wiki.test.tokens -o output/paper[/]
     """
     from linbias.paper.pipeline import run as run_path
 
+    model = parse_fields(fields)
     results = run_path(
         {"train": train, "valid": valid, "test": test},
         output,
-        recipe_from_preset(preset, steps=steps, model=parse_fields(fields), position=position),
+        recipe_from_preset(preset, steps=steps, model=model, position=position),
+        fit="cutoffs" not in model,
         workers=workers,
         batch_tokens=batch_tokens,
         progress=not quiet,

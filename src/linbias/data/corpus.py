@@ -157,6 +157,17 @@ def load_corpus(
     )
 
 
+def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
+    """Reads a text file whole, or its first `max_bytes` bytes, whole characters.
+
+    Raises:
+        ValueError: The file is binary (holds a NUL, or is not UTF-8) or empty, or max_bytes is below 1.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"read_file: max_bytes must be positive, got {max_bytes}")
+    return _clip(_read_text(path), max_bytes)
+
+
 def _stdlib_files() -> dict[str, bytes]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = {}

@@ -3,6 +3,9 @@
 Both are byte-level: every text has an encoding and decodes to itself, and there is no token for
 "unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
 (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
+
+Three bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
+text and 3 (ETX) ends one. Nothing adds them to a text unasked.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
+_ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3"}
 # The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
 # in memory. So a text goes to it in batches of pieces, each of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -50,6 +54,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens; ids are 0 to vocab_size - 1."""
         return int(self.backend.get_vocab_size())
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of padding, begin and end of a text, by the names of a model's configuration."""
+        ids = {f"{role}_id": self.backend.token_to_id(token) for role, token in _ROLES.items()}
+        return {role: id for role, id in ids.items() if id is not None}
 
     def encode(self, text: str | bytes) -> TokenIds:
         """Encodes text.
@@ -82,6 +92,9 @@ class Tokenizer:
         """Writes `tokenizer.json` and the `tokenizer_config.json` that AutoTokenizer needs."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            **_ROLES,
+            "padding_side": "left",  # generation goes on from the last token of each row
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
         }
         Path(folder, _FILE).write_text(self.backend.to_str(), encoding="utf-8")
@@ -106,7 +119,9 @@ class Tokenizer:
 def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the 256 byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    return Tokenizer(_byte_level(models.BPE(vocab=vocabulary, merges=[])))
+    backend = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(_special_tokens())
+    return Tokenizer(backend)
 
 
 def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
@@ -126,7 +141,10 @@ def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
         raise ValueError(f"train_bpe: vocab_size must be above 256 (the bytes), got {vocab_size}")
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=_byte_characters(), show_progress=False
+        vocab_size=vocab_size,
+        initial_alphabet=[c for c in _byte_characters() if c not in _ROLES.values()],
+        special_tokens=_special_tokens(),
+        show_progress=False,
     )
     backend.train_from_iterator(_batches(text), trainer)
     return Tokenizer(backend)
@@ -144,15 +162,21 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
     return backend
 
 
+def _special_tokens() -> list[AddedToken]:
+    return [AddedToken(token, special=True, normalized=False) for token in _ROLES.values()]
+
+
 def _byte_characters() -> list[str]:
     """The character that stands for each byte in a tokenizer's file.
 
-    A byte that is a visible character of Latin-1 stands for itself; the others take the characters
-    from 256 on, in order.
+    As in GPT-2, a byte that is a visible character of Latin-1 stands for itself, and the others take the
+    characters from 256 on, in order. But a byte with a role stands for itself too: its token is then found
+    in a text by the character that it is.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = count(256)
-    return [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+    characters = [chr(byte if byte in visible else next(spare)) for byte in range(256)]
+    return [chr(i) if chr(i) in _ROLES.values() else c for i, c in enumerate(characters)]
 
 
 def _batches(data: bytes) -> Iterator[list[str]]:

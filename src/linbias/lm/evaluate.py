@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.reading import Window, check_tokens, equal_windows
-from linbias.models.load import encode
-from linbias.runs.files import Record, read_json
+from linbias.models.limits import able_to_read, position_limit
+from linbias.models.paper import PaperForCausalLM
+from linbias.runs import PRECISIONS
+from linbias.runs.files import Record
 from linbias.runs.memory import PeakMemory
+from linbias.runs.processes import max_over_all, num_processes, rank, sum_over_all
 
 # Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
 _MAX_LOGITS = 2**24
-_DEFAULT_LENGTH = 1024  # of a model that does not know its training length
+# What the products of each precision are computed in; the sums of losses are always float32 and float64.
+_DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Evaluation:
         num_bytes: UTF-8 bytes of the scored tokens; None where the text's size was not given.
         nll: Mean negative log likelihood, nats per token.
         tokens_per_second: Predictions scored per second of wall time.
-        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile; of several processes,
+            the highest.
         loss_by_position: [length], mean nll of the predictions made from 1, 2, ... length tokens
             of context; None where there was no such prediction.
         count_by_position: [length], how many predictions that is the mean of.
@@ -102,70 +106,6 @@ class Evaluation:
         return cls(**values | lists)
 
 
-@dataclass(frozen=True)
-class TokenText:
-    """A text as a model's tokens.
-
-    Attributes:
-        ids: [N], integers.
-        num_bytes: UTF-8 bytes of the text.
-    """
-
-    ids: NDArray[Any]
-    num_bytes: int
-
-
-def read_split(
-    path: str | Path, corpus: str, split: str = "test", *, max_bytes: int | None = None
-) -> TokenText:
-    """Reads a split of a corpus as the tokens of a model.
-
-    A folder that `linbias.lm.train` made remembers how its corpus was split. Where the same corpus is
-    split otherwise now (files came or went, or it is read from another folder), a `UserWarning`
-    says so: the model may have been trained on the text.
-
-    Args:
-        path: The model, as for `load_model`.
-        corpus: As for `load_corpus`.
-        split: "train", "valid" or "test".
-        max_bytes: As for `load_corpus`.
-
-    Raises:
-        ValueError: There is no such corpus or split, or the model has no readable tokenizer.
-    """
-    text = load_corpus(corpus, max_bytes=max_bytes)
-    if split not in text.num_bytes:
-        raise ValueError(
-            f"read_split: split must be one of {', '.join(text.num_bytes)}, got {split!r}"
-        )
-    _warn_of_another_split(Path(path), text)
-    content = getattr(text, split).tobytes()  # the ids of the byte tokenizer are the bytes
-    return TokenText(encode(path, content), len(content))
-
-
-def _warn_of_another_split(model: Path, text: Corpus) -> None:
-    """Warns if the model's run read the same place, and divided it otherwise."""
-    try:
-        run = read_json(model / "settings.json", "read_split")
-        location, splits = Path(run["location"]), run["corpus"]["splits"]
-    except (ValueError, LookupError, TypeError, OSError):
-        return  # no run of `train`, or one that its own folder no longer describes
-    here = Path(text.location)
-    overlap = location.is_relative_to(here) or here.is_relative_to(location)
-    if overlap and splits != text.splits:
-        warnings.warn(
-            f"read_split: corpus must be split as in training to hold no text of it, got {text.name} "
-            f"split otherwise than the run in {model} (it read {location}); the model may have been "
-            "trained on what is scored",
-            stacklevel=3,
-        )
-
-
-def default_length(model: PreTrainedModel) -> int:
-    """The length that a model was trained with, or 1,024 where it does not say."""
-    return int(getattr(model.config, "train_length", _DEFAULT_LENGTH))
-
-
 def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
     """The windows that score each of `num_predictions` predictions once, as drawn above.
 
@@ -190,7 +130,6 @@ def windows(num_predictions: int, length: int, stride: int | None = None) -> Ite
         yield Window(stop - length, stop, stop - scored)
 
 
-@torch.inference_mode()
 def evaluate(
     model: PreTrainedModel,
     ids: NDArray[Any],
@@ -201,6 +140,7 @@ def evaluate(
     batch_tokens: int = 16384,
     limit_tokens: int | None = None,
     device: torch.device | str | None = None,
+    precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Scores a causal language model on a text, `length` tokens at a time.
@@ -209,6 +149,9 @@ def evaluate(
 
     Every token after the first is scored exactly once, in both modes and at every length (see the
     top of this module). The losses are float32, their sums float64.
+
+    Where a process group of torch.distributed is initialised, every process calls this with the same arguments
+    but for the device: they share the batches, and all return the same result.
 
     Args:
         model: Any Transformers causal language model, of linbias or not.
@@ -220,14 +163,17 @@ def evaluate(
         batch_tokens: Tokens read in one forward pass (at least one window).
         limit_tokens: Score at most this many predictions, from the start of the text.
         device: Where to compute; None leaves the model where it is.
-        progress: Called with (predictions scored, predictions to score) after each batch.
+        precision: "fp32", "bf16", or on a GPU "fp16", of matrix products; the weights are then
+            float32. None computes in the type of the weights.
+        progress: Called with (predictions scored, predictions to score) after each batch. Of several processes,
+            each reports its own share as if all were as far.
 
     Returns:
         The Evaluation.
 
     Raises:
         ValueError: An argument breaks a rule above, an id is beyond the vocabulary, or `length` is
-            beyond the model's table of positions.
+            beyond the model's table of positions, or what it can read.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -251,11 +197,15 @@ def evaluate(
     loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
     num_done, start_time = 0, time.perf_counter()
     try:
-        with PeakMemory(model.device) as memory:
+        with (
+            PeakMemory(model.device) as memory,
+            _computing_in(model, precision),
+            able_to_read(model, min(length, num_tokens)),
+            torch.inference_mode(),
+        ):
             separate = _head_is_separate(model, ids[:8])
-            for inputs, targets in _batches(
-                model, ids, num_tokens, length, stride, batch_tokens, separate
-            ):
+            batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
+            for inputs, targets in islice(batches, rank(), None, num_processes()):
                 losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
                 rows, keep = targets.shape
                 scored = slice(inputs.shape[1] - keep, inputs.shape[1])
@@ -263,9 +213,10 @@ def evaluate(
                 count[scored] += rows
                 num_done += rows * keep
                 if progress is not None:
-                    progress(num_done, num_tokens)
+                    progress(min(num_done * num_processes(), num_tokens), num_tokens)
     finally:
         model.train(was_training)
+    loss_sum, count = sum_over_all(loss_sum, model.device), sum_over_all(count, model.device)
     seconds = time.perf_counter() - start_time
 
     return Evaluation(
@@ -275,7 +226,7 @@ def evaluate(
         num_bytes=None if num_bytes is None else round(num_bytes * num_tokens / len(ids)),
         nll=float(loss_sum.sum() / num_tokens),
         tokens_per_second=num_tokens / seconds,
-        peak_memory_bytes=memory.peak_bytes,
+        peak_memory_bytes=max_over_all(memory.peak_bytes, model.device),
         loss_by_position=tuple(
             float(s / c) if c else None for s, c in zip(loss_sum, count, strict=True)
         ),
@@ -309,16 +260,27 @@ def _check(
         )
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest input that the model's learned position table allows; None without one."""
-    config = model.config.get_text_config()
-    if config.model_type == "linbias":
-        return int(config.train_length) if config.position == "learned" else None
-    tables = ("wpe", "embed_positions", "position_embeddings")
-    for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in tables and isinstance(module, nn.Embedding):
-            return int(getattr(config, "max_position_embeddings", module.num_embeddings))
-    return None
+@contextmanager
+def _computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
+    """Computes matrix products in a precision, on float32 weights; None changes nothing."""
+    if precision is None:
+        yield
+        return
+    if precision not in _DTYPES:
+        raise ValueError(f"evaluate: precision must be one of {PRECISIONS}, got {precision!r}")
+    kind = model.device.type
+    if precision == "fp16" and kind == "cpu":
+        raise ValueError("evaluate: precision 'fp16' must have a GPU, got a CPU")
+    weights = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [weight.data for weight in weights]
+    try:
+        for weight in weights:
+            weight.data = weight.data.float()
+        with torch.autocast(kind, _DTYPES[precision], enabled=precision != "fp32"):
+            yield
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
 
 
 def _batches(
@@ -345,6 +307,8 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
 
     Some models scale or cap their logits after the head. A few tokens are enough to see it.
     """
+    if isinstance(model, PaperForCausalLM):
+        return True
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
@@ -360,6 +324,8 @@ def _losses(
     model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
 ) -> Tensor:
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
+    if isinstance(model, PaperForCausalLM):  # only the parts of the vocabulary that have targets
+        return -model.log_probs(inputs, targets)
     rows, keep = targets.shape
     if not head_is_separate:
         logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]

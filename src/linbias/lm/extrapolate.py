@@ -23,13 +23,14 @@ from rich.console import Console
 
 from linbias import _machine
 from linbias.data.corpus import Corpus, load_corpus
-from linbias.lm.evaluate import Evaluation, evaluate, position_limit
+from linbias.lm.evaluate import Evaluation, evaluate
 from linbias.lm.methods import NAMES
 from linbias.lm.page import write_report
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings
 from linbias.lm.train import train
 from linbias.models.config import LinbiasConfig
+from linbias.models.limits import position_limit
 from linbias.models.load import load_model
 from linbias.runs.files import JsonLog, Record, write_json
 from linbias.runs.folders import hold_run_folder, open_run_folder

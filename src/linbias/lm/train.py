@@ -128,8 +128,12 @@ def _config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             f"train: corpus must hold length + 1 = {settings.length + 1} tokens to train on, "
             f"got {len(corpus.train)}"
         )
-    vocab_size = corpus.tokenizer.vocab_size
-    return LinbiasConfig(**settings.model, vocab_size=vocab_size, train_length=settings.length)
+    return LinbiasConfig(
+        **settings.model,
+        vocab_size=corpus.tokenizer.vocab_size,
+        train_length=settings.length,
+        **corpus.tokenizer.special_ids,
+    )
 
 
 @contextmanager

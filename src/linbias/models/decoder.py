@@ -4,15 +4,23 @@ A family's model is a `Decoder` with a few attributes and two methods of its own
 `SelfAttention` that projects in the family's way. `linbias.py` and `paper.py` are the two families.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models.positions import AttendOptions, Position
-from linbias.transformers import Padding, key_bound, read_attention_mask, use_growing_layers
+from linbias.transformers import (
+    Padding,
+    attend_packed,
+    key_bound,
+    packed_weights,
+    read_attention_mask,
+    use_growing_layers,
+)
 
 
 class SelfAttention(nn.Module):
@@ -41,28 +49,45 @@ class SelfAttention(nn.Module):
         position: Position,
         padding: Padding,
         keep: int,
+        output_attentions: bool,
         past_key_values: Cache | None,
-    ) -> Tensor:
-        """Return [B, keep, hidden_size]: what the last `keep` of the new tokens gather."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [B, keep, hidden_size], what the last `keep` of the new tokens gather, and their weights, if asked."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.project_in(hidden)
         )
         q, k = position.rotate(q, k, padding.positions)
-        bound = None
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_index)
-            if position.uses_key_bound:
-                bound = key_bound(past_key_values.layers[self.layer_index])
-        kept = padding.last_queries(keep)
-        options = AttendOptions(
-            key_range=kept.key_range,
-            query_start=kept.query_start,
-            key_bound=bound,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        gathered = position.attend(q[:, :, q.shape[2] - keep :], k, v, options)
-        return self.project_out(gathered.transpose(1, 2).flatten(2))
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if padding.packing is not None:
+            gathered = attend_packed(
+                lambda q, k, v, r: position.attend(q, k, v, _from_start(r, dropout)),
+                *(padding.packing, q, k, v),
+            )[:, :, q.shape[2] - keep :]
+            if output_attentions:
+                weights = packed_weights(
+                    lambda q, k, r: position.weights(q, k, _from_start(r)), padding.packing, q, k
+                )
+        else:
+            bound = None
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_index)
+                if position.uses_key_bound:
+                    bound = key_bound(past_key_values.layers[self.layer_index])
+            kept = padding.last_queries(keep)
+            options = AttendOptions(kept.key_range, kept.query_start, bound, dropout)
+            q = q[:, :, q.shape[2] - keep :]
+            gathered = position.attend(q, k, v, options)
+            if output_attentions:
+                weights = position.weights(q, k, options)
+        return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
+
+
+def _from_start(key_range: Tensor | None, dropout: float = 0.0) -> AttendOptions:
+    """Options of texts whose first query stands at the first key, as in a packed batch."""
+    start = None if key_range is None else torch.zeros_like(key_range[:, 0])
+    return AttendOptions(key_range, start, dropout=dropout)
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -73,12 +98,18 @@ class DecoderPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
+        return attention_mask
+
 
 class Decoder(DecoderPreTrainedModel):
     """Turn token ids into hidden states, one per token.
 
     A family's constructor makes the modules below and ends with `self.post_init()`. A block is called as
-    `block(hidden, position, padding, keep, past_key_values=...)` and returns the last `keep` tokens.
+    `block(hidden, position, padding, keep, output_attentions, past_key_values=...)` and returns the last `keep`
+    tokens and, if asked, the attention weights of their queries.
 
     Padding is allowed on the left (for generation) and, where no more tokens follow, on the right (for
     training); what the model says at padding tokens means nothing. Tokens are numbered from the first of
@@ -105,9 +136,11 @@ class Decoder(DecoderPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         keep: int = 0,
     ) -> BaseModelOutputWithPast:
@@ -117,55 +150,96 @@ class Decoder(DecoderPreTrainedModel):
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that are
                 no padding stand together. None means no padding.
-            past_key_values: A growing cache of earlier tokens. It is extended in place.
+            position_ids: [1 or B, T], the number of each token in its text. Numbers that start anew mark several
+                texts in one row, as `DataCollatorWithFlattening` packs them: none sees another, and there is no
+                cache. None: counted from the first token of each row that is no padding.
+            past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of
                 input_ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
-                training.
+                training, nor for several texts in a row.
+            output_attentions: Return the attention weights of every block, [B, H, T, S] before dropout. They need
+                memory for all of them, which the attention itself does not.
             output_hidden_states: Return the input of every block and the final output as well.
             keep: Return the states of the last so many tokens only, which saves work in the last
                 block; 0 means all.
 
         Raises:
-            ValueError: Not exactly one kind of input, a static cache, a mask of the wrong shape or
-                with gaps, or more tokens than a learned position table has.
+            ValueError: Not exactly one kind of input, a mask of the wrong shape or with gaps, position_ids of the
+                wrong shape or of several texts with a cache, or more tokens than a learned position table or a
+                static cache has room for.
             IndexError: An id beyond the vocabulary.
         """
         name = type(self).__name__
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
-        if isinstance(past_key_values, StaticCache):
-            raise ValueError(f"{name}: past_key_values must be a growing cache, got StaticCache")
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        padding = self._read_mask(
+            attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
+        )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and padding.packing is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        num_cached = 0
-        if past_key_values is not None:
             use_growing_layers(past_key_values)
-            num_cached = past_key_values.get_seq_length()
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
-        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        padding = read_attention_mask(name, attention_mask, embedded, num_cached)
         hidden = self.before_layers(embedded, padding.positions)
         num_tokens = hidden.shape[1]
         keep = min(keep or num_tokens, num_tokens)
         states: tuple[Tensor, ...] = ()
+        attentions: tuple[Tensor, ...] = ()
         for index, layer in enumerate(self.layers, 1):
             if output_hidden_states:
                 states += (hidden,)
-            hidden = layer(
+            hidden, weights = layer(
                 hidden,
                 self.position,
                 padding,
                 keep if index == len(self.layers) else num_tokens,
+                output_attentions,
                 past_key_values=past_key_values,
             )
+            if output_attentions:
+                attentions += (weights,)
         hidden = self.after_layers(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
             hidden_states=(*states, hidden) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+        )
+
+    def _read_mask(
+        self,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        embedded: Tensor,
+        past_key_values: Cache | None,
+        use_cache: bool,
+    ) -> Padding:
+        """Where the new tokens stand, after those of a cache."""
+        name = type(self).__name__
+        num_cached: int | Tensor = 0
+        is_static = False
+        if past_key_values is not None:
+            use_growing_layers(past_key_values)
+            num_cached = past_key_values.get_seq_length()
+            is_static = past_key_values.is_compileable
+            if is_static and not torch.compiler.is_compiling():
+                num_keys = int(num_cached) + embedded.shape[1]
+                room = past_key_values.layers[0].get_max_length()
+                if num_keys > room:
+                    raise ValueError(
+                        f"{name}: past_key_values must have room for {num_keys} tokens, "
+                        f"got a static cache of {room}"
+                    )
+        return read_attention_mask(
+            *(name, attention_mask, embedded, num_cached),
+            position_ids=position_ids,
+            has_cache=past_key_values is not None or use_cache,
+            has_room=is_static,
         )

@@ -67,17 +67,20 @@ class DecoderBlock(GradientCheckpointingLayer):
         position: Position,
         padding: Padding,
         keep: int,
+        output_attentions: bool = False,
         past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Return [B, keep, hidden_size]: the last `keep` tokens of hidden [B, T, hidden_size]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
         skipped = hidden.shape[1] - keep
         normed = self.norm(hidden)
-        attended = self.attention(normed, position, padding, keep, past_key_values)
+        attended, weights = self.attention(
+            normed, position, padding, keep, output_attentions, past_key_values
+        )
         hidden, normed = hidden[:, skipped:], normed[:, skipped:]
         if self.parallel:
-            return hidden + self.dropout(attended + self.feed_forward(normed))
+            return hidden + self.dropout(attended + self.feed_forward(normed)), weights
         hidden = hidden + self.dropout(attended)
-        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
+        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden))), weights
 
 
 class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
@@ -139,11 +142,14 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
@@ -154,21 +160,27 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
         Args:
             labels: [B, T]; the logits at token t are scored on labels[:, t + 1]. -100 is not
                 scored.
+            token_type_ids: Not used; some tokenizers make them.
             logits_to_keep: Compute logits for the last so many tokens only; 0 means all. Hidden
-                states come for all tokens.
+                states and attentions come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        is_whole = output_attentions or output_hidden_states
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            keep=0 if output_hidden_states else logits_to_keep,
+            keep=0 if is_whole else logits_to_keep,
             return_dict=True,
         )
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
@@ -183,4 +195,5 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )

@@ -1,8 +1,8 @@
 """Models and tokenizers from a folder or the Hugging Face Hub, or one clear error.
 
 Nothing that is loaded is executed: weights are safetensors, or pickles read with weights_only. What a folder's
-`model_type` says about its text: a `linbias` model comes with tokenizer.json, a `linbias-paper` model with the
-dict.txt of its words, and any other with what its `AutoTokenizer` asks for.
+`model_type` says about its text: all come with what `AutoTokenizer` asks for; the words of a `linbias-paper` model
+are in its dict.txt as well.
 """
 
 import io
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 from numpy.typing import NDArray
 from transformers import (
@@ -24,7 +23,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
 
@@ -82,9 +80,6 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or Hugging Face model id.
 
-    Of a `linbias-paper` folder it is made of the words in dict.txt: white space parts them, a word that is not
-    there becomes <unk>, and the end of a line becomes </s>.
-
     Args:
         path: As for `load_model`.
 
@@ -92,8 +87,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         ValueError: There is none, or it cannot be read.
     """
     _check_path("load_tokenizer", path)
-    if _model_type(path) == PaperConfig.model_type:
-        return _word_tokenizer(Dictionary.read(Path(path, "dict.txt")))
+    if _model_type(path) == PaperConfig.model_type and not Path(path, "tokenizer.json").is_file():
+        raise ValueError(
+            f"load_tokenizer: path must hold the tokenizer.json of its words, got {str(path)!r} without "
+            "(`linbias paper convert --dict` writes it)"
+        )
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # damaged or hostile files can raise anything
@@ -146,25 +144,6 @@ def _check_is_record(function: str, path: str | Path) -> None:
     if not isinstance(record, dict):
         reason = ValueError(f"config.json must hold a JSON object, got {record!r:.40}")
         raise _cannot_read(function, path, reason)
-
-
-def _word_tokenizer(words: Dictionary) -> PreTrainedTokenizerBase:
-    """The dictionary as a tokenizer of Transformers, which splits and numbers as `Dictionary.encode_line` does."""
-    regex, unknown, end = tokenizers.Regex, words.symbols[words.UNK], words.symbols[words.EOS]
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(words.ids), unk_token=unknown))
-    backend.normalizer = tokenizers.normalizers.Replace(regex(r"\r\n|\r|\n"), f" {end} ")
-    # Python's white space includes four control characters that \s leaves out.
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(regex(r"[\s\x1c-\x1f]+"), "removed")
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            # It puts spaces between words; the prefix, which would join two, is in none of them.
-            tokenizers.decoders.WordPiece(prefix="\n", cleanup=False),
-            tokenizers.decoders.Replace(regex(f"^ ?{end}$"), "\n"),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=words.symbols[words.PAD], padding_side="left"
-    )
 
 
 def _check_path(function: str, path: str | Path) -> None:

@@ -10,6 +10,7 @@ the embedding in every model, and its sinusoids have other wavelengths and anoth
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +83,17 @@ class DecoderBlock(GradientCheckpointingLayer):
         position: Position,
         padding: Padding,
         keep: int,
+        output_attentions: bool = False,
         past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """Return [B, keep, hidden_size]: the last `keep` tokens of hidden [B, T, hidden_size]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
         normed = self.self_attn_layer_norm(hidden)
-        attended = self.self_attn(normed, position, padding, keep, past_key_values)
+        attended, weights = self.self_attn(
+            normed, position, padding, keep, output_attentions, past_key_values
+        )
         hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
         widened = self.activation_dropout(self.fc1(self.final_layer_norm(hidden)).relu_())
-        return hidden + self.dropout(self.fc2(widened))
+        return hidden + self.dropout(self.fc2(widened)), weights
 
 
 class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
@@ -161,17 +165,26 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         self.adaptive_softmax = AdaptiveSoftmax(config)
         self.post_init()
 
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> nn.Module:
+        """Refuse: ids are frequency ranks in bands, and <pad> is one of them."""
+        raise NotImplementedError(
+            "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks (the tokenizer has <pad>)"
+        )
+
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         targets: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutputWithPast:
@@ -184,8 +197,9 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             targets: [B, T], the original's way: token t is scored on targets[:, t]. A block of a
                 stream has the id before the block as its first input, so that every id is scored.
                 In both, -100 and <pad> are not scored.
+            token_type_ids: Not used; some tokenizers make them.
             logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
-                of the last so many tokens only; 0 means all. Hidden states come for all tokens.
+                of the last so many tokens only; 0 means all. Hidden states and attentions come for all tokens.
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
 
@@ -196,16 +210,21 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        is_whole = output_attentions or output_hidden_states
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            keep=0 if targets is not None or output_hidden_states else logits_to_keep,
+            keep=0 if targets is not None or is_whole else logits_to_keep,
             return_dict=True,
         )
         loss, logits = None, None
@@ -219,6 +238,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
     def log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class PaperConfig(PreTrainedConfig):
         )
         edges = (0, *self.cutoffs, self.vocab_size) if listed else ()
         wide = listed and all(stop - start >= 2 for start, stop in pairwise(edges))
-        rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more"
+        rule = f"ids that cut [0, {self.vocab_size}) into bands of 2 or more, or [] for one band"
         fields.require(self, "cutoffs", wide, rule)
         few = len(self.cutoffs) < _MOST_BANDS
         fields.require(self, "cutoffs", few, f"ids that make {_MOST_BANDS} bands at most")

@@ -1,8 +1,9 @@
-"""Six ways to tell a transformer the order of its tokens: small classes with the same three methods.
+"""Six ways to tell a transformer the order of its tokens: small classes with the same four methods.
 
     embed    may add something to the embedded tokens, once
     rotate   may turn queries and keys by their positions, in every layer
     attend   is the attention itself, where a bias belongs, in every layer
+    weights  are those of `attend`, to look at
 
 What a method does not need, it inherits from `Position`, which adds nothing and attends causally.
 `METHODS`, below the classes, maps the names of the configuration to them.
@@ -21,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from linbias.models.slopes import ModelSlopes
-from linbias.torch import attention
+from linbias.torch import attention, attention_weights
 
 
 class AttendOptions(NamedTuple):
@@ -74,6 +75,24 @@ class Position(nn.Module):
             q, k, v, visible[:, None], options.dropout, enable_gqa=grouped
         )
 
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+        """Return the weights [B, H, T, S] of `attend` before dropout, at least float32; all of them in memory.
+
+        A query that sees no key has zeros.
+        """
+        distances = _distances(q, k, options)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1]) + self._bias(distances)
+        seen = _seen(distances, options)[:, None]
+        # Not -inf: the softmax of a row without keys would be NaN.
+        scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+        return scores.softmax(-1) * seen
+
+    def _bias(self, distances: Tensor) -> Tensor | float:
+        """What is added to the scores at distances [1 or B, T, S]: [1 or B, H, T, S]."""
+        return 0.0
+
 
 class Alibi(Position):
     """Subtract slope * distance from every score (Press et al., arXiv 2108.12409)."""
@@ -104,6 +123,12 @@ class Alibi(Position):
             key_bound=options.key_bound,
             dropout=options.dropout,
             implementation=self._implementation,
+        )
+
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+        left = self.slopes.left(q, k.shape[2], options.key_range)
+        return attention_weights(
+            q, k, left, key_range=options.key_range, query_start=options.query_start
         )
 
 
@@ -193,6 +218,9 @@ class T5(Position):
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, bias, options.dropout, enable_gqa=grouped)
 
+    def _bias(self, distances: Tensor) -> Tensor:
+        return self.bias(self.bucket(distances.clamp(min=0))).movedim(-1, 1)
+
     def bucket(self, distances: Tensor) -> Tensor:
         """Number the buckets: one per distance in the nearer half, then ever wider ones."""
         count = self.bias.num_embeddings
@@ -234,16 +262,21 @@ def _distances(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     return queries[..., None] - torch.arange(k.shape[2], device=q.device)
 
 
-def _visible(distances: Tensor, options: AttendOptions) -> Tensor:
-    """[1 or B, T, S]: which keys each query may see.
-
-    A query that may see none, as those of padding, sees them all: some SDPA kernels give NaN for a row without
-    keys, and NaN in a padding row would reach the other rows as 0 * NaN one layer later. Nobody reads what such
-    a query gathers.
-    """
-    visible = distances >= 0
+def _seen(distances: Tensor, options: AttendOptions) -> Tensor:
+    """[1 or B, T, S]: which keys each query may see."""
+    seen = distances >= 0
     if options.key_range is not None:
         first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
         keys = torch.arange(distances.shape[-1], device=distances.device)
-        visible = visible & (keys >= first) & (keys < end)
-    return visible | ~visible.any(-1, keepdim=True)
+        seen = seen & (keys >= first) & (keys < end)
+    return seen
+
+
+def _visible(distances: Tensor, options: AttendOptions) -> Tensor:
+    """As `_seen`, but a query that may see no key, as those of padding, sees them all.
+
+    Some SDPA kernels give NaN for a row without keys, and NaN in a padding row would reach the other rows as
+    0 * NaN one layer later. Nobody reads what such a query gathers.
+    """
+    seen = _seen(distances, options)
+    return seen | ~seen.any(-1, keepdim=True)

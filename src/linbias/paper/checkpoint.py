@@ -2,7 +2,7 @@
 
 The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
 tied weight twice. Reading it never runs code from the file. Here a model is a folder of config.json,
-model.safetensors with every weight once, and dict.txt.
+model.safetensors with every weight once, dict.txt, and its words as a tokenizer of Transformers.
 """
 
 import json
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from linbias.data.dictionary import Dictionary
+from linbias.data.words import save_word_tokenizer
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
@@ -182,10 +183,16 @@ def convert(
             with no_bars():
                 model.save_pretrained(partial)
             if words is not None:
-                words.write(Path(partial, "dict.txt"))
+                add_words(words, Path(partial))
             move_into_place(Path(partial), output)
     except (OSError, SafetensorError) as error:
         raise OSError(f"convert: could not write to {output} ({error})") from error
+
+
+def add_words(dictionary: Dictionary, folder: Path) -> None:
+    """Writes dict.txt into a model's folder, and the tokenizer of its words that `AutoTokenizer` reads."""
+    dictionary.write(folder / "dict.txt")
+    save_word_tokenizer(dictionary, folder)
 
 
 def check_dictionary(

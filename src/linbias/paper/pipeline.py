@@ -19,7 +19,7 @@ from linbias.data.prepare import prepare
 from linbias.paper.checkpoint import load
 from linbias.paper.evaluate import PaperEvaluation, evaluate
 from linbias.paper.recipe import Recipe
-from linbias.paper.train import PaperMetrics, train
+from linbias.paper.train import PaperMetrics, check_recipe, train
 from linbias.runs.files import Record, fingerprint
 from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.progress import Advance, progress_bar
@@ -51,6 +51,7 @@ def run(
     output: Path,
     recipe: Recipe,
     *,
+    fit: bool = False,
     workers: int = 1,
     batch_tokens: int = 16384,
     progress: bool = True,
@@ -61,6 +62,7 @@ def run(
         texts: Files of UTF-8 text: "train", "valid" and "test".
         output: Folder of the run: new, empty, or of a run with the same texts and recipe.
         recipe: What to train and for how long.
+        fit: As for `linbias.paper.train.train`.
         workers: Processes that read text.
         batch_tokens: Tokens per forward pass of the evaluations.
         progress: Show progress bars on standard error.
@@ -69,6 +71,7 @@ def run(
         ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; or as
             `linbias.paper.train.train`.
     """
+    check_recipe(recipe)
     fingerprints = {split: fingerprint(text) for split, text in texts.items()}
     with hold_run_folder(output, "run"):
         open_run_folder(output / "texts.json", fingerprints, "run")
@@ -83,7 +86,7 @@ def run(
             except ValueError:
                 (output / "texts.json").unlink()  # so that other texts can use the folder
                 raise
-        training = train(data, model_folder, recipe, progress=progress)
+        training = train(data, model_folder, recipe, fit=fit, progress=progress)
         model = load(model_folder)
         evaluations = []
         for split, length, context_window in _measured(recipe.length):

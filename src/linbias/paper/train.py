@@ -5,7 +5,7 @@ A run has a folder:
     recipe.json        the settings; written first, compared when the run continues
     log.jsonl          a line per logged step, with the columns that the original logs
     checkpoints/       the Trainer's, while training
-    config.json, model.safetensors, dict.txt     the best model so far, for `from_pretrained`
+    config.json, model.safetensors, dict.txt, tokenizer.json, ...     the best model so far, for `from_pretrained`
     metrics.json       written last: a run that has it is finished
 
 The batches are a pure function of the seed and the step, dropout is seeded anew for each step, and
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from linbias.data.batches import Batches
 from linbias.data.blocks import batch_order, blocks
 from linbias.data.dictionary import Dictionary
 from linbias.data.store import StoredIds, read_data
-from linbias.models.fields import own_fields
+from linbias.models.fields import MAXIMA, own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
+from linbias.paper.checkpoint import add_words
 from linbias.paper.recipe import Recipe
 from linbias.paper.trainer import LogFile, PaperTrainer, SeedEachStep, perplexity
 from linbias.runs.checkpoints import Checkpoints
@@ -78,6 +79,7 @@ def train(
     output: str | os.PathLike[str],
     recipe: Recipe,
     *,
+    fit: bool = False,
     progress: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> PaperMetrics:
@@ -92,6 +94,7 @@ def train(
             and valid.idx: made by `linbias paper prepare` or by the original.
         output: Folder of the run: new, empty, or of the very same run.
         recipe: What to train and for how long.
+        fit: Leave out the cutoffs of the recipe that lie beyond the words of the data, and warn of it.
         progress: Show a progress bar on standard error.
         callbacks: Further Transformers callbacks.
 
@@ -122,7 +125,9 @@ def train(
     data, output = Path(data), Path(output)
     dictionary, splits = _read_splits(data, recipe)
     on_cpu = uses_cpu(recipe.device, recipe.precision)
-    config = _config(recipe, dictionary)
+    if fit:
+        recipe = _fit_cutoffs(recipe, len(dictionary))
+    config = _config(recipe, len(dictionary))
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_processes(recipe, on_cpu)
     # Whatever may refuse has done so, before anything is written.
@@ -134,13 +139,37 @@ def train(
     return PaperMetrics.read(output)
 
 
-def _config(recipe: Recipe, dictionary: Dictionary) -> PaperConfig:
+def check_recipe(recipe: Recipe) -> None:
+    """Refuses what cannot be trained here whatever the data, so that it is known before data is prepared.
+
+    Raises:
+        ValueError: As `train`.
+    """
+    uses_cpu(recipe.device, recipe.precision)
+    _config(recipe, MAXIMA["vocab_size"])
+
+
+def _fit_cutoffs(recipe: Recipe, vocab_size: int) -> Recipe:
+    """The same recipe without the cutoffs that leave fewer than two ids to the last band."""
+    cutoffs = recipe.model.get("cutoffs", PaperConfig.cutoffs)
+    fitting = [cutoff for cutoff in cutoffs if cutoff <= vocab_size - 2]
+    if len(fitting) == len(cutoffs):
+        return recipe
+    warnings.warn(
+        f"train: cutoffs {[*cutoffs]} are {fitting} here, since the text has {vocab_size:,} types "
+        "(`--set cutoffs=[...]` chooses others)",
+        stacklevel=3,
+    )
+    return replace(recipe, model={**recipe.model, "cutoffs": fitting})
+
+
+def _config(recipe: Recipe, vocab_size: int) -> PaperConfig:
     unknown = sorted(set(recipe.model) - own_fields(PaperConfig))
     if unknown:
         raise ValueError(f"train: model must be made of PaperConfig's fields, got {unknown}")
     return PaperConfig(
         **recipe.model,
-        vocab_size=len(dictionary),
+        vocab_size=vocab_size,
         position=recipe.position,
         train_length=recipe.length,
     )
@@ -198,7 +227,7 @@ def _run(
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
 
     def save(trainer: PaperTrainer) -> None:
-        add_dictionary = partial(shutil.copy, data / "dict.txt")
+        add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
         publish(trainer, checkpoints, output, add_dictionary)
 
     set_seed(recipe.seed)

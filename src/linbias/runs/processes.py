@@ -1,8 +1,12 @@
 """Which of several processes this is, where a run has several (torchrun)."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+from numpy.typing import NDArray
 from torch import distributed
 
 T = TypeVar("T")
@@ -11,6 +15,78 @@ T = TypeVar("T")
 def is_main() -> bool:
     """Whether this process writes the files: the only one, or the first under torchrun."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def num_processes() -> int:
+    """How many processes there are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Joins the other processes for the length of the block: those that torchrun started, if it did."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def choose_device(function: str, name: str) -> torch.device:
+    """Where a process computes.
+
+    Args:
+        function: The function that the error names.
+        name: "auto" for a GPU where there is one, of several processes each its own; or a name of PyTorch.
+
+    Raises:
+        ValueError: It is no device of this machine.
+    """
+    if name == "auto":
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{function}: device must be 'auto', 'cpu', or a GPU that is here such as 'cuda', got {name!r}"
+        ) from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def sum_over_all(numbers: NDArray[Any], device: torch.device) -> NDArray[Any]:
+    """The sum of what every process gives, in every process.
+
+    Args:
+        numbers: Of any shape, the same in all processes.
+        device: Where the processes exchange them.
+    """
+    if num_processes() == 1:
+        return numbers
+    total = torch.from_numpy(numbers).to(device)
+    distributed.all_reduce(total)
+    return total.cpu().numpy()
+
+
+def max_over_all(number: int, device: torch.device) -> int:
+    """The largest of what every process gives, in every process."""
+    if num_processes() == 1:
+        return number
+    largest = torch.tensor(number, device=device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 def wait_for_all() -> None:

@@ -1,0 +1,133 @@
+"""The text that a model is scored on: a file by its name, whole, or a split of a corpus."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linbias.data import SPLITS
+from linbias.data.corpus import load_corpus, read_file
+from linbias.models.load import encode
+from linbias.runs.files import read_json
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A text as a model's tokens.
+
+    Attributes:
+        name: As it was given.
+        split: "train", "valid" or "test"; None for a file that was read whole.
+        ids: [N], integers.
+        num_bytes: UTF-8 bytes of the text.
+        total_bytes: UTF-8 bytes of the file; of a split, those that were read.
+    """
+
+    name: str
+    split: str | None
+    ids: NDArray[np.integer[Any]]
+    num_bytes: int
+    total_bytes: int
+
+    def scored(self, num_scored: int) -> dict[str, float]:
+        """How much of the text so many predictions from its start are: bytes, and their share, as JSON values."""
+        is_all = num_scored == len(self.ids) - 1
+        num_bytes = (
+            self.num_bytes if is_all else round(self.num_bytes * num_scored / len(self.ids))
+        )
+        return {"text_bytes": self.total_bytes, "share": num_bytes / self.total_bytes}
+
+    def describe(self, num_scored: int) -> str:
+        """What was scored, in words.
+
+        Args:
+            num_scored: Predictions that were scored, from the start.
+
+        Example:
+            >>> text = TokenText("a.txt", None, np.zeros(101), num_bytes=500, total_bytes=1000)
+            >>> text.describe(50)
+            'a.txt: scored 50 of 100 tokens, 248 of 1,000 bytes (24.8% of the file)'
+        """
+        share = self.scored(num_scored)["share"]
+        what = "the file" if self.split is None else f"the {self.split} split"
+        return (
+            f"{self.name}: scored {num_scored:,} of {len(self.ids) - 1:,} tokens, "
+            f"{round(share * self.total_bytes):,} of {self.total_bytes:,} bytes ({share:.1%} of {what})"
+        )
+
+
+def read_text(
+    model: str | Path, name: str, split: str | None = None, *, max_bytes: int | None = None
+) -> TokenText:
+    """Reads a text as the tokens of a model.
+
+    A file that is given by its name is read whole. A folder that `linbias.lm.train` made remembers its corpus:
+    where the same place is read now, but not the split that was held out (a file whole; or files came or went, so
+    that the corpus is split otherwise), a `UserWarning` says so: the model may have been trained on the text.
+
+    Args:
+        model: As for `load_model`.
+        name: A text file, or a corpus as for `load_corpus`.
+        split: "train", "valid" or "test", to score a split of a file as well. None is the whole of a file, and the
+            test split of any other corpus.
+        max_bytes: Read at most this many bytes, of the file or of each split.
+
+    Raises:
+        ValueError: There is no such corpus or split, it is no UTF-8 text, or the model has no readable tokenizer.
+    """
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"read_text: split must be one of {', '.join(SPLITS)}, got {split!r}")
+    path = Path(name).expanduser()
+    if split is None and path.is_file():
+        content, total_bytes = read_file(path, max_bytes=max_bytes), path.stat().st_size
+        _warn_of_trained_text(Path(model), path.resolve())
+        return _as_tokens(model, name, None, content, total_bytes)
+    split = split or "test"
+    corpus = load_corpus(name, max_bytes=max_bytes)
+    _warn_of_trained_text(Path(model), Path(corpus.location), corpus.splits)
+    content = getattr(corpus, split).tobytes()  # the ids of the byte tokenizer are the bytes
+    return _as_tokens(model, name, split, content, len(content))
+
+
+def _as_tokens(
+    model: str | Path, name: str, split: str | None, content: bytes, total_bytes: int
+) -> TokenText:
+    ids = encode(model, content)
+    if len(ids) < 2:
+        raise ValueError(f"read_text: text must hold two tokens or more, got {len(ids)} in {name}")
+    return TokenText(name, split, ids, len(content), total_bytes)
+
+
+def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None = None) -> None:
+    """Warns if the model's run read this place, and did not hold out what is scored.
+
+    Args:
+        model: The run's folder.
+        here: What is read now.
+        splits: How it is split, as `Corpus.splits`; None where it is read whole.
+    """
+    try:
+        run = read_json(model / "settings.json", "read_text")
+        location, trained = Path(run["location"]), run["corpus"]["splits"]
+    except (ValueError, LookupError, TypeError, OSError):
+        return  # no run of `train`, or one that its own folder no longer describes
+    if splits == trained or not (location.is_relative_to(here) or here.is_relative_to(location)):
+        return
+    if splits is None:
+        warnings.warn(
+            f"read_text: text must be one that the model was not trained on, got {here}, of which the run in "
+            f"{model} read a part (split 'test' is what it has not read)",
+            stacklevel=3,
+        )
+    else:
+        warnings.warn(
+            f"read_text: corpus must be split as in training to hold no text of it, got {here} "
+            f"split otherwise than the run in {model} (it read {location}); the model may have been "
+            "trained on what is scored",
+            stacklevel=3,
+        )

@@ -1,0 +1,165 @@
+"""Packed rows: several texts end to end in one row, told apart by their position numbers.
+
+`DataCollatorWithFlattening` fills a batch without padding: the numbers start anew where a text does. Each text must
+be attended to alone, so texts of about the same length run as one batch, padded behind:
+
+    position_ids    0 1 2 0 1 0 1 2 3     three texts: rows 0-2, 3-4 and 5-8 of the flattened batch
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Lengths up to the same multiple of it share a batch: a batch of its own costs more than some padding.
+_GRAIN = 64
+
+
+class Group(NamedTuple):
+    """Texts that run as one batch.
+
+    Attributes:
+        rows: [texts, longest], int64: the tokens of each text as rows of the flattened batch [B * T]. A shorter text
+            repeats its last token.
+        lengths: [texts], int64: its tokens.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+
+    @property
+    def is_token(self) -> Tensor:
+        """[texts, longest]: False where a text repeats its last token."""
+        return torch.arange(self.rows.shape[1], device=self.rows.device) < self.lengths[:, None]
+
+    def key_range(self) -> Tensor | None:
+        """[texts, 2], for `linbias.torch.attention`; None where all have the same length."""
+        if (self.lengths == self.rows.shape[1]).all():
+            return None
+        return torch.stack([torch.zeros_like(self.lengths), self.lengths], dim=1)
+
+
+class Packing(NamedTuple):
+    """The texts of a packed batch.
+
+    Attributes:
+        groups: Together, all rows of the flattened batch, each once.
+        back: [B * T], int64: where each row is among the tokens of the groups, one after another.
+    """
+
+    groups: tuple[Group, ...]
+    back: Tensor
+
+    def take(self, x: Tensor, group: Group) -> Tensor:
+        """[texts, heads, longest, size]: the texts of a group, of x [B, heads, T, size]."""
+        return x.transpose(1, 2).flatten(0, 1)[group.rows].transpose(1, 2)
+
+    def put_back(self, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """[B, heads, T, size]: what `take` took, with the first, third and last of these sizes; a part per group."""
+        B, _, T, _ = shape
+        tokens = [
+            part.transpose(1, 2)[group.is_token]
+            for part, group in zip(parts, self.groups, strict=True)
+        ]
+        return torch.cat(tokens)[self.back].unflatten(0, (B, T)).transpose(1, 2)
+
+
+# Where a text starts decides shapes, which no graph can hold: a compiled model breaks its graph here.
+@torch.compiler.disable
+def find_packing(position_ids: Tensor, is_token: Tensor | None) -> Packing | None:
+    """Tell the texts of each row apart.
+
+    As in Transformers, a text starts where a number is not one more than the number before it; and where padding
+    ends or begins.
+
+    Args:
+        position_ids: [B, T], integers.
+        is_token: [B, T], False at padding; None where there is none.
+
+    Returns:
+        The Packing; None where no row holds two texts side by side.
+
+    Example:
+        >>> packing = find_packing(torch.tensor([[0, 1, 2, 0, 1]]), None)
+        >>> packing.groups[0].rows.tolist()
+        [[0, 1, 2], [3, 4, 4]]
+    """
+    B, T = position_ids.shape
+    starts = torch.ones(B, T, dtype=torch.bool, device=position_ids.device)
+    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    if is_token is not None:
+        starts[:, 1:] &= is_token[:, 1:] & is_token[:, :-1]
+    if not starts[:, 1:].any():
+        return None
+    if is_token is not None:
+        starts[:, 1:] |= is_token[:, 1:] != is_token[:, :-1]
+    (first,) = starts.flatten().nonzero(as_tuple=True)
+    lengths = first.diff(append=first.new_tensor([B * T]))
+    by_length = defaultdict(list)
+    for text, length in enumerate(lengths.tolist()):
+        by_length[-(-length // _GRAIN)].append(text)
+    groups = tuple(_group(first[texts], lengths[texts]) for texts in by_length.values())
+    order = torch.cat([group.rows[group.is_token] for group in groups])
+    return Packing(groups, order.argsort())
+
+
+def _group(first: Tensor, lengths: Tensor) -> Group:
+    steps = torch.arange(int(lengths.max()), device=first.device)
+    return Group(first[:, None] + steps.minimum(lengths[:, None] - 1), lengths)
+
+
+@torch.compiler.disable
+def attend_packed(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    packing: Packing,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Let every text of a packed batch attend to itself alone.
+
+    Args:
+        attend: Called for each group with q, k, v and a key range; returns what the queries gather.
+        packing: Of the batch.
+        q: [B, H, T, D].
+        k: [B, G, T, D].
+        v: [B, G, T, D].
+
+    Returns:
+        [B, H, T, D].
+    """
+    parts = []
+    for group in packing.groups:
+        taken = packing.take(q, group), packing.take(k, group), packing.take(v, group)
+        parts.append(attend(*taken, group.key_range()))
+    return packing.put_back(parts, q.shape)
+
+
+def packed_weights(
+    weights: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    packing: Packing,
+    q: Tensor,
+    k: Tensor,
+) -> Tensor:
+    """The attention weights [B, H, T, T] of a packed batch: zero between texts.
+
+    Args:
+        weights: Called for each group with q, k and a key range; returns its weights.
+        packing: Of the batch.
+        q: [B, H, T, D].
+        k: [B, G, T, D].
+    """
+    B, H, T, _ = q.shape
+    found: Tensor | None = None
+    for group in packing.groups:
+        part = weights(packing.take(q, group), packing.take(k, group), group.key_range())
+        if found is None:
+            found = part.new_zeros(B, H, T, T)
+        for weight, rows, length in zip(part, group.rows, group.lengths.tolist(), strict=True):
+            row, first = divmod(int(rows[0]), T)
+            text = slice(first, first + length)
+            found[row, :, text, text] = weight[:, :length, :length]
+    assert found is not None
+    return found

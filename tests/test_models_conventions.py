@@ -1,0 +1,261 @@
+"""What users of Transformers expect of any causal model: packed batches, caches, attentions, collators."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from linbias.models.config import POSITIONS
+from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
+from small_models import (
+    assert_same,
+    build,
+    build_paper,
+    decode,
+    every_position,
+    left_padded,
+    paper_tokens,
+    tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+BOTH = [
+    *(pytest.param(build, position, tokens, id=position) for position in POSITIONS),
+    *(
+        pytest.param(build_paper, position, paper_tokens, id=f"paper-{position}")
+        for position in PAPER_POSITIONS
+    ),
+]
+both_families = pytest.mark.parametrize(("make", "position", "draw"), BOTH)
+
+
+@both_families
+def test_a_packed_batch_equals_its_texts_one_by_one(make: Any, position: str, draw: Any) -> None:
+    model: PreTrainedModel = make(position=position, num_hidden_layers=1)
+    texts = [draw(n).clamp(min=2) for n in (5, 1, 9, 5)]  # <pad>, 1, is not scored
+    batch = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in texts])
+    labels = batch.pop("labels")
+    output = model(**batch)
+    assert output.logits.shape[:2] == (1, 20) and output.past_key_values is None
+    alone = torch.cat([model(text[None]).logits for text in texts], dim=1)
+    assert_same(output.logits, alone)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    direction = torch.randn_like(alone)
+    packed, single = (
+        torch.autograd.grad((logits * direction).sum(), weights, allow_unused=True)
+        for logits in (output.logits, alone)
+    )
+    for found, expected in zip(packed, single, strict=True):
+        if expected is not None:  # a bias of keys has gradients of 0
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    losses = [
+        model(text[None], labels=text[None]).loss * (len(text) - 1)
+        for text in texts
+        if len(text) > 1
+    ]
+    assert model(**batch, labels=labels).loss.item() == pytest.approx(
+        sum(losses).item() / 16, rel=1e-5
+    )
+
+
+@torch.no_grad()
+def test_packed_rows_may_be_several_long_and_padded() -> None:
+    model = build(slope_scale="interpolate", train_length=30, num_key_value_heads=2)
+    texts = [[tokens(70), tokens(3)], [tokens(20), tokens(40)]]
+    ids, mask, positions = (torch.zeros(2, 73, dtype=torch.int64) for _ in range(3))
+    for line, row in enumerate(texts):
+        filled = slice(offset := 7 * line, offset + sum(map(len, row)))  # padding on both sides
+        ids[line, filled] = torch.cat(row)
+        mask[line, filled] = 1
+        positions[line, filled] = torch.cat([torch.arange(len(text)) for text in row])
+    output = model(ids, mask, positions, output_attentions=True)
+    for line, row in enumerate(texts):
+        start = 7 * line
+        for text in row:
+            stop = start + len(text)
+            alone = model(text[None], output_attentions=True)
+            assert_same(output.logits[line, start:stop], alone.logits[0])
+            weights = output.attentions[1][line, :, start:stop]
+            assert_same(weights[..., start:stop], alone.attentions[1][0])
+            assert not weights[..., :start].any() and not weights[..., stop:].any()
+            start = stop
+    assert_same(model(ids, mask, positions, logits_to_keep=30).logits, output.logits[:, -30:])
+
+
+@torch.no_grad()
+def test_numbers_that_count_on_are_no_packing() -> None:
+    model = build(position="rotary")
+    ids, mask = left_padded([tokens(9), tokens(4)])
+    numbers = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as many models number padding
+    expected = model(ids, mask)
+    output = model(ids, mask, numbers)
+    assert output.past_key_values is not None
+    assert_same(output.logits[0], expected.logits[0])
+    assert_same(output.logits[1, 5:], expected.logits[1, 5:])
+    # Rotary scores see distances alone (angles are float32); sinusoids see where a text starts.
+    moved = model(ids, mask, numbers + 7).logits[0]
+    torch.testing.assert_close(moved, expected.logits[0], rtol=1e-4, atol=1e-4)
+    shifted = build(position="sinusoidal")
+    assert not torch.allclose(
+        shifted(ids[:1], None, numbers[:1] + 7).logits, shifted(ids[:1]).logits
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo, where a graph breaks
+def test_a_compiled_model_reads_packed_batches() -> None:
+    """Where a text starts is data: the graph breaks there, and the numbers are the same."""
+    model = build(num_hidden_layers=1)
+    batch = DataCollatorWithFlattening()([{"input_ids": tokens(n).tolist()} for n in (5, 9)])
+    compiled = torch.compile(model, backend="eager")
+    assert_same(compiled(**batch).logits, model(**batch).logits)
+
+
+def test_position_numbers_are_refused_while_a_model_is_exported() -> None:
+    model, ids = build(num_hidden_layers=1), tokens(1, 5)
+    inputs = {"input_ids": ids, "use_cache": False}
+    program = torch.export.export(model, (), inputs, strict=False)
+    assert_same(program.module()(**inputs).logits, model(**inputs).logits)
+    with pytest.raises(
+        ValueError, match="LinbiasModel: position_ids must be None while a model is"
+    ):
+        numbers = {"position_ids": torch.arange(5)[None]}
+        torch.export.export(model, (), inputs | numbers, strict=False)
+
+
+@both_families
+@torch.no_grad()
+def test_attentions_are_the_weights_behind_the_output(
+    make: Any, position: str, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: PreTrainedModel = make(position=position)
+    attend, seen = model.model.position.attend, []
+
+    def watched(q: Any, k: Any, v: Any, options: Any) -> Any:
+        seen.append((v, attend(q, k, v, options)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(model.model.position, "attend", watched)
+    ids, mask = draw(2, 7), torch.ones(2, 7, dtype=torch.int64)
+    mask[0, :2] = 0
+    output = model(ids, mask, output_attentions=True, logits_to_keep=2)
+    assert len(output.attentions) == 2 and output.logits.shape[1] == 2
+    for weights, (v, gathered) in zip(output.attentions, seen, strict=True):
+        assert weights.shape == (2, v.shape[1], 7, 7)
+        assert not weights.triu(1).any() and not weights[0, :, 2:, :2].any()
+        assert_same((weights @ v)[0, :, 2:], gathered[0, :, 2:])
+        assert_same((weights @ v)[1], gathered[1])
+    assert model(ids, mask).attentions is None
+
+
+@every_position
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_generates_the_same_tokens(position: str, padded: bool) -> None:
+    model = build(position=position, num_key_value_heads=2)
+    ids, mask = left_padded([tokens(9), tokens(4 if padded else 9)])
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_a_static_cache_gives_the_logits_of_a_whole_forward() -> None:
+    model, ids = build(slope_scale="interpolate", train_length=5), paper_tokens(2, 11) % 61
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 3], dim=1)]
+    expected = decode(model, ids, None, [7, 1, 3])  # the slopes depend on the keys of each call
+    assert_same(torch.cat(parts, dim=1), expected)
+    paper = build_paper()
+    cache = StaticCache(config=paper.config, max_cache_len=12)
+    assert_same(paper(ids, past_key_values=cache).logits, paper(ids).logits)
+
+
+def test_a_compiled_step_with_a_static_cache_is_one_graph_for_all_steps() -> None:
+    model, ids = build(num_hidden_layers=1), tokens(2, 9)
+    expected = model(ids).logits
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(ids[:, :5], past_key_values=cache)
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        for t in range(5, 9):
+            numbers = torch.full((2, 1), t)
+            output = step(ids[:, t : t + 1], None, numbers, cache, use_cache=True)
+            assert_same(output.logits[:, 0], expected[:, t])
+    assert counter.frame_count == 1
+
+
+def test_token_types_are_taken_and_not_used() -> None:
+    for model, ids in ((build(), tokens(2, 5)), (build_paper(), paper_tokens(2, 5))):
+        types = torch.ones_like(ids)
+        assert torch.equal(model(ids, token_type_ids=types).logits, model(ids).logits)
+        options = {"max_new_tokens": 3, "do_sample": False}
+        made = model.generate(ids, token_type_ids=types, **options)
+        assert torch.equal(made, model.generate(ids, **options))
+
+
+# Tokenizers: padding, begin and end of a text.
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_tokenizers_pad_batches_for_collators_and_generation(kind: str, tmp_path: Path) -> None:
+    words = "the cat sat on the mat\n" * 9
+    made = byte_tokenizer() if kind == "bytes" else train_bpe(words.encode(), 270)
+    made.save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = {name: getattr(tokenizer, name) for name in made.special_ids}
+    assert ids == made.special_ids and len(set(ids.values())) == 3 and len(ids) == 3
+    assert len(tokenizer) == made.vocab_size  # a role takes no id beyond the model's
+    batch = tokenizer(["the cat", "the"], padding=True, return_tensors="pt")
+    assert set(batch) == {"input_ids", "attention_mask"}  # no types, which no model here uses
+    assert (
+        batch["input_ids"][1, 0] == tokenizer.pad_token_id and batch["attention_mask"][1, 0] == 0
+    )
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    labels = collate([tokenizer("the cat"), tokenizer("the")])["labels"]
+    assert labels[1, 0] == -100 and (labels[0] >= 0).all()
+    model = build(vocab_size=made.vocab_size, **made.special_ids)
+    together = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    alone = model.generate(
+        **tokenizer("the", return_tensors="pt"), max_new_tokens=4, do_sample=False
+    )
+    new = batch["input_ids"].shape[1]
+    assert torch.equal(
+        together[1, new : new + alone.shape[1] - len(tokenizer("the").input_ids)], alone[0, -4:]
+    )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_every_text_decodes_to_itself_whatever_characters_have_roles(kind: str) -> None:
+    made = byte_tokenizer() if kind == "bytes" else train_bpe(b"the cat\n" * 9, 270)
+    text = "a\0b\2\3c\1 \u0100\u0103 [PAD]<s>\n"
+    ids = made.backend.encode(text).ids
+    assert made.decode(ids) == text and ids == made.encode(text).tolist()
+    if kind == "bytes":
+        assert ids == list(text.encode())
+
+
+def test_a_token_that_is_added_for_padding_fits_after_resizing(tmp_path: Path) -> None:
+    """What the error of Transformers advises where a tokenizer has no padding."""
+    Tokenizer(byte_tokenizer().backend).save(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    model = build(vocab_size=256)
+    model.resize_token_embeddings(len(tokenizer))
+    batch = tokenizer(["to be", "or"], padding=True, return_tensors="pt")
+    assert batch["input_ids"].max() == 256 and model.config.vocab_size == 257
+    assert model(**batch).logits.shape == (2, 5, 257)
+    with pytest.raises(
+        NotImplementedError, match="PaperForCausalLM: the vocabulary cannot be resized"
+    ):
+        build_paper().resize_token_embeddings(90)
