@@ -27,9 +27,10 @@ LINBIAS_INLINE bool in_all_lanes(Lanes x) {
 #endif
 }
 
-// 2^x to 4e-6: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the smallest normal number.
+// 2^x to 2e-7: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the smallest normal number.
 LINBIAS_INLINE Floats power_of_two(Floats x) {
-  constexpr float kFourth = 0.013555747f, kThird = 0.05203237f, kSecond = 0.24137976f, kFirst = 0.69303212f;
+  constexpr float kFifth = 0.001879318617f, kFourth = 0.008990994655f, kThird = 0.05581867695f, kSecond = 0.2401592731f,
+                  kFirst = 0.6931517124f;
 #if defined(__AVX512DQ__)
   const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor x
 #else
@@ -39,7 +40,8 @@ LINBIAS_INLINE Floats power_of_two(Floats x) {
   const Floats rounded = (inside - 0.5f) + Simd<float>::kRound;
   const Floats r = inside - (rounded - Simd<float>::kRound);
 #endif
-  Floats y = r * kFourth + kThird;
+  Floats y = r * kFifth + kFourth;
+  y = y * r + kThird;
   y = y * r + kSecond;
   y = y * r + kFirst;
   y = y * r + 1.0f;
