@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test check core-test fix bench gpu sanitize neon clean
+.PHONY: run test attack check core-test fix bench gpu sanitize neon clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -52,6 +52,9 @@ sanitize-%:
 	  -DLINBIAS_SANITIZE=$* -DCMAKE_CXX_FLAGS_RELEASE=-O1
 	$(BIN)/cmake --build build/$* --parallel 2
 	build/$*/attention_test
+
+attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
 
 neon:  ## compile the core and its test for 64-bit Arm, and run it under qemu-user where that is installed
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig

@@ -79,7 +79,8 @@ def functions(
             )
     if "sdpa mask" in case.peers and slopes.numel() * T * S * q.element_size() < MASK_LIMIT_BYTES:
         right = [math.inf] * len(slopes) if case.causal else None
-        bias = torch.from_numpy(linbias.bias(slopes.tolist(), T, S, right)).to(q)
+        # Of four axes: with three, PyTorch leaves its fused way and is several times slower.
+        bias = torch.from_numpy(linbias.bias(slopes.tolist(), T, S, right)).to(q)[None]
         found["sdpa mask"] = lambda: plain(q, k, v, attn_mask=bias)
     if "sdpa, no bias" in case.peers:
         found["sdpa, no bias"] = lambda: plain(q, k, v, is_causal=case.causal)

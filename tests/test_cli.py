@@ -195,6 +195,36 @@ def test_generate_is_fixed_by_its_seed(model):
     assert run(*words, "--seed", 1).stdout.strip() == texts[0].strip()
 
 
+def test_a_prompt_comes_from_a_file_or_standard_input_and_a_long_one_is_not_shown(model, tmp_path):
+    long = "train short test long " * 10  # of 220 characters
+    (tmp_path / "prompt.txt").write_text(long + "\n")
+    words = ["generate", model, "-n", 8]
+    from_file = run(*words, "--prompt-file", tmp_path / "prompt.txt", "--json").stdout
+    assert json.loads(from_file)["prompt"] == long  # without the last line end
+    shown = run(*words, "--prompt-file", tmp_path / "prompt.txt").stdout
+    assert "train short" not in shown
+    assert shown.strip() and json.loads(from_file)["text"].endswith(shown.strip())
+    command = [str(word) for word in (*words, "-p", "-", "--json")]
+    piped = CliRunner().invoke(cli.app, command, input=long + "\n").stdout
+    assert piped == from_file
+
+
+def test_a_trained_model_is_trained_on_with_another_length(model, corpus, tmp_path):
+    words = ["train", "--init", model, "--corpus", corpus, "--length", 32, "--steps", 2]
+    words += ["--batch-size", 2, "--threads", 1, "--validate-steps", 1, "-o", tmp_path / "on"]
+    result = run(*words, "--set", "hidden_dropout=0.1")
+    assert result.exit_code == 0, result.output
+    assert re.search(
+        r"loss \d\.\d{3} nats per token, \d\.\d{3} on the validation split", result.stdout
+    )
+    config = json.loads((tmp_path / "on" / "config.json").read_text())
+    assert (config["train_length"], config["hidden_size"], config["hidden_dropout"]) == (
+        32,
+        16,
+        0.1,
+    )
+
+
 def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch):
     found = json.loads(run("doctor", "--json").stdout)
     assert set(found) == {"machine", "versions", "parts", "implementations"}
@@ -218,6 +248,7 @@ def test_doctor_says_what_cannot_be_imported(monkeypatch):
 
 # errors: one line, exit status 2, no traceback
 
+RUN = ["train", *TINY, "--length", "16", "--batch-size", "2", "--threads", "1"]  # as of `model`
 ERRORS = [
     (["evaluate", "./absent"], "path must be a folder with a config.json, got './absent'"),
     (["evaluate", "{model}", "--length", "a"], "--length: must be whole numbers such as 128,256"),
@@ -248,30 +279,44 @@ ERRORS = [
     ),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
-    (["train", "--set", "widht=1"], "widht"),
+    (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
+    (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),
+    (["train", "--init", "{model}", "--vocab-size", "300"], "--vocab-size: must be left out with --init"),
+    (["train", "--init", "{model}", "--set", "hidden_size=32", "--corpus", "{corpus}"], "--set hidden_size: must be 16, as in the model of init, got 32"),
+    (["train", "--init", "{model}", "--position", "none", "--corpus", "{corpus}"], "--position: must be 'alibi', as in the model of init, got 'none'"),
+    (["train", "--init", "./absent"], "--init: must be a folder that `linbias train` made, got 'absent'"),
+    (["train", "--batch-size", "4", "--accumulation", "3", "--corpus", "{corpus}", "-o", "{tmp}/x"], "--batch-size: must be a multiple of processes x accumulation = 1 x 3, got 4"),
+    (["train", "--validate-steps", "-1"], "--validate-steps: must be at least 0, got -1"),
+    ([*RUN, "--steps", "2", "--corpus", "{corpus}", "-o", "{model}"], "--steps: must be at least that of the run in {model}, 3 steps, got 2 steps"),
+    (["train", "--position", "rope", "--corpus", "{corpus}", "-o", "{tmp}/x"], "--position: must be one of"),
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (
         ["train", "--steps", "1", "--tokens", "1"],
-        "steps, tokens, seconds must be given one at a time",
+        "--steps, --tokens, --seconds: must be given one at a time",
     ),
-    (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+    (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
     (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
-    (["extrapolate", "--methods", "rope"], "methods must be among alibi"),
+    (["extrapolate", "--methods", "rope"], "--methods: must be among alibi"),
+    (["extrapolate", "--batch-size", "0"], "--batch-size: must be at least 1, got 0"),
     (["extrapolate", "--test-lengths", "1,x"], "--test-lengths: must be whole numbers"),
     (["generate", "{model}", "--prompt", ""], "prompt must not be empty"),
     (["generate", "{model}", "--prompt", "a\udcff"], "got '\\udcff' at character 1"),
-    (["train", "--set", "return_dict=false"], "LinbiasConfig's fields, got ['return_dict']"),
+    (["generate", "{model}", "--prompt-file", "{tmp}/absent"], "--prompt-file: must be a file that can be read, got {tmp}/absent (No such file or directory)"),
+    (["generate", "{model}", "--prompt-file", "{model}/model.safetensors"], "--prompt-file: must be UTF-8 text, got another byte at"),
+    (["generate", "{model}", "-p", "a", "--prompt-file", "{corpus}"], "--prompt-file: must be left out with --prompt"),
+    (["train", "--set", "return_dict=false"], "LinbiasConfig's fields, got 'return_dict'"),
     (
         ["train", "--corpus", "{corpus}", "--set", "num_hidden_layers=1000000", "-o", "{tmp}/x"],
-        "LinbiasConfig: num_hidden_layers must be at most 2048, got 1000000",
+        "--set num_hidden_layers: must be at most 2048, got 1000000",
     ),
     (["generate", "{corpus}"], "path must be a folder with a config.json"),
-    (["explain", "{corpus}"], "arrays must be an .npz file"),
+    (["explain", "{corpus}"], "arrays must be an .npz file of numbers, as numpy.savez writes it, got {corpus}\n"),
+    (["explain", "{tmp}/absent"], "arrays must be an .npz file, got {tmp}/absent (No such file or directory)"),
     (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
     (["explain", "--query", "5"], "query must be one of 5, got 5"),
     (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), ERRORS)
@@ -281,7 +326,7 @@ def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     (tmp_path / "nul").write_text("a\0b")
     result = run(*(word.format(**places) for word in words))
     assert result.exit_code == 2, result.output
-    assert message in result.stderr
+    assert message.format(**places) in result.stderr
     assert re.fullmatch(r"error: .+\n", result.stderr)
     assert result.stdout == ""
 
@@ -336,8 +381,13 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
         assert option[name] == getattr(settings.training, name)
     option = {name: p.default for name, p in signature(cli.models.train).parameters.items()}
     for field in fields(TrainSettings):
-        if field.name in option and field.name != "fsdp":
+        if field.name in option and field.name not in ("fsdp", "length"):
             assert option[field.name] == field.default, field.name
+    # With --init these are the model's; without, those of the settings.
+    kept = ("length", "position", "tokenizer", "vocab_size")
+    assert [option[name] for name in kept] == [None] * 4
+    shown = run("train", "--help").stdout
+    assert TrainSettings.length == 128 and "Default: 128, or as --init was trained" in shown
 
 
 # Ctrl-C, as a person does it

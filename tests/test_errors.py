@@ -59,6 +59,11 @@ MESSAGES = [
     (dict(query_start=torch.tensor([0, -(2**31)])), ValueError, r"query_start must be within 2\^30 of key 0, got -2147483648 in batch row 1"),
     (dict(key_range=torch.tensor([[-1, 3], [0, 7]])), ValueError, r"got \[-1, 3\] in batch row 0"),
     (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
+    (dict(mask=torch.ones(5, 7)), TypeError, "attention: mask must hold bool, True for what takes part, got float32"),
+    (dict(mask=[[True]]), TypeError, "mask must be a torch.Tensor, got list"),
+    (dict(mask=torch.ones(2, 5, 7) > 0), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[2, 5, 7\]"),
+    (dict(mask=torch.ones(1, 2, 4, 5, 7) > 0), ValueError, r"mask must broadcast to .*, got \[1, 2, 4, 5, 7\]"),
+    (dict(mask=torch.ones(5, 7, device="meta", dtype=torch.bool)), ValueError, "mask is on meta but q is on cpu"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
     (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
@@ -67,7 +72,7 @@ MESSAGES = [
     (dict(dropout=True), TypeError, "dropout must be a number, got True"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(tolerance=float("nan")), ValueError, r"tolerance must be in \[0, 1\), got nan"),
-    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense', 'triton'\), got 'fast'"),
+    (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'sdpa', 'dense', 'triton'\), got 'fast'"),
 ]  # fmt: skip
 
 
@@ -135,6 +140,8 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES[None], ONES[None], ONES[None], key_range=[0, 4]), ValueError, r"key_range must have shape \[B, 2\] = \[1, 2\] or"),
     (lambda: linbias.attention(ONES, ONES, ONES, key_range=[[0, 3], [2, 1]]), ValueError, r"got \[2, 1\] in batch row 0, key/value head 1"),
     (lambda: linbias.attention(ONES, ONES, ONES, query_start=0.5), TypeError, "query_start must hold integers, got float64"),
+    (lambda: linbias.attention(ONES, ONES, ONES, mask=np.ones((3, 3))), TypeError, "mask must hold bool, .*, got float64"),
+    (lambda: linbias.attention(ONES[None, None], ONES[None, None], ONES[None, None], mask=np.ones((1, 3, 2, 3, 3), bool)), ValueError, r"mask must broadcast to .* = \[1, 2, 3, 3\], got \[1, 3, 2, 3, 3\]"),
     (lambda: linbias.attention(ONES, ONES, ONES, query_start=2**31), ValueError, r"query_start must be within 2\^30 of key 0, got 2147483648"),
     (lambda: linbias.merge([], []), ValueError, "merge: outs and lses must be as many, at least 1, got 0 and 0"),
     (lambda: linbias.merge([ONES], [ONES]), ValueError, r"out \[2, 3, 4\] and lse \[2, 3\], got \[2, 3, 4\] and \[2, 3, 4\] in part 0"),
@@ -182,4 +189,4 @@ def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_aut
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 30
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 33

@@ -1,20 +1,23 @@
 """The experiment at toy size: resuming, refusing, and the report of a real run."""
 
+import io
 import json
 import random
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from linbias.lm import findings, page, terminal
 from linbias.lm.extrapolate import extrapolate
 from linbias.lm.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.runs.folders import hold_run_folder
+from linbias.runs.tables import NumberTable
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -96,6 +99,18 @@ def test_a_finished_run_neither_trains_nor_measures_again(settings, finished, mo
     again = extrapolate(settings, folder, command="linbias <test>", progress=False)
     assert again.evaluations == results.evaluations
     assert again.trainings == results.trainings
+
+
+@pytest.mark.parametrize(("kind", "field"), [("training", "loss"), ("evaluation", "nll")])
+def test_a_line_that_lacks_a_field_is_named(settings, copy_of_finished, kind, field):
+    log = copy_of_finished / "results.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    number = next(i for i, record in enumerate(records, start=1) if record["kind"] == kind)
+    del records[number - 1][field]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    message = rf"extrapolate: line {number} of .*results\.jsonl is damaged \(it lacks {field}\)"
+    with pytest.raises(ValueError, match=message):
+        extrapolate(settings, copy_of_finished, progress=False)
 
 
 def test_a_line_that_a_crash_cut_off_is_measured_again(settings, finished, copy_of_finished):
@@ -191,21 +206,56 @@ def test_the_page_needs_nothing_but_itself(finished):
     }
 
 
+def shown_at(width: int, renderables: Iterable[RenderableType]) -> str:
+    """What a terminal of this width shows."""
+    console = Console(width=width, file=io.StringIO())
+    for renderable in renderables:
+        console.print(renderable)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_tables_are_cut_nowhere_at_any_width(finished, width):
+    _, results = finished
+    table = NumberTable("length", "perplexity", "bits/byte", "tokens/s", "memory", title="Scores")
+    table.add_row("16,384", "1,234.567", "1.2345", "123,456", "12,345 MiB")
+    shown = shown_at(width, [*terminal.tables(results), table])
+    assert max(map(len, shown.splitlines())) <= width
+    assert "\u2026" not in shown  # the dots of a text that was cut
+    words = shown.split()
+    for word in ("length", "perplexity", "bits/byte", "tokens/s", "memory", "change", "trained"):
+        assert word in words
+    for word in ("1,234.567", "123,456", "12,345", "Scores"):
+        assert words.count(word) == 1
+    assert words.count("16,384") == shown.count("length")  # with every part of the table
+
+
+def test_figures_have_an_alternative_text_and_the_pages_colours(finished):
+    html = (finished[0] / "report.html").read_text()
+    figures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(figures) == 4  # two, each for wide and for narrow windows
+    for figure in figures:
+        (text,) = re.findall(r'^<svg role="img" aria-label="([^"]+)"', figure)
+        assert "ALiBi trained on 16 tokens" in text
+        assert not re.search(r"(fill|stroke|color): *#", figure)
+    used = set(re.findall(r"var\(--([\w-]+)\)", html)) - {"colour"}
+    light, dark = re.findall(r":root \{([^}]*)\}", html)
+    for name in used:
+        assert f"--{name}: #" in light and f"--{name}: #" in dark, name
+
+
 def test_page_and_tables_show_the_measured_numbers(finished):
     folder, results = finished
     html = (folder / "report.html").read_text()
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))
-    with console.file:
-        for table in terminal.tables(results):
-            console.print(table)
-    shown = console.export_text()
+    shown = shown_at(100, terminal.tables(results))
     for method, train_length, length in [("alibi", 16, 16), ("alibi", 8, 32), ("learned", 8, 8)]:
         points = findings.curve(results.evaluations, method, train_length)
         loss = next(f"{point.mean:.3f}" for point in points if point.test_length == length)
         assert loss in html
         assert loss in shown
     assert "beyond<br>its table" in html
-    assert "its table" in shown
+    assert "beyond its table" in shown
     assert "linbias &lt;test&gt;" in html
     assert max(map(len, shown.splitlines())) <= 100
 

@@ -39,7 +39,7 @@ LAYERS = {
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {
-    *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton")),
+    *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
     *(f"linbias.jax.{name}" for name in ("dense", "blocked", "cpu")),
 }
 

@@ -130,7 +130,9 @@ def test_settings_that_are_damaged_are_one_error(
 def test_measured_steps_that_are_damaged_are_one_error(
     steps: object, corpus: Corpus, tmp_path: Path
 ) -> None:
-    by_seconds = replace(SETTINGS, steps=None, seconds=0.1)
+    by_seconds = replace(
+        SETTINGS, steps=None, seconds=1.0
+    )  # several steps, however busy the machine
     interrupt(corpus, tmp_path, 1, by_seconds)
     path = tmp_path / "settings.json"
     record = json.loads(path.read_text())

@@ -1,6 +1,7 @@
 """What the records of an experiment say, and that the plots can be read."""
 
 import math
+import re
 
 import pytest
 
@@ -51,8 +52,24 @@ def test_findings_compare_the_longest_test_with_the_training_length():
     }
     alibi = findings.findings(records)[0]
     assert str(alibi) == (
-        "no worse at 16x the training length of 4: 3.000 to 2.970 bits per byte (-1.0%)"
+        "no worse at 16x the training length of 4: 3.000 to 2.970 bits per byte (-1.0%, one seed)"
     )
+    assert "--seeds 0,1,2" in str(findings.caution(findings.findings(records)))
+
+
+def test_a_mean_of_seeds_says_so_and_needs_no_caution():
+    records = [record("t5", n, 3.0, seed=seed) for n in (4, 64) for seed in (0, 1)]
+    (found,) = findings.findings(records)
+    assert str(found).endswith("3.000 to 3.000 bits per byte (0.0%, mean of 2 seeds)")
+    assert findings.caution([found]) is None
+    # One method with one seed is enough for it.
+    more = [*records, record("alibi", 4, 3.0)]
+    assert findings.caution(findings.findings(more)) is not None
+
+
+def test_a_change_that_rounds_to_zero_has_no_sign():
+    changes = [findings.change_in_words(c) for c in (-0.0004, 0.0004, -0.0006, 0.05)]
+    assert changes == ["0.0%", "0.0%", "-0.1%", "+5.0%"]
 
 
 def test_a_curve_is_the_mean_and_range_over_seeds():
@@ -91,14 +108,42 @@ def test_slopes_that_depend_on_the_segment_leave_the_longest_segments_only():
         assert [r.test_length for r in findings.records_by_position(results)] == kept
 
 
-def test_labels_at_line_ends_do_not_overlap():
+@pytest.mark.parametrize("narrow", [False, True])
+def test_labels_at_line_ends_do_not_overlap(narrow):
     methods = ["alibi", "sinusoidal", "rotary", "learned", "t5", "none"]
-    records = [record(m, n, 3.0 + 0.001 * i) for i, m in enumerate(methods) for n in (4, 64)]
-    figure = figures.loss_by_length(records)
-    figures.png(figure)  # draws it
+    bits = [3.0, 3.001, 3.001, 3.1, 3.1, 4.0]  # groups of lines that nearly meet
+    records = [record(m, n, b) for m, b in zip(methods, bits, strict=True) for n in (4, 64)]
+    figure = figures.loss_by_length(records, narrow=narrow)
+    figure.draw_without_rendering()
     names = tuple(NAMES.values())
     labels = [text for text in figure.axes[0].texts if text.get_text().startswith(names)]
     boxes = [label.get_window_extent() for label in labels]
     assert len(boxes) == 6
     overlaps = [(a, b) for a in boxes for b in boxes if a is not b and a.overlaps(b)]
     assert not overlaps
+    (width, _) = figure.get_size_inches() * figure.dpi
+    assert all(0 <= label.x0 and label.x1 <= width for label in boxes)  # nothing is cut
+
+
+def test_labels_of_ticks_do_not_overlap():
+    records = [record("alibi", n, 3.0) for n in (4, 1024, 1536, 2048)]
+    figure = figures.loss_by_length(records, narrow=True)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert len(boxes) == 2  # the shortest and the longest
+    assert not boxes[0].overlaps(boxes[1])
+
+
+def test_what_holds_much_is_shown_in_short(corpus):
+    length = 4096
+    evaluation = by_position([math.log(2.0)] * length, [1] * length).evaluation
+    assert repr(evaluation) == (
+        "Evaluation(length=4096, stride=None, num_tokens=4096, nll=0.6931, perplexity=2.0000, "
+        "bits_per_byte=1.0000)"
+    )
+    assert re.fullmatch(
+        r"Corpus\('.*text\.txt', train=\d+ tokens, valid=\d+ tokens, test=\d+ tokens, "
+        r"vocab_size=256\)",
+        repr(corpus),
+    )
+    assert repr(corpus.tokenizer) == "Tokenizer(vocab_size=256)"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,6 +60,7 @@ def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken: Pat
     assert names == {
         *("settings.json", "metrics.json", "config.json", "generation_config.json"),
         *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("history.jsonl", "checkpoints"),
     }
 
 
@@ -289,7 +293,9 @@ from linbias.lm.train import train
 from test_lm_train import SETTINGS, TINY
 
 text, folder = sys.argv[1:]
-settings = replace(SETTINGS, model=TINY, accumulation=1)
+settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
+corpus = load_corpus(text)
+corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])  # five segments, an odd number
 
 
 class KeepWeights(TrainerCallback):
@@ -298,7 +304,7 @@ class KeepWeights(TrainerCallback):
 
 
 def run(name, settings=settings, callbacks=()):
-    train(settings, load_corpus(text), f"{folder}/{name}", progress=False, callbacks=callbacks)
+    train(settings, corpus, f"{folder}/{name}", progress=False, callbacks=callbacks)
 
 
 run("unbroken", callbacks=[KeepWeights()])
@@ -330,8 +336,18 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
         refusal = (tmp_path / f"refused{rank}").read_text()
         assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
-    alone_settings = replace(SETTINGS, model=TINY, accumulation=1)
+    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
+    corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
+    histories = [
+        [json.loads(line) for line in (tmp_path / kind / "history.jsonl").read_text().splitlines()]
+        for kind in ("alone", "unbroken", "resumed", "sharded")
+    ]
+    for history in histories:  # one line each, of the first process, with the loss over all
+        assert [line["step"] for line in history] == [5, 6, 10, 12]
+        for name in ("loss", "validation_loss"):
+            losses, expected = ([line[name] or 0.0 for line in h] for h in (history, histories[0]))
+            assert losses == pytest.approx(expected, rel=1e-4)
     for kind in ("unbroken", "sharded"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():
@@ -353,18 +369,36 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(
     assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
 
 
-def test_progress_is_one_bar_on_stderr_or_nothing(
+def test_progress_is_lines_where_stderr_is_no_terminal_or_nothing(
     corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = replace(SETTINGS, steps=4, save_steps=1)
+    settings = replace(SETTINGS, steps=4, save_steps=1, validate_steps=3)
     interrupt(corpus, tmp_path / "quiet", 2, settings)
     train(settings, corpus, tmp_path / "quiet", progress=False)
     assert capfd.readouterr() == ("", "")
     train(settings, corpus, tmp_path / "loud")
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("training") == 1
-    assert "4/4" in err and "tokens/s" in err
+    losses = r"loss \d\.\d{3}  validation \d\.\d{3}  [\d,]+ tokens/s"
+    # a line for the validation, and one at the end with the validation that it has
+    assert re.fullmatch(
+        rf"training: step 3/4  {losses}  0:00 left\ntraining: step 4/4  {losses}\n", err
+    )
+
+
+def test_a_bar_shows_no_number_before_there_is_one(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+
+    def terminal(**options: object) -> Console:
+        return Console(file=screen, force_terminal=True, width=100)
+
+    monkeypatch.setattr("linbias.runs.watch.Console", terminal)
+    train(replace(SETTINGS, steps=2), corpus, tmp_path)
+    shown = screen.getvalue()
+    assert "2/2" in shown and "loss" in shown and "tokens/s" in shown
+    assert "nan" not in shown
 
 
 def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -> None:
@@ -372,7 +406,7 @@ def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -
 
     train(replace(SETTINGS, tensorboard=True), corpus, tmp_path, progress=False)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [5, 10]
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 12]
 
 
 def test_bfloat16_trains_float32_weights(corpus: Corpus, tmp_path: Path) -> None:
@@ -402,8 +436,13 @@ BAD_SETTINGS = [
     ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
     ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
-    (r"model must be made of LinbiasConfig's fields, got \['depth'\]", {"model": {"depth": 3}}),
-]
+    ("model must be made of LinbiasConfig's fields, got 'depth'; there are attention_dropout, .*"
+     "use_cache$", {"model": {"depth": 3}}),
+    (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
+     "are", {"model": {"heads": 3}}),
+    (r"model must be .* got 'hiden_size' \(perhaps hidden_size\);", {"model": {"hiden_size": 3}}),
+    ("validate_steps must be at least 0, got -1", {"validate_steps": -1}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "change"), BAD_SETTINGS)

@@ -50,7 +50,14 @@ from small_models import settings
         ({"layer_norm_eps": 0.0}, r"layer_norm_eps must be a positive number, got 0"),
         ({"initializer_range": math.inf}, r"initializer_range must be a positive number, got inf"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout must be a number in \[0, 1\), got 1"),
-        ({"attention_dropout": "a"}, r"attention_dropout must be a number in \[0, 1\), got 'a'"),
+        (
+            {"attention_dropout": "a"},
+            r"attention_dropout must be a number in \[0, 1 - 2\^-32\], got 'a'",
+        ),
+        (
+            {"attention_dropout": 1 - 2.0**-33},
+            r"attention_dropout must be a number in \[0, 1 - 2\^-32\], got 0.99",
+        ),
         ({"t5_num_buckets": 1}, r"t5_num_buckets must be at least 2, got 1"),
         (
             {"t5_max_distance": 16},

@@ -159,7 +159,7 @@ ERRORS = [
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),
     (
         ["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny", "--set", "cutoffs=[2000]"],
-        "cutoffs must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]",
+        "--set cutoffs: must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]",
     ),
     (
         ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"],
@@ -167,7 +167,7 @@ ERRORS = [
     ),
     (
         ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "cutoffs=[9,4]"],
-        "cutoffs must be ids that cut",
+        "--set cutoffs: must be ids that cut",
     ),
     (
         ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"],
@@ -175,8 +175,8 @@ ERRORS = [
     ),
     (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "precision 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--set", "a"], "--set: must be NAME=VALUE, got 'a'"),
-    (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "Recipe: length must be at least 1"),
-    (["train", "{data}", "-o", "{tmp}/x", "--steps", "0"], "Recipe: steps must be at least 1"),
+    (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "--length: must be at least 1"),
+    (["train", "{data}", "-o", "{tmp}/x", "--steps", "0"], "--steps: must be at least 1"),
     (["convert", "{tmp}/none.pt", "-o", "{tmp}/x"], "path must be a file"),
     (["evaluate", "{tmp}/none.pt", "{data}"], "path must be a file"),
     (["evaluate", "{model}", "{tmp}"], "folder must hold dict.txt"),

@@ -169,7 +169,7 @@ def test_bfloat16_trains_float32_weights(paper_data: Path, tmp_path: Path) -> No
     assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
-def test_progress_is_one_bar_on_stderr_or_nothing(
+def test_progress_is_lines_on_stderr_or_nothing(
     paper_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(paper_data, tmp_path / "quiet", replace(RECIPE, steps=4), progress=False)

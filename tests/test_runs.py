@@ -116,6 +116,18 @@ def test_a_log_with_a_damaged_line_is_refused_and_left_alone(tmp_path):
         JsonLog(tmp_path / "log")
 
 
+def test_a_full_disk_leaves_the_log_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    log = JsonLog(path)
+    log.append({"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)  # the line is in the file, but may not be on the disk
+        with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+            log.append({"step": 2})
+    log.append({"step": 3})
+    assert JsonLog(path).records == log.records == [{"step": 1}, {"step": 3}]
+
+
 def test_a_log_starts_again_from_other_records(tmp_path):
     log = JsonLog(tmp_path / "log")
     log.append({"step": 7})

@@ -1,6 +1,7 @@
 """`linbias.torch.attention`: every implementation against the contract, and what only PyTorch has."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
 
-IMPLEMENTATIONS = ("dense", "blocked", "cpu")
+IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -95,15 +96,32 @@ class _seeded_dropout:
         functional.draw_seed = self.original
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of hidden keys
+
+
+def pairs(cases, of_sdpa):
+    """Implementations and cases: for `sdpa`, whose code is PyTorch's, those that its mask makes, without dropout."""
+    of_sdpa = [case for case in of_sdpa if not case.dropout]
+    named = [(i, case) for i in OURS for case in cases] + [("sdpa", case) for case in of_sdpa]
+    return [pytest.param(i, case, id=f"{i}-{case}") for i, case in named]
+
+
+@pytest.mark.parametrize(("implementation", "case"), pairs(CASES, short()))
 def test_contract_in_float32(implementation, case, poisoned_memory):
     check_case(TorchSubject(implementation), case, "float32")
 
 
 @pytest.mark.parametrize("dtype", ("float64", "bfloat16", "float16"))
-@pytest.mark.parametrize("case", [c for c in short() if c.name != "slopes-extreme"], ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    pairs(
+        [case for case in short() if case.name != "slopes-extreme"],
+        [
+            by_name(n)
+            for n in ("T-above-S", "asymmetric-per-batch", "right-padding", "extreme-logits")
+        ],
+    ),
+)
 def test_contract_in_other_dtypes(implementation, case, dtype, poisoned_memory):
     if dtype == "float16" and case.logits > 100:
         pytest.skip("q overflows float16")
@@ -162,6 +180,8 @@ def test_a_key_bound_spares_reading_far_keys():
 def test_without_gradients_the_result_is_within_the_budget_too(implementation, name, dtype):
     """The compiled core takes faster products then, where the CPU has them."""
     case = by_name(name)
+    if implementation == "sdpa":
+        case = replace(case, dropout=0.0)
     inputs, truth, plains = expected(case, dtype)
     with torch.no_grad():
         results = TorchSubject(implementation).forward(inputs, case, dtype)[0]
@@ -172,6 +192,32 @@ def test_without_gradients_the_result_is_within_the_budget_too(implementation, n
         assert_within_budget(
             what, _to_numpy(results)[what], truth[0][what], plain, budget_dtype, TOLERANCE[dtype]
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("long", "long-symmetric", "right-padding"))
+def test_gradients_of_sdpa_with_fixed_slopes(name, dtype):
+    """PyTorch takes other code then: without the gradient of its mask there is a fused backward."""
+    case = by_name(name)
+    inputs, truth, plains = expected(case, dtype)
+    leaves = {
+        n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)).requires_grad_()
+        for n in "qkv"
+    }
+    out, lse = linbias.torch.attention(
+        **leaves,
+        left=inputs.left,
+        causal=case.causal,
+        **{n: torch.tensor(x) for n, x in case.placement.items()},
+        implementation="sdpa",
+        return_lse=True,
+    )
+    dout = torch.tensor(inputs.dout, dtype=out.dtype)
+    dlse = torch.tensor(inputs.dlse, dtype=lse.dtype) * (lse > -torch.inf)
+    torch.autograd.backward((out, lse), (dout, dlse))
+    for n, leaf in leaves.items():
+        plain = [p[1][n] for p in plains]
+        assert_within_budget(n, leaf.grad.double().numpy(), truth[1][n], plain, dtype)
 
 
 @pytest.mark.parametrize("layout", ("heads last", "every second element"))
@@ -213,7 +259,7 @@ def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_
 
 @pytest.mark.parametrize("where", ("q", "k", "v"))
 @pytest.mark.parametrize("value", (torch.nan, torch.inf))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", OURS)
 def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementation, where, value):
     arrays = {name: torch.randn(1, 2, 600, 8) for name in "qkv"}
     arrays[where][0, 1, 3, 2] = value
@@ -333,11 +379,72 @@ def test_slopes_are_not_rounded_to_the_default_dtype(kind, default):
     torch.testing.assert_close(parts.transpose(0, 1), expected[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", OURS)
 def test_the_largest_dropout_keeps_hardly_any_weight(implementation):
     q, k, v = torch.randn(3, 2, 2, 50, 8)
     out = linbias.torch.attention(q, k, v, dropout=1 - 2**-32, implementation=implementation)
     assert (out == 0).all()
+
+
+MASKS = {
+    "every pair its own": (2, 6, 7, 11),
+    "the same for all": (7, 11),
+    "keys of a row": (2, 1, 1, 11),
+    "nothing": (1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shape):
+    """Against the definition and its gradients, with a range, and with rows that see nothing."""
+    inputs = make_inputs(by_name("filled-cache"), "float64")
+    rng = np.random.default_rng(1)
+    mask = rng.random(shape) < 0.5 if len(shape) < 4 or shape[3] > 1 else np.zeros(shape, bool)
+    if shape[-2:] == (7, 11):
+        mask[..., 3, :] = False
+    if shape == (2, 1, 1, 11):
+        mask[1, ..., 2:4] = False
+    given = dict(left=inputs.left, causal=False, right=inputs.left / 2)
+    given |= {"key_range": np.array([[0, 9], [2, 4]]), "mask": mask}
+    arrays = inputs.q, inputs.k, inputs.v
+    left = given.pop("left")
+    out, lse = linbias.attention(*arrays, left, **given, return_lse=True)
+    assert np.isneginf(lse).any() and (out[np.isneginf(lse)] == 0).all()
+    dlse = np.where(np.isneginf(lse), 0.0, inputs.dlse)
+    gradients = linbias.attention_backward(inputs.dout, *arrays, left, dlse=dlse, **given)
+    names = ("key_range", "mask")
+    tensors = {n: torch.tensor(x) for n, x in given.items() if n in names}
+    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right"])]
+    actual = linbias.torch.attention(
+        *leaves[:4],
+        causal=False,
+        right=leaves[4],
+        **tensors,
+        implementation=implementation,
+        return_lse=True,
+    )
+    torch.autograd.backward(actual, (torch.tensor(inputs.dout), torch.tensor(dlse)))
+    for found, wanted in zip(actual, (out, lse), strict=True):
+        np.testing.assert_allclose(found.detach(), wanted, atol=1e-12)
+    for leaf, wanted in zip(leaves, gradients, strict=True):
+        np.testing.assert_allclose(leaf.grad, wanted, atol=1e-12)
+    if implementation == "dense":
+        weights = linbias.torch.attention_weights(
+            *leaves[:2], leaves[3], causal=False, right=leaves[4], **tensors
+        )
+        wanted = linbias.attention_weights(*arrays[:2], left, **given)
+        np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
+
+
+def test_a_mask_goes_where_it_can_be_used():
+    q, mask = torch.randn(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()
+    run = functools.partial(linbias.torch.attention, q, q, q, mask=mask)
+    torch.testing.assert_close(run(), linbias.torch.attention(q, q, q))
+    assert run(dropout=0.5).shape == q.shape  # by dense: PyTorch would draw another mask
+    for implementation in ("cpu", "blocked"):
+        with pytest.raises(NotImplementedError, match="it takes a key_range but no mask"):
+            run(implementation=implementation)
 
 
 @pytest.mark.gpu

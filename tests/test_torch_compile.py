@@ -1,5 +1,8 @@
 """`torch.compile`, `torch.export` and the custom operators' own checks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu"))
+@pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu", "sdpa"))
 def test_compiles_whole_and_gives_the_same(implementation):
     def run(q, k, v, left):
         out, lse = linbias.torch.attention(
@@ -79,3 +82,25 @@ def test_operators_pass_opcheck(implementation, variant):
     arrays = q, k, v, left, right, key_range, None, None, seed
     inputs = Inputs(*arrays, scale=0.3, dropout=dropout, tolerance=1e-7, precise=True)
     torch.library.opcheck(implementation.operators.forward, tuple(inputs))
+
+
+class Both(torch.nn.Module):
+    def forward(self, q, k, v, offsets):
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = linbias.torch.attention(q, k, v)
+        return out, linbias.torch.attention_varlen(*packed, offsets, offsets)
+
+
+def test_a_saved_program_loads_where_linbias_is_imported_and_says_so_elsewhere(tmp_path):
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    arguments = (q, k, v, torch.tensor([0, 4, 9]))
+    torch.export.save(torch.export.export(Both(), arguments), tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    for found, wanted in zip(loaded(*arguments), Both()(*arguments), strict=True):
+        torch.testing.assert_close(found, wanted)
+    code = f"import torch; torch.export.load({str(tmp_path / 'program.pt2')!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode and "torch.ops.linbias." in done.stderr
+    assert "Please import the custom op to register it" in done.stderr

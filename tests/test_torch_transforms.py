@@ -214,6 +214,27 @@ def test_second_derivatives_come_from_dense_and_are_refused_elsewhere(how):
             second(functools.partial(loss, implementation=implementation), given["q"])
 
 
+def test_sdpa_gives_first_derivatives_only_and_runs_under_no_transform():
+    """So that "auto" may take it, what PyTorch would refuse in its own words is refused in ours, or goes elsewhere."""
+    given = arguments(T=3, S=7)
+
+    def loss(q, implementation="sdpa"):
+        return weighed(implementation, **given | {"q": q})
+
+    with pytest.raises(NotImplementedError, match=ONCE.format("sdpa")):
+        again_by_autograd(loss, given["q"])
+    words = "sdpa cannot run this call: it does not run under transforms such as vmap"
+    for transform in (torch.func.grad(loss), functools.partial(dual, loss)):
+        with pytest.raises(NotImplementedError, match=words):
+            transform(given["q"])
+    mask = torch.ones(3, 7, dtype=torch.bool)
+    del given["q"]
+    call = functools.partial(linbias.torch.attention, **given, causal=False)
+    q = torch.randn(2, 2, 4, 3, 8, dtype=torch.float64)
+    masked = torch.func.vmap(functools.partial(call, mask=mask))(q)
+    torch.testing.assert_close(masked[1], call(q[1]))
+
+
 @pytest.mark.parametrize("how", ("jvp", "dual"))
 def test_forward_mode_inside_compile_is_refused(how):
     """PyTorch would take an operator's tangent for zero there."""
@@ -225,6 +246,7 @@ def test_forward_mode_inside_compile_is_refused(how):
 
     with pytest.raises(NotImplementedError, match=NO_TANGENT.format("cpu")):
         compiled(q)
+    torch._dynamo.reset()  # it no longer reads a function that raised
 
 
 @pytest.mark.parametrize("implementation", NEAR_TO_FAR)

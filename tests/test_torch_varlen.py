@@ -69,3 +69,90 @@ def test_packed_sequences_take_placement_of_their_own():
                 **{name: x[b : b + 1] for name, x in placement.items()},
             )
             torch.testing.assert_close(out[mine], alone[0].transpose(0, 1))
+
+
+def run_packed(q, k, v, left, right, offsets, **options):
+    out, lse = linbias.torch.attention_varlen(
+        q, k, v, offsets, offsets, left, right=right, causal=False, return_lse=True, **options
+    )
+    return out.square().sum() + lse.sin().sum()
+
+
+# What the compiler itself warns of on the way.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("implementation", ("auto", "dense"))
+def test_packed_sequences_compile_whole(implementation):
+    offsets = torch.tensor([0, 10, 10, 13, 30])
+    arrays = (*torch.randn(3, 30, 4, 8), torch.rand(4, 4), torch.rand(4))
+    gradients, compiled = [], torch.compile(run_packed, fullgraph=True, backend="aot_eager")
+    for function in (run_packed, compiled):
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        loss = function(*leaves, offsets, implementation=implementation)
+        gradients.append(torch.autograd.grad(loss, leaves))
+    for eager, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(whole, eager)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_packed_sequences_compile_with_dropout_that_backward_draws_again():
+    """Values that name their keys show the mask: backward hands a gradient to the keys that were kept."""
+    offsets, v = torch.tensor([0, 8, 20]), torch.ones(20, 1, 1, requires_grad=True)
+    q = torch.zeros(20, 1, 4)
+    run = torch.compile(linbias.torch.attention_varlen, fullgraph=True, backend="aot_eager")
+    out = run(q, q, v, offsets, offsets, [0.0], dropout=0.5)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(dv.sum(), out.sum().detach())  # linear in v, which is all ones
+
+
+def test_nested_tensors_run_as_packed_sequences():
+    lengths, key_lengths = (3, 7, 5), (4, 7, 1)
+    parts = [torch.randn(n, 4, 8, dtype=torch.float64) for n in lengths]
+    key_parts = [torch.randn(n, 2, 8, dtype=torch.float64) for n in key_lengths]
+    q, k = (
+        torch.nested.nested_tensor(x, layout=torch.jagged, requires_grad=True)
+        for x in (parts, key_parts)
+    )
+    out, lse = linbias.torch.attention(
+        q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2) * 2, causal=False, return_lse=True
+    )
+    assert out.is_nested and out.shape[:2] == (3, 4)
+    (out.values().square().sum() + lse.values().sum()).backward()
+    for b, (rows, keys) in enumerate(zip(parts, key_parts, strict=True)):
+        leaves = [x.transpose(0, 1)[None].requires_grad_() for x in (rows, keys)]
+        alone, alone_lse = linbias.torch.attention(
+            *leaves, leaves[1] * 2, causal=False, return_lse=True
+        )
+        torch.testing.assert_close(out.unbind()[b], alone[0])
+        torch.testing.assert_close(lse.unbind()[b], alone_lse[0])
+        gradients = torch.autograd.grad(alone.square().sum() + alone_lse.sum(), leaves)
+        for leaf, gradient in zip((q, k), gradients, strict=True):
+            torch.testing.assert_close(leaf.grad.unbind()[b], gradient[0].transpose(0, 1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_nested_tensors_are_refused_with_the_way_out():
+    parts = [torch.randn(n, 2, 8) for n in (3, 7)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    ready, plain = jagged.transpose(1, 2), torch.randn(2, 2, 7, 8)
+    strided = torch.nested.nested_tensor(parts)
+    run = linbias.torch.attention
+    for wrong in (jagged, strided):
+        with pytest.raises(
+            TypeError, match=r"q must be a contiguous jagged tensor .*: use torch.nested"
+        ):
+            run(wrong, ready, ready)
+    with pytest.raises(
+        TypeError, match=r"must all be nested tensors, v is not: use .*attention_varlen"
+    ):
+        run(ready, ready, plain)
+    with pytest.raises(ValueError, match="mask cannot be given with nested tensors"):
+        run(ready, ready, ready, mask=torch.ones(1, 1, dtype=torch.bool))
+    other = torch.nested.nested_tensor(parts[::-1], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(
+        ValueError, match="k and v are nested tensors whose sequences differ in length"
+    ):
+        run(ready, ready, other)
+    with pytest.raises(
+        TypeError, match="attention_weights: q is a nested tensor, which attention takes"
+    ):
+        linbias.torch.attention_weights(ready, ready)

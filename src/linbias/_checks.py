@@ -62,7 +62,16 @@ class Problem:
     dropout: float = 0.0
     key_range: bool = False
     query_start: bool = False
-    mask: bool = False  # a mask of the front end hides further keys
+    mask: bool = False  # a mask hides further keys
+    lse: bool = False  # lse is asked for
+    gradients: bool = False  # the result will be differentiated
+    slope_gradients: bool = False  # by slopes, too
+    transformed: bool = False  # a transform of the front end runs
+
+    @property
+    def placed(self) -> bool:
+        """Whether batch rows have ranges or positions of their own."""
+        return self.key_range or self.query_start
 
 
 def check(
@@ -75,12 +84,14 @@ def check(
     key_range: Described | None = None,
     query_start: Described | None = None,
     key_bound: Described | None = None,
+    mask: Described | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
+    **asked: bool,
 ) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -129,6 +140,8 @@ def check(
             f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
             f" got {key_bound.dtype} {key_bound}"
         )
+    if mask is not None:
+        _check_mask(function, mask, (B, H, T, S), q.device)
     return Problem(
         B,
         H,
@@ -145,7 +158,24 @@ def check(
         dropout=check_dropout(function, dropout),
         key_range=key_range is not None,
         query_start=query_start is not None,
+        mask=mask is not None,
+        **asked,
     )
+
+
+def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
+    """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool":
+        raise TypeError(
+            f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
+        )
+    own = mask.shape
+    if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):
+        raise ValueError(
+            f"{function}: mask must broadcast to [B, H, T, S] = {list(full)}, got {mask}"
+        )
+    if mask.device != device:
+        raise ValueError(f"{function}: mask is on {mask.device} but q is on {device}")
 
 
 def check_placement(

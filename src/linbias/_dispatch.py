@@ -22,6 +22,8 @@ class Abilities:
     dtypes: tuple[str, ...] = FLOATS
     largest_head: int | None = None
     mask: bool = False
+    dropout: bool = True
+    transforms: bool = True
     higher_derivatives: bool = False
 
     def lacks(self, problem: Problem) -> str | None:
@@ -34,6 +36,10 @@ class Abilities:
             return f"head sizes go up to {self.largest_head}, got {max(problem.D, problem.E)}"
         if problem.mask and not self.mask:
             return "it takes a key_range but no mask"
+        if problem.dropout and not self.dropout:
+            return "its dropout would draw another mask"
+        if problem.transformed and not self.transforms:
+            return "it does not run under transforms such as vmap"
         return None
 
 

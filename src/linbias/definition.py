@@ -114,6 +114,12 @@ class Options(TypedDict, total=False):
     query_start: npt.ArrayLike | None
 
 
+class MaskedOptions(Options, total=False):
+    """Those, and the mask."""
+
+    mask: npt.ArrayLike | None
+
+
 @overload
 def attention(
     q: npt.ArrayLike,
@@ -122,7 +128,7 @@ def attention(
     left: npt.ArrayLike | None = ...,
     *,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[MaskedOptions],
 ) -> tuple[Array, Float64]: ...
 @overload
 def attention(
@@ -132,7 +138,7 @@ def attention(
     left: npt.ArrayLike | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[MaskedOptions],
 ) -> Array: ...
 def attention(
     q: npt.ArrayLike,
@@ -145,6 +151,7 @@ def attention(
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Float64]:
     """Softmax attention whose scores fall linearly with distance (ALiBi).
@@ -180,6 +187,7 @@ def attention(
         query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them
             too. None means that the last query stands at the last key of the range (of the range that ends last,
             where heads have their own).
+        mask: Broadcasts to [..., H, T, S], bool: True takes part. It hides further keys, whose entries must still be finite.
         return_lse: Also return lse.
 
     Returns:
@@ -200,7 +208,7 @@ def attention(
     """
     inputs = prepare(
         "attention", q, k, v, left,
-        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start,
+        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
@@ -211,7 +219,7 @@ def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     left: npt.ArrayLike | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[MaskedOptions],
 ) -> Float64:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
@@ -250,7 +258,7 @@ def attention_backward(
     left: npt.ArrayLike | None = None,
     *,
     dlse: npt.ArrayLike | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[MaskedOptions],
 ) -> Gradients:
     """Differentiate `attention`, written out by hand as the kernels do it.
 
@@ -391,7 +399,9 @@ class Inputs:
     left: Float64  # [H] or [B, H]
     right: Float64  # likewise; inf: causal
     query_start: npt.NDArray[np.int64]  # [B]
-    hidden: npt.NDArray[np.bool_]  # [B, H, 1, S], whether a key lies outside its range
+    hidden: npt.NDArray[
+        np.bool_
+    ]  # [B, H, 1 or T, S], whether a key lies outside its range or is masked
     scale: float
     batch: tuple[int, ...]  # the batch axes as they were given
     dtype: np.dtype[Any]  # of the output
@@ -434,6 +444,7 @@ def prepare(
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
     arrays, batch = real_arrays(function, q, k, v)
@@ -448,12 +459,14 @@ def prepare(
         None if x is None else flatten_batch(_checks.as_array(function, name, x), batch)
         for name, x in (("key_range", key_range), ("query_start", query_start))
     )
+    if mask is not None:
+        mask = _flatten_mask(_checks.as_array(function, "mask", mask), batch)
     problem = _checks.check(
         function,
         *(Described(array.shape, "float64") for array in (q, k, v)),
         *(
             None if array is None else Described(array.shape, array.dtype.name)
-            for array in (left, right, ranges, starts)
+            for array in (left, right, ranges, starts, None, mask)
         ),
         causal=causal,
         scale=scale,
@@ -479,6 +492,9 @@ def prepare(
     outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
     k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
+    hidden = np.repeat(outside, H // max(1, G), axis=1)[:, :, None]
+    if mask is not None:
+        hidden = hidden | ~mask
     left, right = np.broadcast_arrays(left, right)
     return Inputs(
         q,
@@ -487,7 +503,7 @@ def prepare(
         left,
         right,
         query_start=starts.astype(np.int64),
-        hidden=np.repeat(outside, H // max(1, G), axis=1)[:, :, None],
+        hidden=hidden,
         scale=problem.scale,
         batch=batch,
         dtype=dtype,
@@ -520,3 +536,12 @@ def flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
     if array.shape[: len(batch)] != batch:
         return array
     return array.reshape(math.prod(batch), *array.shape[len(batch) :])
+
+
+def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:
+    """[..., H, T, S] -> [B, H, T, S] where the batch axes fit; anything else is left for the checks to refuse."""
+    own = mask.shape[:-3]
+    if len(own) != len(batch) or any(n not in (1, m) for n, m in zip(own, batch, strict=True)):
+        return mask
+    rest = mask.shape[-3:]
+    return np.broadcast_to(mask, (*batch, *rest)).reshape(math.prod(batch), *rest) if own else mask

@@ -51,6 +51,13 @@ def diagnose() -> dict[str, Any]:
     }
 
 
+def explain_call(call: str) -> Any:
+    """Tell which implementation "auto" takes for a call in PyTorch, and why (see `explain_choice`)."""
+    from linbias.torch.choice import explain_choice
+
+    return explain_choice(call)
+
+
 def _of_jax(devices: list[str]) -> dict[str, dict[str, str | None]]:
     import jax
 

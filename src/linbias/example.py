@@ -51,10 +51,15 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"explain: arrays must be an .npz file, got {path} ({error})") from error
-    except (AttributeError, TypeError) as error:  # a lone .npy array is no archive
-        raise ValueError(f"explain: arrays must be an .npz file, got {path}") from error
+    except OSError as error:
+        raise ValueError(
+            f"explain: arrays must be an .npz file, got {path} ({error.strerror or error})"
+        ) from error
+    except (EOFError, ValueError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        # NumPy's own words advise to load what may run code.
+        raise ValueError(
+            f"explain: arrays must be an .npz file of numbers, as numpy.savez writes it, got {path}"
+        ) from error
 
 
 def find(query: str | None, tokens: list[str], num_queries: int) -> list[int]:

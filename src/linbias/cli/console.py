@@ -2,19 +2,20 @@
 
 import json
 import os
+import re
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from linbias.runs.progress import Advance, progress_bar
+from linbias.runs.tables import NumberTable
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -34,6 +35,7 @@ class _Commands(TyperGroup):
             raise  # the reader of a pipe went away, which is no error of the command
         except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
             line = " ".join(str(error).split()) or type(error).__name__
+            line = _by_option(line, self.get_command(context, context.invoked_subcommand or ""))
             err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
@@ -41,6 +43,26 @@ class _Commands(TyperGroup):
             advice = " The same command continues from here." if resumable else ""
             err.print(f"\nStopped.{advice}")
             raise typer.Exit(130) from interrupt
+
+
+def _by_option(line: str, command: Any) -> str:
+    """An error of a record of settings, which names class and field, with the option instead.
+
+    `TrainSettings: batch_size must be at least 1` becomes `--batch-size: must be at least 1`, and
+    `LinbiasConfig: block must be one of ...` becomes `--set block: must be one of ...`.
+    """
+    found = re.match(r"[A-Z]\w+: (\w+(?:, \w+)*|\w+ and \w+) must ", line)
+    if not found or command is None:
+        return line
+    options = {parameter.name: parameter.opts[0] for parameter in command.params}
+    names = re.split(r", | and ", found[1])
+    if "fields" in options:  # --set, which sets any field of the model
+        others = {name: f"{options['fields']} {name}" for name in names}
+        options = {**others, **options, "model": options["fields"]}
+    options["train_length"] = options.get("length", options.get("train_lengths", "--length"))
+    if not all(name in options for name in names):
+        return line
+    return f"{', '.join(options[name] for name in names)}: must {line[found.end() :]}"
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -78,10 +100,7 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
 
 def number_table(*titles: str) -> Table:
     """A table whose columns are aligned on the right."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
+    return NumberTable(*titles)
 
 
 def mebibytes(num_bytes: int) -> str:

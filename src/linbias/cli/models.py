@@ -23,13 +23,14 @@ from linbias.cli.options import (
     Device,
     Fields,
     Fsdp,
+    Init,
     Json,
     LearningRate,
-    Length,
+    LengthOrKept,
     LimitTokens,
     MaxBytes,
     Model,
-    Position,
+    PositionOrKept,
     Precision,
     Quiet,
     RunFolder,
@@ -40,12 +41,16 @@ from linbias.cli.options import (
     Stride,
     Tensorboard,
     Threads,
-    Tokenizer,
+    TokenizerOrKept,
     Tokens,
-    VocabSize,
+    ValidateSteps,
+    VocabSizeOrKept,
     budget,
+    given_or,
     parse_fields,
     parse_numbers,
+    read_prompt,
+    refuse_with_init,
     text_option,
     training_option,
 )
@@ -54,13 +59,14 @@ from linbias.data import SPLITS
 
 def train(
     output: RunFolder = Path("output/train"),
-    position: Position = "alibi",
+    init: Init = None,
+    position: PositionOrKept = None,
     fields: Fields = None,
     corpus: Corpus = "stdlib",
-    tokenizer: Tokenizer = "bytes",
-    vocab_size: VocabSize = 4096,
+    tokenizer: TokenizerOrKept = None,
+    vocab_size: VocabSizeOrKept = None,
     max_bytes: MaxBytes = None,
-    length: Length = 128,
+    length: LengthOrKept = None,
     steps: Steps = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
@@ -71,6 +77,7 @@ def train(
     learning_rate: LearningRate = 1e-3,
     precision: Precision = "fp32",
     save_steps: SaveSteps = 100,
+    validate_steps: ValidateSteps = 0,
     seed: Seed = 0,
     threads: Threads = None,
     tensorboard: Tensorboard = False,
@@ -80,19 +87,30 @@ def train(
 ) -> None:
     """Train a language model, for 1,000 steps unless another budget is given.
 
-    Interrupted, the same command continues the run.
+    The same command continues an interrupted run; more steps extend a run.
+    The loss as it went is in history.jsonl, in the run's folder.
 
     \b
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
+    [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
     from linbias.data.corpus import load_corpus
+    from linbias.lm.initial import config_of, with_tokenizer_of
     from linbias.lm.settings import TrainSettings
     from linbias.lm.train import train as run
 
+    model = parse_fields(fields)
+    if init is None:
+        model["position"] = given_or(position, "alibi")
+        length = given_or(length, TrainSettings.length)
+    else:
+        refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
+        model |= {} if position is None else {"position": position}
+        length = given_or(length, config_of(str(init)).train_length)
     settings = TrainSettings(
-        model={"position": position, **parse_fields(fields)},
+        model=model,
         length=length,
         batch_size=batch_size,
         accumulation=accumulation,
@@ -100,22 +118,34 @@ def train(
         learning_rate=learning_rate,
         precision=precision,
         save_steps=save_steps,
+        validate_steps=validate_steps,
         seed=seed,
         threads=threads,
         tensorboard=tensorboard,
         fsdp={} if fsdp else None,
+        init=None if init is None else str(init),
     )
-    text = load_corpus(corpus, tokenizer=tokenizer, vocab_size=vocab_size, max_bytes=max_bytes)
+    text = load_corpus(
+        corpus,
+        tokenizer=given_or(tokenizer, "bytes"),
+        vocab_size=given_or(vocab_size, 4096),
+        max_bytes=max_bytes,
+    )
+    if init is not None:
+        text = with_tokenizer_of(str(init), text)
     metrics = run(settings, text, output, progress=not quiet)
     if not is_first_process():
         return
     if as_json:
         print_json({"model": str(output), **metrics.to_dict()})
         return
+    validated = metrics.validation_loss
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
         f"loss {metrics.loss:.3f} nats per token"
+        + ("" if validated is None else f", {validated:.3f} on the validation split"),
+        soft_wrap=True,
     )
     print_path("model in", output)
 
@@ -214,7 +244,16 @@ def evaluate(
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "def ",
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt", "-p", help="Text to continue; '-' reads standard input. Default: 'def '."
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="Or: a file with the text, of which a last line end is left out."),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")
     ] = 200,
@@ -223,16 +262,18 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with a model.
+    """Continue a text with a model. A prompt of more than 200 characters is not shown again.
 
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]
+    [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
     """
+    text_before = read_prompt(prompt, prompt_file, default="def ")
     from linbias.lm.generate import generate as run
 
     text = run(
         model,
-        prompt,
+        text_before,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -240,4 +281,4 @@ def generate(
         stream=not as_json,
     )
     if as_json:
-        print_json({"model": model, "prompt": prompt, "text": text})
+        print_json({"model": model, "prompt": text_before, "text": text})

@@ -4,13 +4,16 @@ One thing has one name, in all commands; tests/test_cli_options.py lists them.
 """
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from linbias.data import SPLITS
 from linbias.paper.recipe import PRESETS
+
+T = TypeVar("T")
 
 
 def text_option(help: str, *names: str) -> Any:
@@ -74,8 +77,23 @@ Fields = Annotated[
         rich_help_panel="Model",
     ),
 ]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        help="Go on from the model in this folder; its shape and its tokenizer stay.",
+        rich_help_panel="Model",
+    ),
+]
+# With --init, these are the model's.
 _POSITIONS = "alibi, sinusoidal, learned, rotary, t5 or none"
-Position = Annotated[str, typer.Option(help=f"{_POSITIONS}.", rich_help_panel="Model")]
+PositionOrKept = Annotated[
+    str | None,
+    typer.Option(help=f"{_POSITIONS}. Default: alibi.", rich_help_panel="Model"),
+]
+TokenizerOrKept = Annotated[
+    str | None, text_option("'bytes', or 'bpe' learned from the text. Default: bytes.")
+]
+VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
 PaperPosition = Annotated[
     str, typer.Option(help="alibi, sinusoidal, rotary, t5 or none.", rich_help_panel="Model")
 ]
@@ -98,10 +116,13 @@ PresetSteps = Annotated[
     training_option("Updates of the weights; warmup and cosine keep their shares."),
 ]
 Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
-Length = Annotated[int, training_option("Tokens per sequence.")]
+LengthOrKept = Annotated[
+    int | None, training_option("Tokens per sequence. Default: 128, or as --init was trained.")
+]
 BatchSize = Annotated[int, training_option("Sequences per step.")]
 LearningRate = Annotated[float, training_option("Peak of the schedule.")]
 SaveSteps = Annotated[int, training_option("Steps between checkpoints.")]
+ValidateSteps = Annotated[int, training_option("Steps between validations; 0: none.")]
 Precision = Annotated[str, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")]
 Seed = Annotated[int, training_option("Fixes weights, order of the text and dropout.")]
 Threads = Annotated[int | None, training_option("CPU threads.")]
@@ -116,6 +137,40 @@ def budget(
     if steps is tokens is seconds is None:
         steps = default
     return {"steps": steps, "tokens": tokens, "seconds": seconds}
+
+
+def given_or(value: T | None, default: T) -> T:
+    """The value of an option, or its default where it was not given."""
+    return default if value is None else value
+
+
+def refuse_with_init(options: dict[str, object]) -> None:
+    """Refuses options that contradict --init, by name."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: must be left out with --init, whose tokenizer stays, got {value}"
+            )
+
+
+def read_prompt(prompt: str | None, file: Path | None, *, default: str) -> str:
+    """The text of --prompt, of standard input or of --prompt-file, without a last line end."""
+    if prompt is not None and file is not None:
+        raise ValueError(f"--prompt-file: must be left out with --prompt, got {file}")
+    if file is None and prompt != "-":
+        return given_or(prompt, default)
+    option = "--prompt" if file is None else "--prompt-file"
+    try:
+        text = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode()
+    except OSError as error:
+        raise ValueError(
+            f"{option}: must be a file that can be read, got {file} ({error.strerror})"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{option}: must be UTF-8 text, got another byte at {error.start}"
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def parse_fields(pairs: list[str] | None) -> dict[str, Any]:

@@ -114,7 +114,6 @@ def extrapolate(
     """
     from linbias.lm import terminal
     from linbias.lm.extrapolate import extrapolate as run
-    from linbias.lm.findings import findings
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
     settings = ExtrapolateSettings(
@@ -146,13 +145,37 @@ def extrapolate(
         return
     for table in terminal.tables(results):
         out.print(table)
-    for finding in findings(results.evaluations):
-        out.print(terminal.sentence(finding), soft_wrap=True)
+    for sentence in terminal.sentences(results):
+        out.print(sentence)
     print_path("\nreport:", output / "report.html")
 
 
-def doctor(as_json: Json = False) -> None:
-    """Tell what this machine can run, and why not the rest."""
+def doctor(
+    call: Annotated[
+        str | None,
+        typer.Option(
+            help="B,H,T,S,D,dtype[,backward]: tell instead which implementation such a call takes."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what this machine can run, and why not the rest.
+
+    \b
+    [dim]linbias doctor[/]
+    [dim]linbias doctor --call 8,8,128,128,64,bfloat16,backward[/]
+    """
+    if call is not None:
+        from linbias.doctor import explain_call
+
+        choice = explain_call(call)
+        if as_json:
+            return print_json(choice._asdict())
+        table = Table(f"attention of {call}", "", box=box.SIMPLE_HEAD)
+        for name, reason in choice.reasons.items():
+            taken = "[green]taken[/]" if name == choice.name else escape(str(reason))
+            table.add_row(f"[bold]{name}[/]", taken)
+        return out.print(table)
     from linbias.doctor import diagnose
 
     found = diagnose()

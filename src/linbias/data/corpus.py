@@ -72,6 +72,10 @@ class Corpus:
     location: str
     splits: dict[str, str]
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split}={len(getattr(self, split)):,} tokens" for split in SPLITS)
+        return f"Corpus({self.name!r}, {sizes}, vocab_size={self.tokenizer.vocab_size:,})"
+
 
 class _Splits(NamedTuple):
     """The text of each split, and what belongs to it: paths of files, or two offsets in one text."""

@@ -50,6 +50,9 @@ class Tokenizer:
 
     backend: tokenizers.Tokenizer
 
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocab_size={self.vocab_size:,})"
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens; ids are 0 to vocab_size - 1."""

@@ -76,6 +76,13 @@ class Evaluation:
     loss_by_position: tuple[float | None, ...]
     count_by_position: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", bits_per_byte={self.bits_per_byte:.4f}"
+        return (
+            f"Evaluation(length={self.length}, stride={self.stride}, num_tokens={self.num_tokens}, "
+            f"nll={self.nll:.4f}, perplexity={self.perplexity:.4f}{bits})"
+        )
+
     @property
     def perplexity(self) -> float:
         """exp(nll); infinite where that is beyond a float."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -120,6 +121,9 @@ def _check_test_split(settings: ExtrapolateSettings, corpus: Corpus) -> None:
         )
 
 
+SomeRecord = TypeVar("SomeRecord", TrainingRecord, EvaluationRecord)
+
+
 @dataclass(frozen=True)
 class _Run:
     """Trains and tests models, and keeps what was measured in a log."""
@@ -137,9 +141,10 @@ class _Run:
             self.corpus,
             folder,
             progress=not self.console.quiet,
+            keep_checkpoint=False,
         )
         key = TrainingRecord.key(method, train_length, seed)
-        return TrainingRecord.from_dict(self._record_once(key, metrics.to_dict))
+        return self._record_once(TrainingRecord, key, metrics.to_dict)
 
     def test_model(
         self, method: str, train_length: int, seed: int, folder: Path
@@ -166,18 +171,26 @@ class _Run:
                     ).to_dict()
 
             key = EvaluationRecord.key(method, train_length, seed, length)
-            records.append(EvaluationRecord.from_dict(self._record_once(key, measure)))
+            records.append(self._record_once(EvaluationRecord, key, measure))
         losses = "  ".join(f"{r.test_length:,}: {r.bits_per_byte:.3f}" for r in records)
         self.console.print(f"  bits per byte at  {losses}", highlight=False, soft_wrap=True)
         return records
 
-    def _record_once(self, key: Record, measure: Callable[[], Record]) -> Record:
+    def _record_once(
+        self, kind: type[SomeRecord], key: Record, measure: Callable[[], Record]
+    ) -> SomeRecord:
         """The record of the log that has these values; if there is none, it is measured."""
         record = self.log.find(**key)
         if record is None:
             record = {**key, **measure(), "date": _machine.now()}
             self.log.append(record)
-        return record
+        try:
+            return kind.from_dict(record)
+        except ValueError as error:
+            line = self.log.records.index(record) + 1
+            raise ValueError(
+                f"extrapolate: line {line} of {self.log.path} is damaged ({error})"
+            ) from error
 
 
 def _describe(

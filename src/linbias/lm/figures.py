@@ -1,27 +1,42 @@
 """The two plots of an extrapolation experiment: loss by test length, and loss by position.
 
 Both are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
+`narrow` makes them for the width of a telephone: one panel above another, with larger letters.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from linbias.lm import findings
-from linbias.lm.methods import COLOURS, NAMES
+from linbias.lm.methods import COLOURS, NAMES, PAGE_COLOURS
 from linbias.lm.records import EvaluationRecord
 
-_TITLE: dict[str, Any] = {"loc": "left", "fontweight": "bold", "fontsize": 11.5, "pad": 10}
-_TEXT_COLOUR, _FRAME_COLOUR = "#222222", "#888888"
+_BACKGROUND, _TEXT = PAGE_COLOURS["background"], PAGE_COLOURS["text"]
+_FRAME, _GRID = PAGE_COLOURS["frame"], PAGE_COLOURS["grid"]
+_TITLE: dict[str, Any] = {
+    **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
+    "color": _TEXT,
+}
+_WIDTH, _HEIGHT = 4.7, 4.2  # of a panel in inches, where two stand side by side
+_ALONE_WIDTH = 8.0
+_LABEL_INCHES = 0.19  # height of a line of labels
+_TICK_INCHES = 0.5  # width of a tick's label
+_NARROW_WIDTH, _NARROW_HEIGHT = 3.9, 3.5
 
 
 class _LineEnd(NamedTuple):
@@ -33,10 +48,10 @@ class _LineEnd(NamedTuple):
     colour: str
 
 
-def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
+def loss_by_length(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
     """Bits per byte against test length, in multiples of the training length: a panel for each."""
     train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths))
+    figure, panels = _panels(len(train_lengths), narrow)
     for axes, train_length in zip(panels, train_lengths, strict=True):
         ends = []
         for method in findings.methods(evaluations):
@@ -54,15 +69,14 @@ def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
         ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
         _finish(axes, ticks, ends, trained_at=1.0)
         axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
-        axes.set_xlabel("test length: multiple of the training length, tokens")
-    panels[0].set_ylabel("bits per byte (lower is better)")
+        _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
     return figure
 
 
-def loss_by_position(evaluations: Sequence[EvaluationRecord]) -> Figure:
+def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
     """Bits per token against the tokens of context before it: a panel per training length."""
     train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths))
+    figure, panels = _panels(len(train_lengths), narrow)
     for axes, train_length in zip(panels, train_lengths, strict=True):
         records = [record for record in evaluations if record.train_length == train_length]
         ends = []
@@ -77,32 +91,53 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord]) -> Figure:
         ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
         _finish(axes, ticks, ends, trained_at=float(train_length))
         axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
-        axes.set_xlabel("tokens of context before the predicted one")
-    panels[0].set_ylabel("bits per token (lower is better)")
+        _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per token")
     return figure
 
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file's bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, facecolor="white")
+    figure.savefig(buffer, format="png", dpi=160, facecolor=_BACKGROUND)
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> str:
-    """The figure as an <svg> element as wide as its surroundings, in the page's font."""
+def svg(figure: Figure, description: str) -> str:
+    """The figure as an <svg> element as wide as its surroundings, in the page's font and colours.
+
+    Args:
+        figure: Its colours become variables of the page, so that they follow its dark mode.
+        description: For readers who do not see it.
+    """
     buffer = io.StringIO()
+    for label in figure.findobj(Text):
+        label.set_path_effects([])  # which would turn letters into outlines: the page has its own
     no_metadata = dict.fromkeys(["Creator", "Date", "Format", "Type"])
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    for name, colour in {**COLOURS, **PAGE_COLOURS}.items():
+        text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
+    alternative = f'role="img" aria-label="{escape(description)}"'
+    return text[text.index("<svg") :].replace("<svg", f"<svg {alternative}", 1)
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(max(8.0, 5.2 * count), 4.5), layout="constrained")
-    axes = figure.subplots(1, count, sharey=True, squeeze=False)
-    return figure, list(axes[0])
+def _panels(count: int, narrow: bool) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels, at most two in a row."""
+    columns = 1 if narrow else min(2, count)
+    rows = math.ceil(count / columns)
+    width = _NARROW_WIDTH if narrow else _WIDTH * columns if columns > 1 else _ALONE_WIDTH
+    height = rows * (_NARROW_HEIGHT if narrow else _HEIGHT)
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, panels[:count]
+
+
+def _label_axes(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, color=_TEXT)
+    axes.set_ylabel(f"{y} (lower is better)", color=_TEXT)
 
 
 def _finish(
@@ -113,39 +148,55 @@ def _finish(
 ) -> None:
     """Adds what both plots have: the axis in powers of two, the training length, names of lines."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    shown = _with_room(list(ticks), axes)
+    axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels(list(ticks.values()))
-    axes.axvline(trained_at, color=_FRAME_COLOUR, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xticklabels([ticks[x] for x in shown])
+    axes.axvline(trained_at, color=_FRAME, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length",
         (trained_at, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(4, -3),
         textcoords="offset points",
-        color=_FRAME_COLOUR,
+        color=_FRAME,
         fontsize=9,
         verticalalignment="top",
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("bottom", "left"):
-        axes.spines[side].set_color(_FRAME_COLOUR)
-    axes.tick_params(colors=_TEXT_COLOUR, labelleft=True)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.spines[side].set_color(_FRAME)
+    axes.tick_params(colors=_TEXT, labelleft=True)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(y=0.08)  # room for the words "training length"
     _label_ends(axes, ends)
 
 
+def _with_room(ticks: list[float], axes: Axes) -> list[float]:
+    """The ticks that leave each other room for their labels, the largest first."""
+    room = math.log2(max(ticks) / min(ticks)) * _TICK_INCHES / (0.5 * _panel_inches(axes)[0])
+    shown: list[float] = []
+    for tick in sorted(ticks, reverse=True):
+        if not shown or math.log2(shown[-1] / tick) >= room:
+            shown.append(tick)
+    return shown
+
+
+def _panel_inches(axes: Axes) -> tuple[float, float]:
+    """Width and height of a panel with everything around it."""
+    figure, grid = axes.get_figure(root=True), axes.get_gridspec()
+    assert figure is not None and grid is not None
+    width, height = figure.get_size_inches()
+    return width / grid.ncols, height / grid.nrows
+
+
 def _label_ends(axes: Axes, ends: list[_LineEnd]) -> None:
-    """Writes each name beside the end of its line, moved up where two would overlap."""
+    """Writes each name beside the end of its line; names that would overlap share the room around them."""
     low, high = axes.get_ylim()
-    line_height = 0.055 * (high - low)
-    previous = -math.inf
-    for x, y, name, colour in sorted(ends, key=lambda end: end.y):
-        height = max(y, previous + line_height)
-        previous = height
+    line_height = _LABEL_INCHES / (0.68 * _panel_inches(axes)[1]) * (high - low)
+    for (x, _, name, colour), height in _without_overlap(ends, line_height):
         axes.annotate(
             name,
             (x, height),
@@ -156,5 +207,27 @@ def _label_ends(axes: Axes, ends: list[_LineEnd]) -> None:
             fontweight="bold",
             verticalalignment="center",
             annotation_clip=False,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
+            path_effects=[withStroke(linewidth=3, foreground=_BACKGROUND)],
         )
+
+
+def _without_overlap(ends: list[_LineEnd], line_height: float) -> Iterator[tuple[_LineEnd, float]]:
+    """Each label and its height, as near to its line as the others leave room for."""
+    groups: list[list[_LineEnd]] = []
+    middles: list[float] = []
+    for end in sorted(ends):  # by x, then y
+        group, middle = [end], end.y
+        # A group of labels that touches the one below joins it, around the mean of their lines.
+        while (
+            groups
+            and end.x == groups[-1][0].x
+            and middle - middles[-1] < (len(group) + len(groups[-1])) / 2 * line_height
+        ):
+            group = [*groups.pop(), *group]
+            middles.pop()
+            middle = fmean(end.y for end in group)
+        groups.append(group)
+        middles.append(middle)
+    for group, middle in zip(groups, middles, strict=True):
+        for number, end in enumerate(group):
+            yield end, middle + (number - (len(group) - 1) / 2) * line_height

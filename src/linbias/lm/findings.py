@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from linbias.lm.methods import NAMES
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import TrainSettings
 
@@ -71,6 +72,7 @@ class Finding:
     train_length: int
     at_training: Point
     at_longest: Point
+    num_seeds: int
 
     @property
     def change(self) -> float:
@@ -89,11 +91,12 @@ class Finding:
     def __str__(self) -> str:
         multiple = self.at_longest.test_length / self.train_length
         first, last = self.at_training.mean, self.at_longest.mean
+        seeds = "one seed" if self.num_seeds == 1 else f"mean of {self.num_seeds} seeds"
         if multiple == 1:
-            return f"{self.verdict}: {first:.3f} bits per byte at {self.train_length:,} tokens"
+            return f"{self.verdict}: {first:.3f} bits per byte at {self.train_length:,} tokens ({seeds})"
         return (
             f"{self.verdict} at {multiple:g}x the training length of {self.train_length:,}: "
-            f"{first:.3f} to {last:.3f} bits per byte ({self.change:+.1%})"
+            f"{first:.3f} to {last:.3f} bits per byte ({change_in_words(self.change)}, {seeds})"
         )
 
 
@@ -104,8 +107,31 @@ def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
         points = {point.test_length: point for point in curve(evaluations, method, train_length)}
         if train_length in points:
             longest = points[max(points)]
-            found.append(Finding(method, train_length, points[train_length], longest))
+            seeds = {
+                record.seed
+                for record in evaluations
+                if (record.method, record.train_length) == (method, train_length)
+            }
+            at_training = points[train_length]
+            found.append(Finding(method, train_length, at_training, longest, len(seeds)))
     return found
+
+
+def caution(found: Iterable[Finding]) -> str | None:
+    """What to keep in mind about verdicts that rest on one seed; None where there are none."""
+    if all(finding.num_seeds > 1 for finding in found):
+        return None
+    return (
+        "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
+        "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "
+        "and the range of three."
+    )
+
+
+def change_in_words(change: float) -> str:
+    """A relative change in percent, with its sign unless it rounds to zero."""
+    text = f"{change:+.1%}"
+    return text.lstrip("+-") if float(text[:-1]) == 0.0 else text
 
 
 class LossRow(NamedTuple):
@@ -121,7 +147,7 @@ class LossRow(NamedTuple):
 
     def change_cell(self) -> str:
         """The change from the training length to the longest test length as text."""
-        return "" if self.change is None else f"{self.change:+.1%}"
+        return "" if self.change is None else change_in_words(self.change)
 
 
 def loss_rows(evaluations: Sequence[EvaluationRecord], train_length: int) -> list[LossRow]:
@@ -229,6 +255,32 @@ def introduction(evaluations: Sequence[EvaluationRecord]) -> str:
         f"Language models that differ only in how they represent the order of tokens, trained on "
         f"{lengths} tokens at a time and tested on up to {longest:,}."
     )
+
+
+def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
+    """The figure of losses by test length, for readers who do not see it."""
+    parts = [
+        f"{NAMES[method]} trained on {train_length:,} tokens: "
+        + ", ".join(f"{point.mean:.3f} at {point.test_length:,}" for point in points)
+        for train_length, method in product(train_lengths(evaluations), methods(evaluations))
+        if (points := curve(evaluations, method, train_length))
+    ]
+    return f"Lines of bits per byte by test length. {'; '.join(parts)}."
+
+
+def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
+    """The figure of losses by position, for readers who do not see it."""
+    parts = []
+    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
+        key = (method, train_length)
+        same = [r for r in evaluations if (r.method, r.train_length) == key]
+        positions, bits = loss_by_position(same) if same else ([], [])
+        if positions:
+            parts.append(
+                f"{NAMES[method]} trained on {train_length:,} tokens: {bits[0]:.2f} after "
+                f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
+            )
+    return f"Lines of bits per token by context. {'; '.join(parts)}."
 
 
 def budget(training: TrainSettings) -> str:

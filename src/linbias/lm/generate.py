@@ -7,6 +7,8 @@ from transformers import TextStreamer
 
 from linbias.models.load import load_model, load_tokenizer
 
+_LONG = 200  # characters of a prompt that is not printed again
+
 
 def generate(
     path: str | Path,
@@ -27,7 +29,7 @@ def generate(
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
         seed: Sets PyTorch's generator; the same seed writes the same text.
-        stream: Print the text as it is written, with the prompt.
+        stream: Print the text as it is written, after a prompt of at most 200 characters.
 
     Returns:
         The prompt and its continuation.
@@ -57,7 +59,7 @@ def generate(
     ids = model.generate(
         **inputs,
         max_new_tokens=max_new_tokens,
-        streamer=TextStreamer(tokenizer) if stream else None,
+        streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > _LONG) if stream else None,
         **(sampling if temperature else {"do_sample": False}),
     )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -1,20 +1,28 @@
 """The report of an extrapolation experiment as one self-contained HTML page.
 
 It is made from the records of results.json alone, so it can be made again without measuring again.
-The page needs no network.
+The page needs no network, fits telephones, and follows the reader's choice of light or dark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
 
+from matplotlib.figure import Figure
+
 from linbias.lm import figures, findings
 from linbias.lm.findings import Finding
-from linbias.lm.methods import COLOURS, NAMES
+from linbias.lm.methods import (
+    COLOURS,
+    DARK_COLOURS,
+    DARK_PAGE_COLOURS,
+    NAMES,
+    PAGE_COLOURS,
+)
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.runs.files import write_whole
 
@@ -29,13 +37,21 @@ def write_report(results: ExtrapolationResults, folder: Path) -> None:
 def html(results: ExtrapolationResults) -> str:
     """The page."""
     evaluations = results.evaluations
-    by_position = figures.loss_by_position(findings.records_by_position(results))
+    pooled = findings.records_by_position(results)
+    found = findings.findings(evaluations)
     template = resources.files("linbias.lm").joinpath("page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
+        light_colours=_variables({**COLOURS, **PAGE_COLOURS}),
+        dark_colours=_variables({**DARK_COLOURS, **DARK_PAGE_COLOURS}),
         introduction=escape(findings.introduction(evaluations)),
-        findings=_finding_list(findings.findings(evaluations)),
-        loss_by_length=figures.svg(figures.loss_by_length(evaluations)),
-        loss_by_position=figures.svg(by_position),
+        findings=_finding_list(found),
+        caution=_caution(found),
+        loss_by_length=_figure(
+            figures.loss_by_length, evaluations, findings.lengths_in_words(evaluations)
+        ),
+        loss_by_position=_figure(
+            figures.loss_by_position, pooled, findings.positions_in_words(pooled)
+        ),
         length_tables="".join(_length_tables(evaluations)),
         budget=escape(findings.budget(results.settings.training)),
         training_table=_training_table(results.trainings),
@@ -43,45 +59,77 @@ def html(results: ExtrapolationResults) -> str:
     )
 
 
+def _variables(colours: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+def _figure(
+    draw: Callable[..., Figure], evaluations: Sequence[EvaluationRecord], description: str
+) -> str:
+    """A figure for wide and one for narrow windows, of which the page shows one."""
+    wide = figures.svg(draw(evaluations), description)
+    narrow = figures.svg(draw(evaluations, narrow=True), description)
+    return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+
+
 def _finding_list(found: Sequence[Finding]) -> str:
     items = [
-        f'<li style="--colour: {COLOURS[finding.method]}"><b>{escape(NAMES[finding.method])}</b> '
+        f"<li {_colour(finding.method)}><b>{escape(NAMES[finding.method])}</b> "
         f"is {escape(str(finding))}</li>"
         for finding in found
     ]
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
+def _caution(found: Sequence[Finding]) -> str:
+    text = findings.caution(found)
+    return "" if text is None else f'<p class="note">{escape(text)}</p>'
+
+
 def _length_tables(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
     for train_length in findings.train_lengths(evaluations):
         lengths = findings.test_lengths(evaluations, train_length)
-        titles = "".join(f"<th>{n / train_length:g}x<br>{n:,}</th>" for n in lengths)
-        body = ""
+        titles = [f"{n / train_length:g}x<br>{n:,}" for n in lengths]
+        rows = []
         for row in findings.loss_rows(evaluations, train_length):
-            cells = "".join(
+            cells = [
                 '<td class="missing">beyond<br>its table</td>' if c is None else f"<td>{c}</td>"
                 for c in row.cells()
-            )
-            body += f"{_row_start(row.method)}{cells}<td>{row.change_cell()}</td></tr>"
-        yield (
-            f'<div class="scroll"><table><tr><th>trained on {train_length:,}, loss at</th>'
-            f"{titles}<th>change</th></tr>{body}</table></div>"
-        )
+            ]
+            rows.append(_row(row.method, [*cells, f"<td>{row.change_cell()}</td>"]))
+        caption = f"Bits per byte, trained on {train_length:,} tokens, tested on"
+        yield _table(caption, [*titles, "change"], rows)
 
 
 def _training_table(trainings: Sequence[TrainingRecord]) -> str:
     costs = findings.costs(trainings)
     fastest = max(cost.tokens_per_second for cost in costs)
     largest = max(cost.peak_memory_bytes for cost in costs)
-    titles = "".join(f"<th>{title}</th>" for title in ("", *findings.COST_TITLES))
-    rows = [f"<tr>{titles}</tr>"]
+    rows = []
     for cost in costs:
         *cells, speed, memory = cost.cells()
         speed += _bar(cost.tokens_per_second / fastest)
         memory += _bar(cost.peak_memory_bytes / largest)
-        row = "".join(f"<td>{cell}</td>" for cell in (*cells, speed, memory))
-        rows.append(f"{_row_start(cost.method)}{row}</tr>")
-    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+        rows.append(_row(cost.method, [f"<td>{cell}</td>" for cell in (*cells, speed, memory)]))
+    return _table("What training took", findings.COST_TITLES, rows)
+
+
+def _table(caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:
+    """A table that scrolls in itself where the window is too narrow; the methods' names stay."""
+    heads = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><tr><td></td>{heads}</tr>{''.join(rows)}</table></div>"
+    )
+
+
+def _row(method: str, cells: Sequence[str]) -> str:
+    name = f'<th scope="row">{escape(NAMES[method])}</th>'
+    return f"<tr {_colour(method)}>{name}{''.join(cells)}</tr>"
+
+
+def _colour(method: str) -> str:
+    return f'style="--colour: var(--{method})"'
 
 
 def _fact_list(made: dict[str, str]) -> str:
@@ -89,10 +137,6 @@ def _fact_list(made: dict[str, str]) -> str:
         f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in made.items()
     )
     return f"<dl>{items}</dl>"
-
-
-def _row_start(method: str) -> str:
-    return f'<tr style="--colour: {COLOURS[method]}"><td>{escape(NAMES[method])}</td>'
 
 
 def _bar(share: float) -> str:

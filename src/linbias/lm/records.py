@@ -5,7 +5,8 @@ On disk, a record is one flat JSON object: a line of results.jsonl, and an entry
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from linbias.lm.evaluate import Evaluation
@@ -45,8 +46,13 @@ class TrainingRecord:
 
     @classmethod
     def from_dict(cls, record: Record) -> TrainingRecord:
-        """The reverse of `to_dict`."""
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: The record lacks a field; it is named.
+        """
         names = ("method", "train_length", "seed", "date")
+        _check_fields(record, (*names, *_required(LanguageModelMetrics)))
         metrics = LanguageModelMetrics.from_dict(record)
         return cls(**{name: record[name] for name in names}, metrics=metrics)
 
@@ -93,10 +99,26 @@ class EvaluationRecord:
 
     @classmethod
     def from_dict(cls, record: Record) -> EvaluationRecord:
-        """The reverse of `to_dict`."""
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: The record lacks a field; it is named.
+        """
         names = ("method", "train_length", "seed", "date")
+        _check_fields(record, (*names, *(f.name for f in fields(Evaluation))))
         evaluation = Evaluation.from_dict(record)
         return cls(**{name: record[name] for name in names}, evaluation=evaluation)
+
+
+def _required(kind: type[Any]) -> list[str]:
+    """The fields of a dataclass that have no default."""
+    return [f.name for f in fields(kind) if f.default is MISSING]
+
+
+def _check_fields(record: Record, names: Iterable[str]) -> None:
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
 
 
 @dataclass(frozen=True)

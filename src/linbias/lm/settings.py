@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,10 @@ class TrainSettings:
         seed: Fixes the initial weights, the order of the text, and dropout.
         threads: CPU threads; None leaves PyTorch's choice.
         device: "auto" takes a GPU where there is one; or "cpu".
+        init: Folder of a model that `train` made, to go on from; None draws fresh weights. Its
+            tokenizer and its shape stay, the optimizer and the schedule start anew.
+        validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
+            validation split; 0 for none.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
 
@@ -63,6 +68,8 @@ class TrainSettings:
     seed: int = 0
     threads: int | None = None
     device: str = "auto"
+    init: str | None = None
+    validate_steps: int = 0
     tensorboard: bool = False
     fsdp: dict[str, Any] | None = None
 
@@ -80,20 +87,39 @@ class TrainSettings:
         )
         self._require("learning_rate", self.learning_rate > 0, "positive", self.learning_rate)
         self._require("warmup", 0 <= self.warmup < 1, "in [0, 1)", self.warmup)
-        for name in ("weight_decay", "clip"):
+        for name in ("weight_decay", "clip", "validate_steps"):
             self._require(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
         self._require(
             "precision", self.precision in PRECISIONS, f"one of {PRECISIONS}", self.precision
         )
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
-        given = set(self.model) & {"vocab_size", "train_length"}
-        self._require("model", not given, "without vocab_size and train_length", self.model)
-        unknown = sorted(set(self.model) - own_fields(LinbiasConfig))
-        self._require("model", not unknown, "made of LinbiasConfig's fields", unknown)
+        given_elsewhere = {"vocab_size", "train_length"}
+        given = sorted(given_elsewhere & set(self.model))
+        rule = "without vocab_size and train_length, which follow from corpus and length"
+        self._require("model", not given, rule, ", ".join(given))
+        known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
+        for name in self.model:
+            if name not in known:
+                raise ValueError(
+                    f"TrainSettings: model must be made of LinbiasConfig's fields, got {name!r}"
+                    f"{_nearest(name, known)}; there are {', '.join(known)}"
+                )
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
         if not holds:
             raise ValueError(f"TrainSettings: {name} must be {rule}, got {given!r}")
+
+    @property
+    def budget(self) -> dict[str, float | None]:
+        """How long to train: `steps`, `tokens` and `seconds`."""
+        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """The names that were perhaps meant, in words; empty where none is near."""
+    near = [word for word in known if name in word]
+    near = near or difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    return f" (perhaps {' or '.join(near)})" if near else ""
 
 
 @dataclass(frozen=True)

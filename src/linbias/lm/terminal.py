@@ -4,44 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from linbias.lm import findings
-from linbias.lm.findings import Finding
 from linbias.lm.methods import COLOURS, NAMES
 from linbias.lm.records import ExtrapolationResults
+from linbias.runs.tables import NumberTable
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
     """Bits per byte by test length, a table for each training length; then the costs."""
     evaluations = results.evaluations
     for train_length in findings.train_lengths(evaluations):
-        table = _table(f"Bits per byte, trained on {train_length:,} tokens, tested on")
-        for length in findings.test_lengths(evaluations, train_length):
-            table.add_column(f"{length:,}\n{length / train_length:g}x", justify="right")
-        table.add_column("change", justify="right")
+        lengths = findings.test_lengths(evaluations, train_length)
+        heads = [f"{length:,}\n{length / train_length:g}x" for length in lengths]
+        title = f"Bits per byte, trained on {train_length:,} tokens, tested on"
+        table = _table(title, [*heads, "change"])
         for row in findings.loss_rows(evaluations, train_length):
-            cells = [cell or Text("beyond\nits table", "dim") for cell in row.cells()]
+            if None in row.losses:
+                table.caption = "-: beyond its table of positions"
+            cells = [cell or "-" for cell in row.cells()]
             table.add_row(_name(row.method), *cells, row.change_cell())
         yield table
-    table = _table(f"Training, {findings.budget(results.settings.training)}")
-    for title in findings.COST_TITLES:
-        table.add_column(title, justify="right")
+    title = f"Training, {findings.budget(results.settings.training)}"
+    table = _table(title, [title.replace(" ", "\n") for title in findings.COST_TITLES])
     for cost in findings.costs(results.trainings):
         table.add_row(_name(cost.method), *cost.cells())
     yield table
 
 
-def sentence(finding: Finding) -> Text:
-    """A finding as one line."""
-    return Text.assemble(_name(finding.method), f" is {finding}")
+def sentences(results: ExtrapolationResults) -> Iterator[Text]:
+    """The findings, a line for each; and what to keep in mind about them."""
+    found = findings.findings(results.evaluations)
+    for finding in found:
+        yield Text.assemble(_name(finding.method), f" is {finding}")
+    if caution := findings.caution(found):
+        yield Text(caution, "dim")
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _table(title: str, heads: list[str]) -> NumberTable:
+    """A table with the names of methods before its columns."""
+    table = NumberTable(title=title)
     table.add_column("")
+    for head in heads:
+        table.add_column(head, justify="right")
     return table
 
 

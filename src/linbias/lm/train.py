@@ -3,9 +3,14 @@
 A run has a folder:
 
     settings.json      the settings; written first, compared when the run continues
-    checkpoints/       the Trainer's, while training
+    history.jsonl      the loss as it went, a line every few steps (see `linbias.runs.watch`)
+    checkpoints/       the Trainer's; of a finished run the last one, from which it can be extended
     model.safetensors, config.json, tokenizer.json, ...      the result, for `from_pretrained`
-    metrics.json       written last: a run that has it is finished
+    metrics.json       written last: a run is finished when its number of steps is in it
+
+A run that is called with more steps than it was made for is extended, finished or not. Steps that
+are done stay as they are, and the learning rate follows the schedule of the new number of steps from
+there on: it goes up to where that schedule has it, from 0 where the run was finished.
 
 The training sequences are a pure function of the seed and the step, and a checkpoint holds all
 else that the future depends on. A run that is killed at any moment and started again therefore
@@ -20,7 +25,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,14 +40,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from linbias.data.corpus import Corpus
 from linbias.data.segments import Segments
+from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.settings import TrainSettings
-from linbias.models.config import LinbiasConfig
-from linbias.models.linbias import LinbiasForCausalLM
 from linbias.models.load import no_bars
 from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.files import Record
+from linbias.runs.files import Record, write_json
 from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.processes import is_main, wait_for_all
+from linbias.runs.processes import from_main, is_main, wait_for_all
 from linbias.runs.training import (
     TrainingMetrics,
     is_finished,
@@ -51,11 +55,12 @@ from linbias.runs.training import (
     trainer_arguments,
     uses_cpu,
 )
-from linbias.runs.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias.runs.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
+_MAX_VALIDATION_TOKENS = 2**15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,11 @@ class LanguageModelMetrics(TrainingMetrics):
 
     Attributes:
         loss: Nats per token, mean over the last tenth of the steps.
+        validation_loss: Nats per token of the last validation; None without any.
     """
 
     loss: float
+    validation_loss: float | None = None
 
 
 def train(
@@ -75,9 +82,10 @@ def train(
     output: str | os.PathLike[str],
     *,
     progress: bool = True,
+    keep_checkpoint: bool = True,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> LanguageModelMetrics:
-    """Trains a model, continues a run that was interrupted, or returns one that is finished.
+    """Trains a model, continues or extends a run, or returns one that is finished.
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
@@ -86,9 +94,13 @@ def train(
 
     Args:
         settings: What to train and for how long.
-        corpus: Its train split is used; its tokenizer is saved with the model.
-        output: Folder of the run: new, empty, or of the very same run.
-        progress: Show a progress bar on standard error.
+        corpus: Its train split is used, and for validations its valid split; its tokenizer is saved
+            with the model. To go on from a model, see `linbias.lm.initial.with_tokenizer_of`.
+        output: Folder of the run: new, empty, or of the very same run, of which the budget may be
+            larger now.
+        progress: Show progress on standard error.
+        keep_checkpoint: Keep the last checkpoint of a finished run, three times the size of the
+            model, so that it can be extended.
         callbacks: Further Transformers callbacks.
 
     Returns:
@@ -97,7 +109,8 @@ def train(
 
     Raises:
         ValueError: The folder cannot be written, is in use or belongs to another run; the corpus is shorter
-            than a segment; the batch cannot be divided; the loss ceases to be a finite number.
+            than a segment; the batch cannot be divided; the settings contradict the model to go on from;
+            the budget is smaller than before; the loss ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
             and the same call continues from there.
 
@@ -111,29 +124,28 @@ def train(
     """
     output = Path(output)
     on_cpu = uses_cpu(settings.device, settings.precision)
-    _config(settings, corpus)  # may refuse, and should before anything is written
+    _check_corpus(settings, corpus)
+    initial_config(settings, corpus)  # may refuse, and should before anything is written
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_batch(settings)
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
         steps = _open_run(settings, corpus, output)
-        if not is_finished(output):
-            _run(settings, corpus, output, steps, progress, callbacks)
+        if not _is_finished(output, steps):
+            _run(settings, corpus, output, steps, progress, keep_checkpoint, callbacks)
         wait_for_all()
     return LanguageModelMetrics.read(output)
 
 
-def _config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
-    if len(corpus.train) <= settings.length:
-        raise ValueError(
-            f"train: corpus must hold length + 1 = {settings.length + 1} tokens to train on, "
-            f"got {len(corpus.train)}"
-        )
-    return LinbiasConfig(
-        **settings.model,
-        vocab_size=corpus.tokenizer.vocab_size,
-        train_length=settings.length,
-        **corpus.tokenizer.special_ids,
-    )
+def _check_corpus(settings: TrainSettings, corpus: Corpus) -> None:
+    splits = {"train on": corpus.train}
+    if settings.validate_steps:
+        splits["validate on"] = corpus.valid
+    for purpose, ids in splits.items():
+        if len(ids) <= settings.length:
+            raise ValueError(
+                f"train: corpus must hold length + 1 = {settings.length + 1} tokens to {purpose}, "
+                f"got {len(ids)}"
+            )
 
 
 @contextmanager
@@ -151,31 +163,66 @@ def _check_batch(settings: TrainSettings) -> None:
     processes = PartialState().num_processes
     if settings.batch_size % (processes * settings.accumulation):
         raise ValueError(
-            f"train: batch_size must be a multiple of processes x accumulation = "
+            f"TrainSettings: batch_size must be a multiple of processes x accumulation = "
             f"{processes} x {settings.accumulation}, got {settings.batch_size}"
         )
 
 
 def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
     """Opens the run's folder, and returns the number of steps."""
+    compared = asdict(settings)
+    for name in ("init", *settings.budget):
+        del compared[name]
     identity: Record = {
-        "settings": asdict(settings),
+        "settings": compared,
+        "init": settings.init and weights_of(settings.init),
         "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
         "num_processes": PartialState().num_processes,
     }
     first_time: dict[str, Callable[[], Any]] = {
         "location": lambda: corpus.location,  # not compared: a corpus may move
+        "budget": lambda: settings.budget,
+        "steps": lambda: _num_steps(settings, corpus),
     }
-    if settings.seconds is None:
-        identity["steps"] = _num_steps(settings, corpus)
-    else:
-        first_time["steps"] = lambda: _num_steps(settings, corpus)
     path = output / "settings.json"
     record = open_run_folder(path, identity, "train", first_time=first_time)
-    steps = record["steps"]
+    steps, budget = record["steps"], record["budget"]
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train: {path} is damaged (steps is {steps!r})")
-    return steps
+    if not isinstance(budget, dict) or budget.keys() != settings.budget.keys():
+        raise ValueError(f"train: {path} is damaged (budget is {budget!r})")
+    if budget == settings.budget:
+        return steps
+    if settings.seconds is not None and budget["seconds"] is not None:  # the speed is known
+        more = round(steps * settings.seconds / budget["seconds"])
+    else:
+        more = _num_steps(settings, corpus)
+    _check_extension(settings, steps, more, output)
+    wait_for_all()  # every process has read the file
+    content = {**record, "budget": settings.budget, "steps": more}
+    from_main(lambda: write_json(path, content))
+    return more
+
+
+def _check_extension(settings: TrainSettings, steps: int, more: int, output: Path) -> None:
+    """Refuses a budget below that of the run, and one above it where nothing is left to go on from."""
+    if more < steps:
+        name = next(name for name, amount in settings.budget.items() if amount is not None)
+        raise ValueError(
+            f"TrainSettings: {name} must be at least that of the run in {output}, {steps:,} steps, "
+            f"got {more:,} steps (a shorter run needs another folder)"
+        )
+    checkpoints = Checkpoints(output / "checkpoints")
+    if more > steps and _is_finished(output, steps) and not checkpoints.exist():
+        raise ValueError(
+            f"train: checkpoints must hold the last one of a finished run to extend it, got none in "
+            f"{checkpoints.folder} (init={str(output)!r} in another folder goes on from its model)"
+        )
+
+
+def _is_finished(output: Path, steps: int) -> bool:
+    """Whether the folder holds the model after so many steps."""
+    return is_finished(output) and LanguageModelMetrics.read(output).steps == steps
 
 
 def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
@@ -187,7 +234,8 @@ def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
     watch = StopWatch()
     with tempfile.TemporaryDirectory() as folder:
         steps = _WARM_STEPS + _TIMED_STEPS
-        trainer = _trainer(settings, corpus, Path(folder), steps, [watch])
+        without_validation = replace(settings, validate_steps=0)
+        trainer = _trainer(without_validation, corpus, Path(folder), steps, [watch])
         trainer.remove_callback(PrinterCallback)
         trainer.args.save_strategy = "no"
         trainer.train()
@@ -202,12 +250,15 @@ def _run(
     output: Path,
     steps: int,
     progress: bool,
+    keep_checkpoint: bool,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
     checkpoints = Checkpoints(output / "checkpoints")
     tokens_per_step = settings.batch_size * settings.length
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
-    all_callbacks = [checkpoints, bar, FiniteLoss(), *callbacks]
+    history = LossHistory(output / "history.jsonl", tokens_per_step)
+    schedule = FollowSchedule(bar)
+    all_callbacks = [checkpoints, FiniteLoss(), history, bar, schedule, *callbacks]
     if settings.tensorboard:
         all_callbacks.append(TensorBoardCallback())
         all_callbacks[-1].logging_dir = str(output / "tensorboard")
@@ -222,6 +273,7 @@ def _run(
     if is_main():
         LanguageModelMetrics(
             loss=_final_loss(trainer.state),
+            validation_loss=_validation_loss(trainer.state),
             steps=steps,
             tokens=steps * tokens_per_step,
             seconds=checkpoints.seconds,
@@ -229,7 +281,7 @@ def _run(
             num_parameters=trainer.model.num_parameters(),
             num_processes=trainer.args.world_size,
         ).write(output)
-    checkpoints.delete()
+    checkpoints.delete(all_but=int(keep_checkpoint))
 
 
 def _trainer(
@@ -240,6 +292,9 @@ def _trainer(
     callbacks: list[TrainerCallback],
 ) -> Trainer:
     processes = PartialState().num_processes
+    validation = _validation_segments(settings, corpus) if settings.validate_steps else None
+    # The Trainer averages over batches, which must be of one size for an exact mean.
+    whole_batches = validation is not None and len(validation) >= settings.batch_size
     arguments = trainer_arguments(
         folder,
         device=settings.device,
@@ -257,19 +312,23 @@ def _trainer(
         seed=settings.seed,
         save_steps=settings.save_steps,
         # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
-        logging_steps=math.gcd(settings.save_steps, min(10, steps)),
+        logging_steps=math.gcd(settings.save_steps, 10),
+        eval_strategy="steps" if settings.validate_steps else "no",
+        eval_steps=settings.validate_steps or steps,
+        per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
         average_tokens_across_devices=False,  # all devices have the same number of tokens
     )
     set_seed(settings.seed)
-    model = LinbiasForCausalLM(_config(settings, corpus))
+    model = initial_model(settings, initial_config(settings, corpus))
     # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
 
     def mean_loss(outputs: CausalLMOutput, labels: Tensor, **_: Any) -> Tensor:
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        return loss / settings.accumulation  # the parts of a batch are all of one size
+        # The parts of a batch are all of one size; a validation has none.
+        return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
-    return Trainer(
+    return _Trainer(
         model,
         arguments,
         data_collator=lambda batch: batch,
@@ -279,13 +338,45 @@ def _trainer(
             num_segments=steps * settings.batch_size,
             seed=settings.seed,
         ),
+        eval_dataset=validation,
         compute_loss_func=mean_loss,
         callbacks=callbacks,
     )
 
 
+class _Trainer(Trainer):
+    """The Trainer, of which a validation leaves the training as it would be without."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """As the Trainer's, which draws random numbers for the order of its data."""
+        with torch.random.fork_rng():
+            return super().evaluate(*arguments, **options)
+
+
+def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:
+    """The start of the valid split, every segment once: whole batches, where there is enough for one."""
+    length, batch_size = settings.length, settings.batch_size
+    num_tokens = min(len(corpus.valid) - 1, max(_MAX_VALIDATION_TOKENS, length))
+    count = num_tokens // length
+    if count > batch_size:
+        count -= count % batch_size
+    ids = corpus.valid[: count * length + 1]
+    return Segments(ids, length=length, num_segments=count, seed=0)
+
+
 def _final_loss(state: TrainerState) -> float:
-    """The mean of the losses that were logged in the last tenth of the steps."""
+    """The mean of the losses that were logged in the last tenth of the steps, by steps."""
     logged = [(log["step"], log["loss"]) for log in state.log_history if "loss" in log]
-    recent = [loss for step, loss in logged if step > 0.9 * state.max_steps]
-    return statistics.fmean(recent or [logged[-1][1]])
+    spans = [(0, 0.0), *logged]
+    recent = [
+        (loss, step - before)
+        for (before, _), (step, loss) in pairwise(spans)
+        if step > 0.9 * state.max_steps
+    ]
+    losses, weights = zip(*recent, strict=True)
+    return statistics.fmean(losses, weights)
+
+
+def _validation_loss(state: TrainerState) -> float | None:
+    losses = [log["eval_loss"] for log in state.log_history if "eval_loss" in log]
+    return losses[-1] if losses else None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from linbias._checks import LARGEST_DROPOUT
 from linbias.schedules import SCHEDULES
 
 
@@ -46,6 +47,11 @@ def _is_dtype(value: object) -> bool:
 COUNT = Rule("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
 POSITIVE = Rule("a positive number", _is_positive)
 PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
+# That of attention is drawn from 32 random bits.
+ATTENTION_DROPOUT = Rule(
+    "a number in [0, 1 - 2^-32]",
+    lambda value: _is_number(value) and 0 <= value <= LARGEST_DROPOUT,
+)
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 
 # Building a model of absurd size takes minutes or all memory before anything fails. Each is several
@@ -68,7 +74,7 @@ SHARED: Mapping[str, Rule] = {
         ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT
     ),
     **dict.fromkeys(("train_length", "t5_num_buckets", "t5_max_distance"), COUNT),
-    "attention_dropout": PROBABILITY,
+    "attention_dropout": ATTENTION_DROPOUT,
     **dict.fromkeys(("layer_norm_eps", "rotary_base"), POSITIVE),
     "slope_schedule": one_of(SCHEDULES),
     "slope_scale": Rule(

@@ -8,6 +8,7 @@ scores-*.npz       the scores of each evaluation, from which a stopped one conti
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -68,9 +69,11 @@ def run(
         progress: Show progress bars on standard error.
 
     Raises:
-        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; or as
-            `linbias.paper.train.train`.
+        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; there
+            are several processes (torchrun); or as `linbias.paper.train.train`.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("run: must run as one process; use paper train for several (torchrun)")
     check_recipe(recipe)
     fingerprints = {split: fingerprint(text) for split, text in texts.items()}
     with hold_run_folder(output, "run"):

@@ -88,10 +88,18 @@ class Checkpoints(TrainerCallback):
             return None
         return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
 
-    def delete(self) -> None:
-        """Deletes them all, once the model itself is saved."""
+    def delete(self, *, all_but: int = 0) -> None:
+        """Deletes them, once the model itself is saved, all but so many of the newest."""
         if is_main():
-            shutil.rmtree(self.folder)
+            found = self._list()
+            for checkpoint in found[: len(found) - all_but]:
+                shutil.rmtree(checkpoint)
+            if not all_but:
+                shutil.rmtree(self.folder)
+
+    def exist(self) -> bool:
+        """Whether any was ever completed."""
+        return any((checkpoint / _MARK).exists() for checkpoint in self._list())
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._start = time.perf_counter() - self.seconds

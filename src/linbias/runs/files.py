@@ -166,12 +166,22 @@ class JsonLog:
         return None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a line; it is on the disk when this returns."""
+        """Adds a line; it is on the disk when this returns.
+
+        Raises:
+            OSError: It cannot be written; the error names the file, which is as it was before.
+        """
         line = json.dumps(record)
-        with self.path.open("ab") as file:
-            file.write(line.encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if self.path.exists():
+                os.truncate(self.path, before)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.records.append(json.loads(line))
 
     def restart(self, records: Iterable[Mapping[str, Any]]) -> None:

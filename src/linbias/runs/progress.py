@@ -1,5 +1,6 @@
-"""A progress bar on standard error, where that is a terminal."""
+"""Progress on standard error: a bar where that is a terminal, elsewhere a line now and then."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,15 +16,59 @@ from rich.progress import (
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
 
+# From one line to the next, the time grows by this factor, from the first to the last of these.
+_GROWTH, _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.25, 10.0, 600.0
+
+
+class Pace:
+    """Says when another line of a log is due: after ten seconds, then ever more rarely, to every ten minutes.
+
+    Args:
+        now: Seconds of a clock.
+
+    Example:
+        >>> seconds = iter([0, 9, 10, 22, 23])
+        >>> pace = Pace(lambda: next(seconds))
+        >>> [pace.is_due() for _ in range(4)]
+        [False, True, False, True]
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._interval = now, _SHORTEST_SECONDS
+        self._last = now()
+
+    def is_due(self) -> bool:
+        """Whether a line is due; if so, the next one is due later."""
+        now = self._now()
+        if now - self._last < self._interval:
+            return False
+        self._last, self._interval = now, min(self._interval * _GROWTH, _LONGEST_SECONDS)
+        return True
+
+
+def duration(seconds: float) -> str:
+    """A time in hours, minutes and seconds.
+
+    Example:
+        >>> duration(75), duration(3675)
+        ('1:15', '1:01:15')
+    """
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
 
 @contextmanager
 def progress_bar(task: str, *, visible: bool, console: Console | None = None) -> Iterator[Advance]:
     """A bar that is there for the length of the block, as a function that advances it.
 
+    Where the console is no terminal, a line says how far the task is, after ten seconds and then
+    ever more rarely.
+
     Args:
         task: Stands before the bar.
         visible: Whether to show anything.
-        console: Where to draw; None is standard error. Nothing is drawn where it is no terminal.
+        console: Where to draw; None is standard error.
     """
     console = console or Console(stderr=True)
     bar = Progress(
@@ -35,6 +80,14 @@ def progress_bar(task: str, *, visible: bool, console: Console | None = None) ->
         transient=True,
         disable=not (visible and console.is_terminal),
     )
+    pace = Pace()
+
+    def advance(done: int, total: int | None) -> None:
+        bar.update(number, completed=done, total=total)
+        if bar.disable and visible and pace.is_due():
+            amount = f"{done / total:.0%}" if total else f"{done:,} bytes"
+            console.print(f"{task.strip()}: {amount}", markup=False, highlight=False)
+
     with bar:
         number = bar.add_task(task, total=None)
-        yield lambda done, total: bar.update(number, completed=done, total=total)
+        yield advance

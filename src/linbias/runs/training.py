@@ -164,7 +164,7 @@ def run_trainer(
     newest = checkpoints.latest()
     trainer.remove_callback(PrinterCallback)
     try:
-        with PeakMemory(trainer.args.device) as memory, bar.bar:
+        with PeakMemory(trainer.args.device) as memory, bar:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             at_the_end()
     except (OSError, RuntimeError, SafetensorError) as error:

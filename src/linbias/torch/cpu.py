@@ -9,6 +9,9 @@ from linbias.torch import operator
 from linbias.torch.operator import Gradients, Inputs, Results
 
 NAME, ABILITIES = core.NAME, core.ABILITIES
+_DTYPES = (
+    {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
+)
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
@@ -22,21 +25,27 @@ def _fill_gradients(
 ) -> None:
     call, alive = _call(inputs)
     as_wide = inputs.left.dtype
-    # out, and so its gradient, is narrow where forward did not expect to be differentiated.
-    saved = saved._replace(out=saved.out.to(as_wide))
+    wide = gradients
+    if inputs.q.dtype != as_wide:
+        # out, and so its gradient, is narrow where forward did not expect to be differentiated.
+        saved = saved._replace(out=saved.out.to(as_wide))
+        wide = Gradients(*[x.to(as_wide) for x in gradients])
     dout, dlse = dout.to(as_wide).contiguous(), dlse.contiguous()
-    wide = Gradients(*(x.to(as_wide) for x in gradients))  # itself, if it is wide
     core.backward(
         call,
         core.Backward(
             dout=dout.data_ptr(),
             dlse=dlse.data_ptr(),
             saved=_forward(saved),
-            **{name: x.data_ptr() for name, x in wide._asdict().items()},
+            dq=wide.dq.data_ptr(),
+            dk=wide.dk.data_ptr(),
+            dv=wide.dv.data_ptr(),
+            dleft=wide.dleft.data_ptr(),
+            dright=wide.dright.data_ptr(),
         ),
     )
-    for gradient, computed in zip(gradients, wide, strict=True):
-        if gradient is not computed:
+    if wide is not gradients:
+        for gradient, computed in zip(gradients, wide, strict=True):
             gradient.copy_(computed)
     del alive
 
@@ -70,19 +79,20 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
     """The call in addresses, and the tensors that have to live as long."""
-    q, k, v = (x if _is_plain(x) else x.contiguous() for x in inputs[:3])
-    (B, H, T, D), (G, S, E) = q.shape, v.shape[1:]
-    wide = inputs.left.dtype
-    left, right = (
-        None if s is None else s.expand(B, H).contiguous() for s in (inputs.left, inputs.right)
-    )
-    key_range, query_start = (
-        None if x is None else x.to(torch.int64).contiguous()
-        for x in (inputs.key_range, inputs.query_start)
-    )
-    key_bound = None if inputs.key_bound is None else inputs.key_bound.to(wide).contiguous()
+    q, k, v, left, right, key_range, query_start, key_bound = inputs[:8]
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    left = left.expand(B, H).contiguous()
+    if right is not None:
+        right = right.expand(B, H).contiguous()
+    if key_range is not None:
+        key_range = key_range.to(torch.int64).contiguous()
+    if query_start is not None:
+        query_start = query_start.to(torch.int64).contiguous()
+    if key_bound is not None:
+        key_bound = key_bound.to(left.dtype).contiguous()
     call = core.Call(
-        dtype=core.DTYPES[str(q.dtype).removeprefix("torch.")],
+        dtype=_DTYPES[q.dtype],
         B=B,
         H=H,
         G=G,
@@ -93,7 +103,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
         q=core.Array(q.data_ptr(), *q.stride()[:3]),
         k=core.Array(k.data_ptr(), *k.stride()[:3]),
         v=core.Array(v.data_ptr(), *v.stride()[:3]),
-        left=_address(left),
+        left=left.data_ptr(),
         right=_address(right),
         key_range=_address(key_range),
         query_start=_address(query_start),
@@ -110,14 +120,18 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
 
 def _forward(results: Results) -> "core.Forward":
     return core.Forward(
-        **{name: x.data_ptr() for name, x in results._asdict().items()},
+        out=results.out.data_ptr(),
+        row_max=results.row_max.data_ptr(),
+        log_sum=results.log_sum.data_ptr(),
+        visited=results.visited.data_ptr(),
         visited_tiles=results.visited.shape[2],
         narrow=results.out.dtype == torch.bfloat16,
     )
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.shape[-1] <= 1 or x.stride(-1) == 1
+def _readable(x: Tensor) -> Tensor:
+    """The array itself where its last stride is 1, whatever the others are."""
+    return x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous()
 
 
 def _address(x: Tensor | None) -> int:

@@ -1,6 +1,6 @@
 """`attention`: check, choose an implementation, call it."""
 
-import types
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.schedules import slopes
-from linbias.torch import blocked, cpu, dense, transforms, triton
-from linbias.torch.constant import constant
+from linbias.torch import dense, transforms
+from linbias.torch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from linbias.torch.choice import asked_in_turn
+from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
 from linbias.torch.operator import Inputs, without_autocast
-
-# In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
-IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, dense)
-_ON_CPU = (cpu, blocked, dense, triton)
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -30,6 +27,7 @@ class Placement(TypedDict, total=False):
     scale: float | None
     key_range: Tensor | None
     query_start: Tensor | None
+    mask: Tensor | None
 
 
 class Options(Placement, total=False):
@@ -72,6 +70,7 @@ def attention(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -98,7 +97,7 @@ def attention(
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
     Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`.
     Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -116,6 +115,8 @@ def attention(
         query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
             the keys or beyond them too. None means that the last query stands at the last key of the range (of the
             range that ends last, where heads have their own). For right padding with T = S, zeros.
+        mask: Broadcasts to [B, H, T, S], bool: True takes part, as for `scaled_dot_product_attention`. It hides further
+            keys, whose entries must still be finite. Taken by `sdpa` and `dense`, which know no far keys.
         key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
@@ -123,8 +124,10 @@ def attention(
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the
-            compiled core, near to far), `blocked` (near to far in PyTorch operations, any device) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced.
+        implementation: "auto" takes the first that can run the call, the one that was fastest at short lengths first:
+            `triton` (CUDA GPUs, near to far), `cpu` (the compiled core, near to far), `blocked` (near to far in PyTorch
+            operations, any device), `sdpa` (PyTorch's attention with the bias as its mask) or `dense` (the whole score
+            matrix). A name is obeyed or refused, never replaced. `linbias doctor --call` says what "auto" takes, and why.
         return_lse: Also return lse.
 
     Returns:
@@ -142,6 +145,14 @@ def attention(
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
+        from linbias.torch import nested  # which is made of this function
+
+        return nested.attention(
+            q, k, v, left, causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start,
+            mask=mask, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
+            implementation=implementation, return_lse=return_lse,
+        )  # fmt: skip
     inputs, problem = prepare(
         "attention",
         q,
@@ -153,13 +164,15 @@ def attention(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
         key_bound=key_bound,
         dropout=dropout,
         tolerance=tolerance,
+        lse=return_lse,
     )
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     with without_autocast(inputs.q.device):
-        out, lse = chosen.attention(inputs)
+        out, lse = chosen.attention(inputs, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -173,13 +186,14 @@ def attention_weights(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
     The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
 
     Args:
-        q, k, left, causal, right, scale, key_range, query_start: As for `attention`.
+        q, k, left, causal, right, scale, key_range, query_start, mask: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -204,6 +218,7 @@ def attention_weights(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
     )
     with without_autocast(inputs.q.device):
         return dense.attention_weights(inputs)[0]
@@ -221,12 +236,14 @@ def prepare(
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
+    mask: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
+    lse: bool = False,
 ) -> tuple[Inputs, _checks.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = (
@@ -241,9 +258,14 @@ def prepare(
             ("key_range", key_range),
             ("query_start", query_start),
             ("key_bound", key_bound),
+            ("mask", mask),
         )
     ]
-    problem = _checks.check(
+    differentiated = torch.is_grad_enabled()
+    slope_gradients = differentiated and (
+        (left is not None and left.requires_grad) or (right is not None and right.requires_grad)
+    )
+    problem = _check(
         function,
         *described,
         *optional,
@@ -251,11 +273,16 @@ def prepare(
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
+        lse=lse,
+        gradients=differentiated
+        and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
+        slope_gradients=slope_gradients,
+        transformed=transforms.active(),
     )
     if not torch.compiler.is_compiling():
         _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
-        left = constant(slopes(problem.H) if problem.H else (), wide, q.device)
+        left = default_slopes(problem.H, wide, q.device)
     if not causal and right is None:
         right = left
     if key_range is not None:
@@ -264,13 +291,11 @@ def prepare(
         if query_start is None:
             query_start = last_end(key_range) - problem.T
     seed = draw_seed(q.device) if problem.dropout else None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
-    return Inputs(*arrays_of_call, problem.scale, problem.dropout, problem.tolerance), problem
-
-
-def asked_in_turn(problem: _checks.Problem) -> tuple[types.ModuleType, ...]:
-    """The implementations in the order in which "auto" asks them."""
-    return _ON_CPU if problem.device == "cpu" else IMPLEMENTATIONS
+    numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
+    return Inputs(*arrays_of_call, *numbers, mask=mask), problem
 
 
 def last_end(key_range: Tensor) -> Tensor:
@@ -282,8 +307,36 @@ def last_end(key_range: Tensor) -> Tensor:
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
     if not isinstance(array, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
-    dtype = str(array.dtype).removeprefix("torch.")
-    return _checks.Described(tuple(array.shape), dtype, str(array.device))
+    if array.is_nested:
+        raise TypeError(
+            f"{function}: {name} is a nested tensor, which attention takes, jagged [B, H, lengths, D]"
+        )
+    return _checks.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
+
+
+def _name(thing: torch.dtype | torch.device) -> str:
+    """What PyTorch calls a dtype or a device; looked up, because building the string takes longer."""
+    if torch.compiler.is_compiling():
+        return str(thing).removeprefix("torch.")
+    if thing not in _NAMES:
+        _NAMES[thing] = str(thing).removeprefix("torch.")
+    return _NAMES[thing]
+
+
+_NAMES: dict[torch.dtype | torch.device, str] = {}
+
+
+def _check(*arguments: Any, **options: Any) -> _checks.Problem:
+    """`_checks.check`, whose answers are kept: most calls pose the same problem as one before."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _kept_checks(*arguments, **options)
+        except TypeError:
+            pass  # a wrong kind of argument, to be refused below, or a size that is a symbol, which cannot be a key
+    return _checks.check(*arguments, **options)
+
+
+_kept_checks = functools.lru_cache(maxsize=256, typed=True)(_checks.check)
 
 
 def as_slopes(
@@ -322,7 +375,7 @@ def _check_values(
         _checks.check_query_start_values(function, starts)
 
 
-def _autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(array, Tensor) for array in arrays):
         return arrays  # the checks that follow say which is none
     device = arrays[0].device.type

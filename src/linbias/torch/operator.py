@@ -1,8 +1,9 @@
 """What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
 
 An implementation fills arrays (`Fill`, `FillGradients`); `define` makes of that an operator with a backward
-operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step;
-`torch.func` takes it through the functions of `linbias.torch.transforms`.
+operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step,
+`torch.func` takes it through the functions of `linbias.torch.transforms`, and a plain call does without it
+(`linbias.torch.direct`).
 The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from linbias.torch import transforms
+from linbias.torch.direct import unobserved
 
 
 class Inputs(NamedTuple):
@@ -35,8 +37,11 @@ class Inputs(NamedTuple):
     scale: float
     dropout: float
     tolerance: float
-    precise: bool = False  # the result will be differentiated
+    precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
     slope_gradients: bool = False  # backward: those of left and right are asked for
+    mask: Tensor | None = (
+        None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
+    )
 
 
 class Results(NamedTuple):
@@ -78,7 +83,9 @@ class FillGradients(Protocol):
 class Operators(NamedTuple):
     """An implementation's operators."""
 
-    attention: Callable[[Inputs], tuple[Tensor, Tensor]]  # differentiable
+    attention: Callable[
+        ..., tuple[Tensor, Tensor | None]
+    ]  # of `Inputs`, and whether lse is wanted; differentiable
     forward: Callable[..., Sequence[Tensor]]  # of the fields of `Inputs`, to those of `Results`
 
 
@@ -116,7 +123,7 @@ def define(
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
         wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
         out_like = left if wide else q
-        rows = left.new_empty((B, H, T))
+        rows = torch.empty((B, H, T), dtype=left.dtype, device=left.device)
         return Results(
             out_like.new_empty((B, H, T, v.shape[3])),
             rows,
@@ -134,23 +141,25 @@ def define(
     def empty_gradients(inputs: Inputs) -> Gradients:
         q, k, v, left = inputs[:4]
         dslopes = left.new_zeros(q.shape[:2])
+        rows_first = torch.contiguous_format  # whatever the strides of q, k and v
         return Gradients(
-            q.new_empty(q.shape),
-            k.new_zeros(k.shape),
-            v.new_zeros(v.shape),
+            torch.empty_like(q, memory_format=rows_first),
+            torch.zeros_like(k, memory_format=rows_first),
+            torch.zeros_like(v, memory_format=rows_first),
             dslopes,
             torch.zeros_like(dslopes),
         )
 
-    def run_forward(*arguments: Any) -> Results:
-        inputs = Inputs(*arguments)
+    def run_forward(inputs: Inputs) -> Results:
         results = empty_results(inputs)
-        with without_autocast(inputs.q.device):
-            fill(inputs, results)
+        fill(inputs, results)
         return results
 
-    def run_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
-        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+    def operate(*arguments: Any) -> Results:
+        with without_autocast(arguments[0].device):
+            return run_forward(Inputs(*arguments))
+
+    def run_backward(dout: Tensor, dlse: Tensor, saved: Results, inputs: Inputs) -> Gradients:
         gradients = empty_gradients(inputs)
         with without_autocast(inputs.q.device):
             fill_gradients(inputs, dout, dlse, saved, gradients)
@@ -158,22 +167,49 @@ def define(
 
     forward = torch.library.custom_op(
         f"linbias::{name}_forward",
-        run_forward,
+        operate,
         mutates_args=(),
         schema=f"({_parameters(Inputs)}) -> {_returns(Results)}",
     )
     backward = torch.library.custom_op(
         f"linbias::{name}_backward",
-        run_backward,
+        lambda dout, dlse, *arguments: run_backward(
+            dout, dlse, Results(*arguments[:4]), Inputs(*arguments[4:])
+        ),
         mutates_args=(),
         schema=f"(Tensor dout, Tensor dlse, {_parameters(Results)}, {_parameters(Inputs)}) -> {_returns(Gradients)}",
     )
     forward.register_fake(lambda *arguments: empty_results(Inputs(*arguments)))
     backward.register_fake(lambda *arguments: empty_gradients(Inputs(*arguments[6:])))
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def lse_of(results: Results) -> Tensor:
+        lse = results.row_max + results.log_sum
+        return lse if unit == 1 else lse * unit
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
         ctx.save_for_backward(*arrays, *output)
+
+    def saved(ctx: Any) -> tuple[Inputs, Results]:
+        # Read once: activation checkpointing recomputes them at the first touch.
+        tensors = ctx.saved_tensors
+        inputs = Inputs(*tensors[:_NUM_ARRAYS], *ctx.numbers)
+        if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
+            inputs = inputs._replace(slope_gradients=True)
+        return inputs, Results(*tensors[_NUM_ARRAYS:])
+
+    def for_arguments(inputs: Inputs, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, dleft, dright = gradients
+        sides: list[Tensor | None] = [None, None]
+        if inputs.slope_gradients:
+            for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
+                if slope is not None:  # an infinite slope hides its side and has no gradient
+                    total = d if slope.dim() == 2 else d.sum(0)
+                    sides[side] = total.masked_fill(slope == torch.inf, 0.0)
+        return dq, dk, dv, *sides
+
+    def save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save(ctx, inputs, output)
         # row_max counts as a constant, so that the gradient of log_sum is that of lse.
         ctx.mark_non_differentiable(output[1], output[3])
 
@@ -185,22 +221,39 @@ def define(
         dlog_sum: Tensor,
         _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        # Read once: activation checkpointing recomputes them at the first touch.
-        saved = ctx.saved_tensors
-        results = Results(*saved[_NUM_ARRAYS:])
-        inputs = Inputs(*saved[:_NUM_ARRAYS], *ctx.numbers)
-        wanted = inputs._replace(
-            slope_gradients=any(
-                ctx.needs_input_grad[Inputs._fields.index(side)] for side in ("left", "right")
-            )
-        )
-        dq, dk, dv, *dslopes = backward(dout, dlog_sum, *results, *wanted)
-        # An infinite slope hides its side and has no gradient.
-        dleft, dright = (
-            None if s is None else torch.where(s.isinf(), 0.0, d if s.dim() == 2 else d.sum(0))
-            for s, d in zip((inputs.left, inputs.right), dslopes, strict=True)
-        )
-        return dq, dk, dv, dleft, dright, *[None] * (len(Inputs._fields) - 5)
+        inputs, results = saved(ctx)
+        found = for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        return *found, *[None] * (len(Inputs._fields) - len(found))
+
+    class Direct(torch.autograd.Function):
+        """Attention with its derivative and without its operators."""
+
+        @staticmethod
+        def forward(
+            ctx: Any,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            left: Tensor,
+            right: Tensor | None,
+            inputs: Inputs,
+        ) -> tuple[Tensor, Tensor]:
+            # `inputs` holds the five, too, which are arguments for autograd to see.
+            results = run_forward(inputs)
+            save(ctx, inputs, results)
+            return results.out.to(q.dtype), lse_of(results)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+            inputs, results = saved(ctx)
+            dlog_sum = dlse if unit == 1 else dlse * unit
+            dout = dout.to(results.out.dtype)
+            # Whoever wants a second derivative hears of it from the operator.
+            if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:3]):
+                gradients = backward(dout, dlog_sum, *results, *inputs)
+            else:
+                gradients = run_backward(dout, dlog_sum, results, inputs)
+            return *for_arguments(inputs, gradients), None
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -212,7 +265,9 @@ def define(
             f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
         )
 
-    forward.register_autograd(functools.partial(differentiate_by, backward), setup_context=save)
+    forward.register_autograd(
+        functools.partial(differentiate_by, backward), setup_context=save_operator
+    )
     backward.register_autograd(refuse)
     names = Inputs._fields, ("dout", "dlse", *Results._fields, *Inputs._fields)
     for operator, arguments in zip((forward, backward), names, strict=True):
@@ -223,26 +278,27 @@ def define(
     forward_once = transforms.function(
         forward,
         names[0],
-        save,
+        save_operator,
         functools.partial(differentiate_by, backward_once),
         refuse_forward_mode,
     )
 
-    def attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        leaves = inputs[:5]
-        run: Callable[..., Sequence[Tensor]] = forward
-        precise = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in leaves
-        )
-        if transforms.active():
-            if not torch.compiler.is_compiling():
-                # Under nested transforms a tensor does not say what is asked of those that it wraps.
-                run, precise = forward_once, True
-            elif transforms.forward_mode():  # the compiler would take the tangents for zero
+    def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
+        if unobserved(*arrays):
+            if inputs.precise:
+                return Direct.apply(*inputs[:5], inputs)
+            results = run_forward(inputs)
+        elif not transforms.active():
+            results = Results(*forward(*inputs))
+        elif not torch.compiler.is_compiling():
+            # Under nested transforms a tensor does not say what is asked of those that it wraps.
+            results = Results(*forward_once(*inputs._replace(precise=True)))
+        else:
+            if transforms.forward_mode():  # the compiler would take the tangents for zero
                 refuse_forward_mode()
-        out, row_max, log_sum, _ = run(*inputs._replace(precise=precise))
-        lse = row_max + log_sum
-        return out.to(inputs.q.dtype), lse if unit == 1 else lse * unit
+            results = Results(*forward(*inputs))
+        return results.out.to(inputs.q.dtype), lse_of(results) if with_lse else None
 
     return Operators(attention, forward)
 
@@ -268,4 +324,5 @@ def _returns(record: type[Any]) -> str:
     return f"({', '.join(_SCHEMA_TYPES[hint] for hint in get_type_hints(record).values())})"
 
 
-_NUM_ARRAYS = sum(hint not in (float, bool) for hint in get_type_hints(Inputs).values())
+_LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
+_NUM_ARRAYS = Inputs._fields.index("scale")

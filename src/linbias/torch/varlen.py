@@ -1,12 +1,15 @@
 """`attention_varlen`: packed sequences, put into batches of about the same length."""
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linbias import _checks
-from linbias.torch.functional import Slopes, as_slopes, attention, describe, last_end
+from linbias.torch import packed
+from linbias.torch.dropout import draw_seed
+from linbias.torch.functional import Slopes, as_slopes, attention, autocast, describe, last_end
 
 # Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
 # of its own costs a call, as much as a sequence of about 100 tokens.
@@ -35,7 +38,8 @@ def attention_varlen(
 
     Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
     within it everything is as for `attention` (its last query stands at its last key). A sequence may be empty.
-    Sequences of about the same length run as one batch.
+    Sequences of about the same length run as one batch. Under `torch.compile` and `torch.export` all of it is one
+    operator, whose backward pass runs forward once more.
 
     Args:
         q: [total_q, H, D].
@@ -66,6 +70,39 @@ def attention_varlen(
             raise ValueError(
                 f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
             )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    left, right = (
+        None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
+        for name, slope in (("left", left), ("right", right))
+    )
+    rest: tuple[Any, ...] = (
+        cu_seqlens_q, cu_seqlens_k, key_range, query_start, causal, scale, dropout, tolerance, implementation
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        seed = draw_seed(q.device) if dropout else None
+        out, lse = _operator(*autocast(q, k, v), left, right, seed, *rest)
+    else:
+        out, lse = _run(q, k, v, left, right, *rest)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    tolerance: float | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """out [total_q, H, E] and lse [total_q, H]."""
     starts_q = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     starts_k = _offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if len(starts_q) != len(starts_k):
@@ -74,10 +111,6 @@ def attention_varlen(
             f" but cu_seqlens_k {len(starts_k) - 1}"
         )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (
-        None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
-        for name, slope in (("left", left), ("right", right))
-    )
     for name, slope in (("left", left), ("right", right)):
         if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
             raise ValueError(
@@ -114,8 +147,10 @@ def attention_varlen(
         lses.append(lse.transpose(1, 2)[chosen])
         order.append(rows[real])
     back = torch.cat(order).argsort().to(q.device)
-    out = torch.cat(outs)[back]
-    return (out, torch.cat(lses)[back]) if return_lse else out
+    return torch.cat(outs)[back], torch.cat(lses)[back]
+
+
+_operator = packed.define(_run)
 
 
 def _placement(

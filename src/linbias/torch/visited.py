@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from linbias import _dispatch
-from linbias.torch import dense
-from linbias.torch.functional import Placement, Slopes, asked_in_turn, prepare
+from linbias.torch.choice import asked_in_turn
+from linbias.torch.functional import Placement, Slopes, prepare
 from linbias.torch.operator import Inputs
 
 
@@ -57,7 +57,7 @@ def visited(
         1.0
     """
     inputs, problem = prepare("visited", q, k, v, left, tolerance=tolerance, **placement)
-    near_to_far = [module for module in asked_in_turn(problem) if module is not dense]
+    near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]

@@ -1,0 +1,123 @@
+"""The model that a run starts from: fresh weights, or those of a model that was trained before.
+
+A run that goes on from a model keeps its tokenizer and everything that its weights and their meaning
+depend on. Text, length, dropout and how training goes may be others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from linbias.data.corpus import Corpus
+from linbias.data.tokenizers import Tokenizer
+from linbias.lm.settings import TrainSettings
+from linbias.models.config import LinbiasConfig
+from linbias.models.linbias import LinbiasForCausalLM
+from linbias.models.load import load_model
+from linbias.runs.files import fingerprint
+
+# The fields that the weights do not depend on.
+_MAY_DIFFER = {
+    *("hidden_dropout", "attention_dropout", "attention_implementation", "slope_scale"),
+    *("initializer_range", "use_cache"),
+}
+
+
+def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
+    """The configuration of the model that a run trains.
+
+    Raises:
+        ValueError: A field breaks its rule, or contradicts the model that the run goes on from.
+    """
+    if settings.init is None:
+        return LinbiasConfig(
+            **settings.model,
+            vocab_size=corpus.tokenizer.vocab_size,
+            train_length=settings.length,
+            **corpus.tokenizer.special_ids,
+        )
+    before = config_of(settings.init)
+    for name, value in settings.model.items():
+        if name not in _MAY_DIFFER and value != getattr(before, name):
+            raise ValueError(
+                f"LinbiasConfig: {name} must be {getattr(before, name)!r}, as in the model of init, "
+                f"got {value!r}"
+            )
+    if corpus.tokenizer.backend.to_str() != Tokenizer.load(settings.init).backend.to_str():
+        raise ValueError(
+            "train: corpus must be tokenised as the model of init reads (`with_tokenizer_of` does "
+            f"it), got {corpus.tokenizer.vocab_size:,} tokens of another tokenizer"
+        )
+    length = settings.length
+    if before.position == "learned":
+        if length > before.train_length:
+            raise ValueError(
+                f"TrainSettings: length must be at most {before.train_length}, the rows of init's "
+                f"table of learned positions, got {length}"
+            )
+        length = before.train_length
+    changes = {**settings.model, "train_length": length}
+    return LinbiasConfig.from_dict({**before.to_dict(), **changes})
+
+
+def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LinbiasForCausalLM:
+    """The model before its first step, in the state of PyTorch's random numbers."""
+    model = LinbiasForCausalLM(config)
+    if settings.init is not None:
+        model.load_state_dict(load_model(settings.init, device="cpu").state_dict())
+    return model
+
+
+def config_of(folder: str) -> LinbiasConfig:
+    """The configuration of a model to go on from.
+
+    Raises:
+        ValueError: The folder holds no model of the project's own family.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # damaged or hostile files can raise anything
+        raise ValueError(
+            f"TrainSettings: init must be a folder that `linbias train` made, got {folder!r}"
+        ) from error
+    if not isinstance(config, LinbiasConfig):
+        raise ValueError(
+            f"TrainSettings: init must be a model of `linbias train`, got {folder!r}, "
+            f"whose model_type is {config.model_type!r}"
+        )
+    return config
+
+
+def weights_of(folder: str) -> dict[str, str]:
+    """A fingerprint of every file of a model's weights, by name."""
+    return {path.name: fingerprint(path) for path in sorted(Path(folder).glob("*.safetensors"))}
+
+
+def with_tokenizer_of(folder: str, corpus: Corpus) -> Corpus:
+    """The same text as the tokens of a model.
+
+    Args:
+        folder: The model's.
+        corpus: Read with the tokenizer "bytes".
+
+    Raises:
+        ValueError: The folder has no readable tokenizer.
+    """
+    tokenizer = Tokenizer.load(folder)
+    description = tokenizer.backend.to_str()
+    if description == corpus.tokenizer.backend.to_str():
+        return corpus
+    digest = hashlib.sha256(f"{corpus.fingerprint} {description}".encode()).hexdigest()
+    # The ids of the byte tokenizer are the bytes.
+    return replace(
+        corpus,
+        tokenizer=tokenizer,
+        fingerprint=digest,
+        train=tokenizer.encode(corpus.train.tobytes()),
+        valid=tokenizer.encode(corpus.valid.tobytes()),
+        test=tokenizer.encode(corpus.test.tobytes()),
+    )

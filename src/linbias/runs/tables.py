@@ -1,0 +1,62 @@
+"""Tables for terminals of any width, in which no head and no number is ever cut."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+
+class NumberTable(Table):
+    """A table whose columns are aligned on the right.
+
+    Where it is wider than the terminal, it goes on below with further columns, each part with the
+    first column before them.
+
+    Args:
+        titles: The heads of the columns; a line end divides one.
+        title: Above the table.
+    """
+
+    def __init__(self, *titles: str, title: str | None = None) -> None:
+        super().__init__(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for name in titles:
+            self.add_column(name, justify="right")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = self._parts(console, options)
+        if len(parts) == 1:
+            yield from super().__rich_console__(console, options)
+            return
+        for number, part in enumerate(parts):
+            table = NumberTable(title=None if number else str(self.title or "") or None)
+            for index in part:
+                column = self.columns[index]
+                table.add_column(column.header, justify=column.justify)
+            for cells in zip(*(self.columns[index].cells for index in part), strict=True):
+                table.add_row(*cells)
+            if number == len(parts) - 1:
+                table.caption = self.caption
+            yield table
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
+        """The columns of each part, as many as the terminal has room for."""
+        room = options.max_width - 1  # the left edge; every column has two spaces on its right
+        widths = [
+            2 + max(console.measure(text).maximum for text in (column.header, *column.cells))
+            for column in self.columns
+        ]
+        parts: list[list[int]] = [[0]]
+        for index in range(1, len(widths)):
+            taken = sum(widths[other] for other in parts[-1])
+            if len(parts[-1]) > 1 and taken + widths[index] > room:
+                parts.append([0])
+            parts[-1].append(index)
+        return parts

@@ -1,0 +1,375 @@
+"""A search for inputs that make a near-to-far implementation drop as much probability as it can.
+
+A candidate is one head: queries, keys, slopes, the range of its keys and where the first query stands. A climb keeps
+some candidates (`Chains`), changes each of them a little in every step, and goes on from what dropped more mass.
+
+Dropped mass is measured key by key, not as a difference of large numbers. The values are indicators: column j of v is
+2^15 for a few keys in a row and 0 for all others, so that `out` holds the weight that these keys were given (2^15 keeps
+small ones from vanishing in float16). A column that comes out lower than the weights of the float64 definition lost the
+share that is missing, where that share is beyond rounding (`ROUNDING`, of the type of `out`); the mass lost is that share
+of the column's weight in the definition. A key is read or it is not, so rounding alone never counts as loss, however
+small the tolerance is. In backward, dv holds the weights in the same way, key by key, where dout is 2^15 in one row and
+column. The ratio is the largest mass that a row loses over `tolerance`: above 1, the certificate is broken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from cases import round_to
+from linbias._checks import TOLERANCE
+
+ONE = 2.0**15
+# Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose digits.
+ROUNDING = {"float64": 2.0**-20, "float32": 2.0**-8, "float16": 2.0**-5, "bfloat16": 2.0**-4}
+LARGEST = {"float64": 1e150, "float32": 1e18, "float16": 6e4, "bfloat16": 1e18}
+MOST_COLUMNS = 256  # the largest head size of the compiled core
+STEPS = 80
+SHARED_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the candidates of a climb have in common."""
+
+    dtype: str
+    T: int
+    S: int
+    D: int
+    causal: bool
+    tolerance: float
+    num_chains: int
+    own_starts: bool  # every candidate has a query_start of its own, or all the same
+
+    @property
+    def column_keys(self) -> int:
+        """Keys that share a column."""
+        return 1 << max(0, math.ceil(math.log2(self.S / MOST_COLUMNS)))
+
+
+@dataclass
+class Chains:
+    """C candidates as float64 arrays whose values fit the dtype."""
+
+    q: np.ndarray  # [C, T, D]
+    k: np.ndarray  # [C, S, D]
+    left: np.ndarray  # [C]
+    right: np.ndarray  # [C]; inf: causal
+    first: np.ndarray  # [C], int64, as the next two
+    end: np.ndarray
+    start: np.ndarray
+
+    def select(self, which: np.ndarray) -> Chains:
+        """Some of the candidates, by index or mask."""
+        return Chains(*(getattr(self, f.name)[which] for f in fields(self)))
+
+    def put(self, which: np.ndarray, others: Chains) -> None:
+        """Replace some of the candidates by as many others."""
+        for f in fields(self):
+            getattr(self, f.name)[which] = getattr(others, f.name)
+
+    def rounded(self, dtype: str) -> Chains:
+        """The same in values that the dtype holds."""
+        wide = "float64" if dtype == "float64" else "float32"
+        limit = LARGEST[dtype]
+        q, k = (round_to(np.clip(x, -limit, limit), dtype) for x in (self.q, self.k))
+        left, right = (round_to(x, wide) for x in (self.left, self.right))
+        return replace(self, q=q, k=k, left=left, right=right)
+
+
+# Gives weights times ONE: `out` as [C, T, columns], or dv of one row as [C, S].
+Subject = Callable[[Setting, Chains], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a climb came to."""
+
+    candidates: int
+    ratio: float  # the largest mass that a row lost, over the tolerance
+    dropped: float  # the share of candidates of which anything was lost
+
+
+def climb(setting: Setting, subject: Subject, seed: int | list[int], steps: int = STEPS) -> Found:
+    """Climb from random candidates; a function of the seed alone."""
+    rng = np.random.default_rng(seed)
+    best = begin(rng, setting)
+    ratio = ratios(setting, subject, best)
+    dropped = int((ratio > 0).sum())
+    for step in range(1, steps):
+        tried = best.select(np.arange(setting.num_chains))
+        for c in range(setting.num_chains):
+            change(rng, setting, tried, c)
+        tried = tried.rounded(setting.dtype)
+        found = ratios(setting, subject, tried)
+        dropped += int((found > 0).sum())
+        better = found >= ratio
+        best.put(better, tried.select(better))
+        ratio = np.maximum(ratio, found)
+        if step % SHARED_EVERY == 0:  # the worse half goes on from the better one
+            order = np.argsort(ratio)
+            half = len(order) // 2
+            worse, kept = order[:half], order[-half:]
+            best.put(worse, best.select(kept))
+            ratio[worse] = ratio[kept]
+    candidates = steps * setting.num_chains
+    return Found(candidates, float(ratio.max()), dropped / candidates)
+
+
+def ratios(setting: Setting, subject: Subject, chains: Chains) -> np.ndarray:
+    """[C]: the largest mass that a row of each candidate loses, over the tolerance."""
+    expected = weights(chains)
+    found = subject(setting, chains) / ONE
+    if found.ndim == 3:
+        expected = sum_columns(setting, expected)
+    else:  # of one row, key by key
+        expected = expected[:, probed_row(setting)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        missing = 1 - found / expected
+    missing = np.where((expected > 0) & (missing > ROUNDING[setting.dtype]), missing, 0.0)
+    # What vanishes beside the tolerance may as well be rounded to 0.
+    lost = np.where(expected > setting.tolerance * 1e-6 / setting.S, missing * expected, 0.0)
+    ratio = lost.sum(-1).reshape(setting.num_chains, -1).max(1, initial=0.0) / setting.tolerance
+    return np.where(_beyond_precision(setting, chains), 0.0, ratio)
+
+
+def _beyond_precision(setting: Setting, chains: Chains) -> np.ndarray:
+    """[C]: whether queries and keys are so long that any computation in the wide type rounds scores by 1/100."""
+    unit = 2.0**-53 if setting.dtype == "float64" else 2.0**-24
+    with np.errstate(over="ignore"):
+        longest = [np.linalg.norm(x, axis=-1).max(1) for x in (chains.q, chains.k)]
+        rounding = np.prod(longest, axis=0) * unit * (setting.D + 8)
+    return ~(rounding <= 0.01)  # what is not finite, too
+
+
+def indicators(setting: Setting) -> np.ndarray:
+    """The values of every candidate: [S, columns], ONE where a key belongs to a column."""
+    column = np.arange(setting.S) // setting.column_keys
+    return (column[:, None] == np.arange(column[-1] + 1)) * ONE
+
+
+def sum_columns(setting: Setting, weight: np.ndarray) -> np.ndarray:
+    """[C, T, S] -> [C, T, columns]."""
+    firsts = np.arange(0, setting.S, setting.column_keys)
+    return weight if setting.column_keys == 1 else np.add.reduceat(weight, firsts, axis=-1)
+
+
+def probed_row(setting: Setting) -> int:
+    """The row whose weights backward shows."""
+    return (setting.T * 2) // 3
+
+
+def weights(chains: Chains) -> np.ndarray:
+    """The definition in float64, scale 1: [C, T, S]; rows that see no key are zeros."""
+    T, S = chains.q.shape[1], chains.k.shape[1]
+    keys = np.arange(S)
+    distance = chains.start[:, None, None] + np.arange(T)[:, None] - keys
+    slope = np.where(distance > 0, chains.left[:, None, None], chains.right[:, None, None])
+    inside = (keys >= chains.first[:, None]) & (keys < chains.end[:, None])
+    with np.errstate(invalid="ignore"):
+        penalty = np.where(distance == 0, 0.0, slope * np.abs(distance))
+    score = np.where(inside[:, None], chains.q @ chains.k.swapaxes(1, 2) - penalty, -np.inf)
+    high = score.max(-1, keepdims=True, initial=-np.inf)
+    weight = np.exp(score - np.where(np.isneginf(high), 0.0, high))
+    total = weight.sum(-1, keepdims=True)
+    return weight / np.where(total == 0, 1.0, total)
+
+
+def begin(rng: np.random.Generator, setting: Setting) -> Chains:
+    """Random candidates of several kinds; many begin where far keys just begin to count."""
+    C, T, S, D = setting.num_chains, setting.T, setting.S, setting.D
+    nats = -math.log(setting.tolerance) + 3
+    # Slopes whose windows end somewhere among the keys.
+    left, right = nats / S * np.exp(rng.uniform(0, 3, (2, C)))
+    if setting.causal:
+        right[:] = np.inf
+    q, k = rng.standard_normal((C, T, D)), rng.standard_normal((C, S, D))
+    start = np.full(C, S - T)
+    if not setting.causal:
+        start[:] = rng.integers(0, S, C) if setting.own_starts else rng.integers(0, S)
+    chains = Chains(q, k, left, right, np.zeros(C, np.int64), np.full(C, S), start)
+    for c in range(C):
+        kind = rng.integers(4)
+        if kind < 2:
+            _line_up(rng, setting, chains, c)
+        elif kind == 2:
+            k[c] += 3 * rng.standard_normal(D)
+        q[c] *= np.exp(rng.uniform(-1, 1))
+        if rng.random() < 0.3:
+            chains.first[c] = rng.integers(0, S // 4)
+        if rng.random() < 0.3:
+            chains.end[c] = S - rng.integers(0, S // 4)
+    return chains.rounded(setting.dtype)
+
+
+def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """All keys on a line along the queries: near ones at 0, far ones at the score that the rule just leaves."""
+    direction = rng.standard_normal(setting.D)
+    direction /= np.linalg.norm(direction)
+    size = np.exp(rng.uniform(-1, 2))
+    chains.q[c] = direction * size * np.exp(rng.normal(0, 0.02, (setting.T, 1)))
+    chains.k[c] = 0.0
+    position, keys = chains.start[c] + setting.T // 2, np.arange(setting.S)
+    sides = ((chains.left[c], position - keys), (chains.right[c], keys - position))
+    for slope, distances in sides if rng.random() < 0.7 else sides[:1]:
+        if np.isinf(slope):
+            continue
+        nearest = rng.integers(1, setting.S)
+        if rng.random() < 0.7:  # many implementations cut keys into blocks of 64
+            edge = rng.integers(1, setting.S // 64 + 1) * 64
+            nearest = (
+                distances[edge - 1]
+                if slope is sides[0][0]
+                else distances[min(edge, setting.S - 1)]
+            )
+            if nearest < 1:
+                continue
+        score = slope * nearest + math.log(setting.tolerance) + rng.normal(-0.3, 0.7)
+        far = distances >= nearest
+        if rng.random() < 0.3:  # one block of them
+            far &= distances < nearest + 64
+        chains.k[c, far] = score / size * direction
+
+
+def change(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Change candidate c a little, in one to three ways."""
+    for _ in range(rng.integers(1, 4)):
+        _CHANGES[rng.integers(len(_CHANGES))](rng, setting, chains, c)
+
+
+def _little(rng: np.random.Generator) -> float:
+    """A factor around 1, at any distance from it."""
+    return math.exp(rng.normal() * 10 ** rng.uniform(-4, -0.3))
+
+
+def _some_keys(rng: np.random.Generator, setting: Setting) -> slice:
+    first, end = np.sort(rng.integers(0, setting.S + 1, 2))
+    return slice(first, end)
+
+
+def _scale_queries(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    row = slice(None) if rng.random() < 0.7 else rng.integers(setting.T)
+    chains.q[c, row] *= _little(rng)
+
+
+def _scale_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    chains.k[c, _some_keys(rng, setting)] *= _little(rng)
+
+
+def _scale_slopes(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    (chains.left if rng.random() < 0.5 else chains.right)[c] *= _little(rng)
+
+
+def _disturb(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    array = (chains.q if rng.random() < 0.4 else chains.k)[c]
+    size = np.abs(array).mean() * 10 ** rng.uniform(-4, 0)
+    array += size * rng.standard_normal(array.shape)
+
+
+def _shift_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Move all keys: softmax does not notice, the bound may."""
+    size = np.abs(chains.k[c]).mean() * 10 ** rng.uniform(-3, 1)
+    chains.k[c] += size * rng.standard_normal(setting.D)
+
+
+def _align_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Turn some keys into the direction of a query, at their own length or at that of one of them."""
+    query = chains.q[c, rng.integers(setting.T)]
+    norm = np.linalg.norm(query)
+    if norm == 0:
+        return
+    where = _some_keys(rng, setting)
+    length = np.linalg.norm(chains.k[c, where], axis=1, keepdims=True)
+    if rng.random() < 0.5 and len(length):
+        length[:] = length[rng.integers(len(length))]
+    chains.k[c, where] = query / norm * length
+
+
+def _align_queries(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    chains.q[c] = chains.q[c, rng.integers(setting.T)]
+
+
+def _clear_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    chains.k[c, _some_keys(rng, setting)] = 0.0
+
+
+def _roll_keys(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    chains.k[c] = np.roll(chains.k[c], rng.integers(-20, 21), axis=0)
+
+
+def _trade_a_little(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    factor = _little(rng)
+    chains.q[c] *= factor
+    chains.k[c] /= factor
+
+
+def _trade_sizes(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Longer queries and shorter keys, or the reverse: every score stays."""
+    most = {"float16": 4, "float64": 200}.get(setting.dtype, 30)
+    power = 2.0 ** rng.integers(-most, most + 1)
+    chains.q[c] *= power
+    chains.k[c] /= power
+
+
+def _move(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Another range of keys, another place of the queries."""
+    step = int(rng.integers(-20, 21))
+    which = rng.integers(3)
+    if which == 0:
+        chains.first[c] = np.clip(chains.first[c] + step, 0, chains.end[c])
+    elif which == 1:
+        chains.end[c] = np.clip(chains.end[c] + step, chains.first[c], setting.S)
+    elif setting.own_starts:
+        chains.start[c] = np.clip(chains.start[c] + step, -setting.T, setting.S + 20)
+
+
+_CHANGES = (
+    _scale_queries,
+    _scale_keys,
+    _scale_keys,
+    _scale_slopes,
+    _scale_slopes,
+    _disturb,
+    _shift_keys,
+    _align_keys,
+    _align_queries,
+    _clear_keys,
+    _roll_keys,
+    _trade_a_little,
+    _trade_sizes,
+    _move,
+)
+
+
+def random_setting(
+    rng: np.random.Generator, dtype: str, *, decode: bool, num_chains: int = 32, own_starts: bool
+) -> Setting:
+    """Sizes and a tolerance: the default of the type, or one where a violation shows at once."""
+    T = (
+        int(rng.integers(1, 5))
+        if decode
+        else int(rng.choice([5, 9, 17, 50], p=[0.4, 0.3, 0.2, 0.1]))
+    )
+    S = int(rng.choice([130, 200, 300, 500]))
+    if decode and rng.random() < 0.5:  # beyond the near blocks, which are read one by one
+        S, num_chains = int(rng.choice([1500, 3000, 5000])), num_chains // 4
+    if T > 20:
+        num_chains = num_chains // 2
+    default = TOLERANCE[dtype]
+    tolerances = [default, default, 1e-2, 1e-3, 1e-5, 0.3]
+    if dtype == "float16":
+        tolerances.remove(1e-5)
+    return Setting(
+        dtype,
+        T=T,
+        S=S,
+        D=int(rng.choice([1, 3, 8, 16, 31])),
+        causal=bool(rng.random() < 0.5),
+        tolerance=float(rng.choice(tolerances)),
+        num_chains=max(4, num_chains),
+        own_starts=own_starts,
+    )

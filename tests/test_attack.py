@@ -1,0 +1,59 @@
+"""The search for dropped mass finds a broken certificate, and nothing where it holds; random calls judge rightly."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import jax_subject  # noqa: F401  # makes JAX compile quickly
+from attack_calls import find_plains, find_truth, random_call, run_torch, worst_share
+from attack_mass import Setting, climb
+from attack_subjects import Attacked
+from linbias.kernels import core
+
+SETTING = Setting(
+    "float32", T=5, S=300, D=4, causal=True, tolerance=1e-3, num_chains=16, own_starts=True
+)
+# Blocks of 256 keys, and candidates are heads: batch rows would stop together.
+LARGE_BLOCKS = replace(SETTING, S=768, num_chains=8, own_starts=False)
+DECODE = replace(SETTING, T=3)
+SUBJECTS = [
+    (f"cpu {core.target()}", "forward", SETTING, 30),
+    (f"cpu {core.target()}", "backward", SETTING, 30),
+    (f"cpu {core.target()}", "decode", DECODE, 10),
+    (f"cpu {core.target()}", "decode, key_bound", DECODE, 10),
+    ("torch blocked", "forward", LARGE_BLOCKS, 6),
+    ("jax blocked", "forward", LARGE_BLOCKS, 6),
+    ("near_to_far", "forward", replace(SETTING, dtype="float64", num_chains=4), 10),
+]
+
+
+@pytest.mark.parametrize(("implementation", "mode", "setting", "steps"), SUBJECTS)
+def test_a_broken_certificate_is_found_at_once_and_a_right_one_holds(
+    implementation, mode, setting, steps
+):
+    subject = Attacked(implementation, mode, setting.dtype).subject
+    right = climb(setting, subject, seed=0, steps=steps)
+    assert 0.02 < right.ratio <= 1
+    broken = climb(setting, functools.partial(with_tolerance, 10, subject), seed=0, steps=steps)
+    assert broken.ratio > 1
+
+
+def with_tolerance(factor, subject, setting, chains):
+    """What a certificate does that is wrong by this factor."""
+    return subject(replace(setting, tolerance=setting.tolerance * factor), chains)
+
+
+def test_random_calls_are_functions_of_the_seed_and_see_an_error():
+    for number in range(4):
+        call = random_call([0, number], "float32")
+        truth, plains = find_truth(call), find_plains(call, range(8))
+        actual = run_torch(call, "blocked", torch.float32)
+        assert worst_share(call, actual, truth, plains) <= 1
+        again = run_torch(random_call([0, number], "float32"), "blocked", torch.float32)
+        assert all(np.array_equal(x, again[name], equal_nan=True) for name, x in actual.items())
+        if actual["out"].any():
+            with pytest.raises(AssertionError, match="out: error"):
+                worst_share(call, actual | {"out": actual["out"] * 1.1}, truth, plains)

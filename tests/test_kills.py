@@ -1,0 +1,164 @@
+"""`extrapolate` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
+
+`runs/kills.py` does the same to the commands at random moments, and with other signals and full disks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pkgutil
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from interrupting import die
+from linbias.lm.extrapolate import extrapolate
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.paper.pipeline import run as run_path
+from linbias.paper.recipe import Recipe
+from linbias.runs.files import JsonLog
+from paper_training import MODEL
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
+WORDS = ["train", "short", "test", "long", "slope", "bias"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("texts")
+    paths = {}
+    for name, lines in {"train": 120, "valid": 12, "test": 12}.items():
+        paths[name] = folder / name
+        paths[name].write_text(
+            "".join(" ".join(draw.choices(WORDS, k=9)) + "\n" for _ in range(lines))
+        )
+    return paths
+
+
+def run_extrapolate(texts: dict[str, Path], output: Path) -> None:
+    training = TrainSettings(TINY, length=16, batch_size=2, steps=4, save_steps=2, threads=1)
+    settings = ExtrapolateSettings(
+        methods=("alibi", "learned"),
+        train_lengths=(16,),
+        test_lengths=(16, 32),
+        corpus=str(texts["train"]),
+        limit_tokens=300,
+        training=training,
+    )
+    extrapolate(settings, output, progress=False)
+
+
+def run_paper(texts: dict[str, Path], output: Path) -> None:
+    sizes = {"length": 16, "max_tokens": 64, "rows_multiple": 1, "batches_per_step": 2}
+    recipe = Recipe(
+        **sizes,
+        model={**MODEL, "cutoffs": []},
+        steps=4,
+        warmup_steps=1,
+        precision="fp32",
+        validate_steps=2,
+        save_steps=2,
+        log_steps=1,
+        device="cpu",
+    )
+    run_path(texts, output, recipe, progress=False)
+
+
+def until_killed(run: Callable[..., None], where: str, count: int, *arguments: Any) -> None:
+    """Run, and die at a call of one function, before it does anything."""
+    module, _, name = where.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    original, calls = getattr(owner, name), 0
+
+    def count_and_die(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            die()
+        return original(*args, **options)
+
+    setattr(owner, name, count_and_die)
+    run(*arguments)
+
+
+def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
+    """Start again after every death, and let the last run end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["linbias.lm.extrapolate", "linbias.paper.pipeline"])
+    for death in deaths:
+        process = context.Process(target=until_killed, args=(run, *death, *arguments))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, death
+    run(*arguments)
+
+
+def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
+    texts: dict[str, Path], tmp_path: Path
+) -> None:
+    deaths = [
+        ("linbias.runs.checkpoints.write_json", 1),  # the first checkpoint has no mark
+        ("linbias.runs.files.JsonLog.append", 1),  # trained, not recorded
+        ("linbias.runs.files.os.fsync", 2),  # within a line or a file
+        ("linbias.runs.training.move_into_place", 1),  # trained, not in place
+        ("linbias.lm.extrapolate.write_json", 1),
+        ("linbias.lm.extrapolate.write_report", 1),
+    ]
+    run_extrapolate(texts, tmp_path / "whole")
+    kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
+    for method in ("alibi", "learned"):
+        name = f"models/{method}-L16-s0/model.safetensors"
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes()
+    whole, killed = (
+        JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")
+    )
+    for record, other in zip(whole, killed, strict=True):
+        for field in ("kind", "method", "test_length", "loss", "nll", "num_tokens", "steps"):
+            assert record.get(field) == other.get(field)
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
+    texts: dict[str, Path], tmp_path: Path
+) -> None:
+    deaths = [
+        ("linbias.data.prepare.os.replace", 2),  # one split is written
+        ("linbias.runs.checkpoints.write_json", 2),
+        ("linbias.paper.score.write_whole", 2),  # the first scores are there
+        ("linbias.paper.score._batches", 5),
+    ]
+    run_paper(texts, tmp_path / "whole")
+    kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    for name in ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes()
+    for path in (tmp_path / "whole").glob("*.npz"):
+        scores = (
+            np.load(folder / path.name)["log_probs"]
+            for folder in (tmp_path / "killed", tmp_path / "whole")
+        )
+        np.testing.assert_array_equal(*scores)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_the_papers_path_under_torchrun_is_refused(
+    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match="run: must run as one process; use paper train for several"
+    ):
+        run_paper(texts, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
