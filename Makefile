@@ -62,12 +62,14 @@ attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, 
 first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
 	$(PYTHON) tests/first_hour.py
 
-neon:  ## compile the core and its test for 64-bit Arm (build/attention_test_neon runs there)
+neon:  ## compile the core and its test for 64-bit Arm, and run it under qemu-user where that is installed
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
 	build/zig/bin/python -m pip install --quiet ziglang
-	build/zig/bin/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -O3 -Wall -Wextra -Werror -Wno-psabi \
-	  -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/dispatch.cpp csrc/target_baseline.cpp csrc/*_test.cpp \
-	  -o build/attention_test_neon
+	build/zig/bin/python -m ziglang c++ -target aarch64-linux-musl -static -std=c++20 -O3 -Wall -Wextra -Werror \
+	  -Wno-psabi -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/dispatch.cpp csrc/parallel.cpp \
+	  csrc/target_baseline.cpp csrc/*_test.cpp -o build/attention_test_neon
+	@if command -v qemu-aarch64 > /dev/null; then qemu-aarch64 build/attention_test_neon; \
+	else echo "build/attention_test_neon is compiled but not run: there is no qemu-aarch64 (Debian: qemu-user)"; fi
 
 clean:
 	rm -rf $(VENV) build dist output

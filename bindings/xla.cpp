@@ -219,7 +219,6 @@ void run_backward(const xla::CallFrame& frame) {
   const auto kept = reader.next<Kept>();
   const auto given = reader.next<Cotangents>();
   const auto to = Reader(frame.results).next<Gradients>();
-  for (const Any& sum : {to.dk, to.dv, to.dleft, to.dright}) std::fill_n(sum.data(), sum.bytes(), 0);
   run(operands, read_numbers(frame.attributes), [&](const Call& c, std::int64_t i, std::int64_t n) {
     Backward b;
     b.dout = given.dout.part(i, n);

@@ -8,56 +8,38 @@
 constexpr int64_t kGroups = kRows / kSide;  // of 16 queries each, in a tile
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
-// Keys and values as the unit wants them: of all heads, packed before any tile, or, where there are heads enough to
-// share out (by_head), of the one that a worker is at, which then stay in its cache. A slot is a head's place or a
-// worker's.
+// Keys and values as the unit wants them; padded_D and padded_E are multiples of its depth.
 struct AcrossPacked : Packed<float> {
-  // Up to here packed heads stay in a core's second cache; a certificate that can leave out this little is not worth
-  // asking for.
-  static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4;
-
-  Buffer<uint16_t> key_rows;           // [slots, rows, deep_D]
+  Buffer<uint16_t> key_rows;           // [slots, rows, padded_D]
   Buffer<uint16_t> values_transposed;  // [slots, blocks, wide_E, kKeys], forward only
-  Buffer<uint16_t> value_rows;         // [slots, rows, deep_E], backward only
+  Buffer<uint16_t> value_rows;         // [slots, rows, padded_E], backward only
   Buffer<uint16_t> keys_transposed;    // [slots, blocks, wide_D, kKeys], backward only
-  Buffer<uint16_t> rows_room;          // [threads, kKeys, deep_E], forward only
-  Buffer<uint32_t> keys_room;          // [threads, kKeys, deep_D / 2], with a certificate
-  int64_t deep_D, deep_E, wide_D, wide_E, rows;
-  bool backward, certify, by_head;
+  Buffer<uint16_t> rows_room;          // [threads, kKeys, padded_E], forward only
+  Buffer<uint32_t> keys_room;          // [threads, kKeys, padded_D / 2], with a certificate
+  int64_t wide_D, wide_E;
 
-  void measure(const Call& call, bool for_backward) {
-    num_blocks = round_up(call.S, kKeys) / kKeys;
-    rows = num_blocks * kKeys;
-    deep_D = round_up(call.D, kDeep);
-    deep_E = round_up(call.E, kDeep);
-    wide_D = round_up(call.D, kSide);
-    wide_E = round_up(call.E, kSide);
-    backward = for_backward;
-    certify = !backward && num_blocks > kFewBlocks;
+  AcrossPacked(const Call& call, bool for_backward)
+      : Packed<float>(call, for_backward), wide_D(round_up(call.D, kSide)), wide_E(round_up(call.E, kSide)) {
+    padded_D = round_up(call.D, kDeep);
+    padded_E = round_up(call.E, kDeep);
   }
-
-  bool is_small() const { return rows <= kBytesByHead / 2 / larger_of(deep_D + deep_E, 1); }
 
   bool allocate(const Call& call) {
-    const int64_t num_heads = call.B * call.G, slots = by_head ? smaller_of(call.num_threads, num_heads) : num_heads;
-    return heads.allocate(num_heads) && radius.allocate(slots, num_blocks) && key_rows.allocate(slots, rows, deep_D) &&
-           (backward ? value_rows.allocate(slots, rows, deep_E) && keys_transposed.allocate(slots, rows, wide_D)
+    const int64_t slots = num_slots(call);
+    return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
+           key_rows.allocate(slots, rows, padded_D) &&
+           (backward ? value_rows.allocate(slots, rows, padded_E) && keys_transposed.allocate(slots, rows, wide_D)
                      : values_transposed.allocate(slots, rows, wide_E) &&
-                           rows_room.allocate(call.num_threads, kKeys, deep_E)) &&
-           (!certify || (center.allocate(slots, deep_D) && spread.allocate(slots, num_blocks) &&
-                         tails.allocate(slots, call.H / call.G * 2, num_blocks * kEntries) &&
-                         keys_room.allocate(call.num_threads, kKeys, deep_D / 2)));
+                           rows_room.allocate(call.num_threads, kKeys, padded_E)) &&
+           (!certify || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) &&
+                         allocate_tails(call, slots) && keys_room.allocate(call.num_threads, kKeys, padded_D / 2)));
   }
 
-  // What a query head of a slot, counted within its group, knows of everything beyond a block on one side.
-  float* tails_at(const Call& call, int64_t slot, int64_t h, int64_t side) const {
-    return tails.data + ((slot * (call.H / call.G) + h % (call.H / call.G)) * 2 + side) * num_blocks * kEntries;
-  }
   uint16_t* keys_at(int64_t slot, int64_t block) const {
-    return key_rows.data + (slot * rows + block * kKeys) * deep_D;
+    return key_rows.data + (slot * rows + block * kKeys) * padded_D;
   }
   uint16_t* values_at(int64_t slot, int64_t block) const {
-    return value_rows.data + (slot * rows + block * kKeys) * deep_E;
+    return value_rows.data + (slot * rows + block * kKeys) * padded_E;
   }
   uint16_t* keys_transposed_at(int64_t slot, int64_t block) const {
     return keys_transposed.data + (slot * rows + block * kKeys) * wide_D;
@@ -79,46 +61,29 @@ inline float zero_or_nan_across(const uint16_t* x, int64_t count) {
 }
 
 // Pack keys and values, and measure them for the certificate.
-struct PackAcross {
-  const Call& call;
-  AcrossPacked& packed;
-  PackTask<float, Bfloat16, false>& shared;  // what every target does alike
-  static constexpr int64_t kBlocksAtOnce = 16;
+struct PackAcross : PackTask<float, Bfloat16, false> {
+  AcrossPacked& across;
 
-  // Say which keys one key/value head has, and where what is known of them lies.
-  void set_up_head(int64_t index, int64_t slot) const {
-    const KeyRange range(call, index / call.G, index % call.G);
-    Head<float>& head = packed.heads.data[index];
-    head.first = range.first;
-    head.num_keys = range.count;
-    head.num_blocks = round_up(head.num_keys, kKeys) / kKeys;
-    head.radius = packed.radius.data + slot * packed.num_blocks;
-    head.center_norm = head.largest = 0;
-    if (!packed.certify) return;
-    head.center = packed.center.data + slot * packed.deep_D;
-    head.spread = packed.spread.data + slot * packed.num_blocks;
-    for (int64_t d = call.D; d < packed.deep_D; ++d) head.center[d] = 0;
-  }
+  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, Bfloat16, false>{for_call, to}, across(to) {}
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];
-    const uint16_t* k = reinterpret_cast<const uint16_t*>(shared.keys_of(index));
-    const uint16_t* v = reinterpret_cast<const uint16_t*>(shared.values_of(index));
-    const bool measure_spread = packed.certify && shared.has_a_long_window(index);
+    const uint16_t* k = reinterpret_cast<const uint16_t*>(keys_of(index));
+    const uint16_t* v = reinterpret_cast<const uint16_t*>(values_of(index));
+    const int64_t D = packed.padded_D, E = packed.padded_E;
+    const bool measure_spread = packed.certify && has_a_long_window(index);
     MatrixUnit unit;
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
       const int64_t count = head.num_keys - block * kKeys;
-      uint16_t* keys = packed.keys_at(slot, block);
-      uint16_t* values =
-          packed.backward ? packed.values_at(slot, block) : packed.rows_room.data + worker * kKeys * packed.deep_E;
-      copy_rows(k + block * kKeys * call.k.row, call.k.row, count, call.D, kKeys, packed.deep_D, keys);
-      copy_rows(v + block * kKeys * call.v.row, call.v.row, count, call.E, kKeys, packed.deep_E, values);
-      if (packed.backward) lay_transposed(keys, packed.deep_D, packed.wide_D, packed.keys_transposed_at(slot, block));
-      else lay_transposed(values, packed.deep_E, packed.wide_E, packed.values_transposed_at(slot, block));
-      head.radius[block] =
-          zero_or_nan_across(keys, kKeys * packed.deep_D) + zero_or_nan_across(values, kKeys * packed.deep_E);
+      uint16_t* keys = across.keys_at(slot, block);
+      uint16_t* values = across.backward ? across.values_at(slot, block) : across.rows_room.data + worker * kKeys * E;
+      copy_rows(k + block * kKeys * call.k.row, call.k.row, count, call.D, kKeys, D, keys);
+      copy_rows(v + block * kKeys * call.v.row, call.v.row, count, call.E, kKeys, E, values);
+      if (across.backward) lay_transposed(keys, D, across.wide_D, across.keys_transposed_at(slot, block));
+      else lay_transposed(values, E, across.wide_E, across.values_transposed_at(slot, block));
+      head.radius[block] = zero_or_nan_across(keys, kKeys * D) + zero_or_nan_across(values, kKeys * E);
       if (packed.certify)
-        measure(unit, head, block, keys, measure_spread, packed.keys_room.data + worker * kKeys * packed.deep_D / 2);
+        measure(unit, head, block, keys, measure_spread, across.keys_room.data + worker * kKeys * D / 2);
     }
   }
 
@@ -126,7 +91,7 @@ struct PackAcross {
   // the center taken off afterwards; the last term is for the rounding of that.
   void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const uint16_t* keys, bool measure_spread,
                uint32_t* room) const {
-    const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.deep_D;
+    const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.padded_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], found = 0;  // along: k.c
     for (int64_t s = 0; s < count; ++s) {
@@ -173,54 +138,10 @@ struct PackAcross {
     if (call.D > kLargestSize) return __builtin_nanf("");
     for (int64_t s = 0; s < count; ++s) {
       for (int64_t d = 0; d < call.D; ++d)
-        difference[d] = widen(Bfloat16{keys[s * packed.deep_D + d]}) - head.center[d];
+        difference[d] = widen(Bfloat16{keys[s * packed.padded_D + d]}) - head.center[d];
       longest = larger_or_nan(longest, length_of<float>(difference, call.D, 1));
     }
     return longest;
-  }
-
-  void bound_tails(int64_t index, int64_t slot) const {
-    const int64_t group = call.H / call.G;
-    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
-      const void* sides[2] = {call.left, call.right};
-      for (int64_t side = kLeft; side <= kRight; ++side) {
-        const float m =
-            sides[side] ? static_cast<const float*>(sides[side])[index / call.G * call.H + h] : kInfinity<float>;
-        if (!(m > 0) || is_infinite(m)) continue;
-        fill_tails(packed.heads.data[index], static_cast<Side>(side), static_cast<double>(m), slack_of<float>(call.D),
-                   packed.tails_at(call, slot, h, side));
-      }
-    }
-  }
-
-  // All there is to do for one head.
-  void pack_head(int64_t index, int64_t slot, int worker) const {
-    set_up_head(index, slot);
-    if (packed.certify) shared.find_center(&shared, index, worker);
-    pack(index, slot, 0, packed.num_blocks, worker);
-    if (!packed.certify) return;
-    shared.find_largest(packed.heads.data[index]);
-    bound_tails(index, slot);
-  }
-
-  // The same for all heads, step by step.
-  void run() {
-    const int64_t num_heads = call.B * call.G, parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    for (int64_t index = 0; index < num_heads; ++index) set_up_head(index, index);
-    if (packed.certify) parallel(num_heads, call.num_threads, shared.find_center, &shared);
-    const Task pack_blocks = [](void* context, int64_t task, int worker) {
-      const PackAcross& self = *static_cast<PackAcross*>(context);
-      const int64_t count = round_up(self.packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-      const int64_t index = task / count, from = task % count * kBlocksAtOnce;
-      self.pack(index, index, from, from + kBlocksAtOnce, worker);
-    };
-    parallel(num_heads * parts, call.num_threads, pack_blocks, this);
-    if (!packed.certify) return;
-    for (int64_t index = 0; index < num_heads; ++index) shared.find_largest(packed.heads.data[index]);
-    const Task bound = [](void* context, int64_t index, int) {
-      static_cast<PackAcross*>(context)->bound_tails(index, index);
-    };
-    parallel(num_heads, call.num_threads, bound, this);
   }
 };
 
@@ -230,9 +151,9 @@ constexpr int kOutputParts = 3;  // bfloat16 that add up to any float32: the gra
 struct AcrossScratch {
   Scratch<float> of;
   float pivot[kRows];
-  uint16_t* rows;                       // [64, larger of deep_D, deep_E]: queries, or gradients, as they come
-  uint32_t* q_across;                   // [kGroups, deep_D / 2, 16]
-  uint32_t* dout_across[kOutputParts];  // [kGroups, deep_E / 2, 16]
+  uint16_t* rows;                       // [64, larger of padded_D, padded_E]: queries, or gradients, as they come
+  uint32_t* q_across;                   // [kGroups, padded_D / 2, 16]
+  uint32_t* dout_across[kOutputParts];  // [kGroups, padded_E / 2, 16]
   uint32_t* q_pairs;                    // [32, wide_D]
   uint32_t* dout_pairs[kOutputParts];   // [32, wide_E]
   float *score, *dweight;               // [kKeys, 16]
@@ -247,9 +168,9 @@ struct AcrossScratches {
   Buffer<uint32_t> memory;
 
   bool allocate(const Call& call, const AcrossPacked& packed) {
-    const int64_t deep = larger_of(packed.deep_D, packed.deep_E), wide = larger_of(packed.wide_D, packed.wide_E);
-    const int64_t words = 64 * deep / 2 + kRows * packed.deep_D / 2 + 32 * packed.wide_D +
-                          kOutputParts * (kRows * packed.deep_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 +
+    const int64_t deep = larger_of(packed.padded_D, packed.padded_E), wide = larger_of(packed.wide_D, packed.wide_E);
+    const int64_t words = 64 * deep / 2 + kRows * packed.padded_D / 2 + 32 * packed.wide_D +
+                          kOutputParts * (kRows * packed.padded_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 +
                           kRows * wide + kKeys * 16 + 3 * kKeys * 32;
     if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
     for (int worker = 0; worker < call.num_threads; ++worker) {
@@ -259,10 +180,10 @@ struct AcrossScratches {
       const auto take_floats = [&take](int64_t count) { return reinterpret_cast<float*>(take(count)); };
       const auto take_halves = [&take](int64_t count) { return reinterpret_cast<uint16_t*>(take(count / 2)); };
       scratch.rows = take_halves(64 * deep);
-      scratch.q_across = take(kRows * packed.deep_D / 2);
+      scratch.q_across = take(kRows * packed.padded_D / 2);
       scratch.q_pairs = take(32 * packed.wide_D);
       for (int part = 0; part < kOutputParts; ++part) {
-        scratch.dout_across[part] = take(kRows * packed.deep_E / 2);
+        scratch.dout_across[part] = take(kRows * packed.padded_E / 2);
         scratch.dout_pairs[part] = take(32 * packed.wide_E);
       }
       for (int part = 0; part < 2; ++part) {
@@ -366,10 +287,10 @@ inline void load_queries_across(const Tile<float>& tile, const AcrossPacked& pac
   const Call& call = *tile.call;
   const uint16_t* q = static_cast<const uint16_t*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
                       tile.start * call.q.row;
-  copy_rows(q, call.q.row, tile.rows, call.D, round_up(tile.rows, kDeep), packed.deep_D, scratch.rows);
+  copy_rows(q, call.q.row, tile.rows, call.D, round_up(tile.rows, kDeep), packed.padded_D, scratch.rows);
   for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-    lay_across(scratch.rows + group * kSide * packed.deep_D, packed.deep_D,
-               scratch.q_across + group * kSide * packed.deep_D / 2);
+    lay_across(scratch.rows + group * kSide * packed.padded_D, packed.padded_D,
+               scratch.q_across + group * kSide * packed.padded_D / 2);
   }
 }
 

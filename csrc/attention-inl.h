@@ -20,6 +20,9 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+
+#include <utility>  // integer_sequence
+
 #if defined(LINBIAS_BF16)  // LINBIAS_AMX comes with it, but for the emulated target
 #include <immintrin.h>
 #endif
@@ -73,15 +76,15 @@ struct Buffer {
   }
 };
 
-// from[size] / divisor to the output, from its entry `at` on.
+// factor * from[size] to the output, from its entry `at` on.
 template <typename W>
-LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W divisor) {
+LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W factor) {
   if (results.narrow) {
     Bfloat16* out = static_cast<Bfloat16*>(results.out) + at;
-    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] / divisor));
+    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] * factor));
   } else {
     W* out = static_cast<W*>(results.out) + at;
-    for (int64_t e = 0; e < size; ++e) out[e] = from[e] / divisor;
+    for (int64_t e = 0; e < size; ++e) out[e] = from[e] * factor;
   }
 }
 
@@ -118,15 +121,24 @@ Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
   if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
   if constexpr (kAcross<In>) return forward_across(call, results);
-  Packed<W> packed;
+  constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
+  Packed<W> packed(call, false);
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
-  if (!packed.allocate(call, false, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
+  packed.in_place = !packed.certify && !kPairs<In> && packed.template can_lie<In>(call.v, call.E);
+  packed.by_head = packed.is_small(sizeof(W) * (packed.padded_D + packed.padded_E)) &&
+                   call.B * call.G >= kEnoughHeads * call.num_threads;
+  if (!packed.allocate(call, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
     return Status::out_of_memory;
-  PackTask<W, In, kPairs<In>>{call, packed, true}.run();
+  PackTask<W, In, kPairs<In>> pack{call, packed};
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
-  ForwardTask<W, In> task{call, results, packed, scratches.data, num_tiles, slack_of<W>(call.D)};
-  parallel(call.B * call.H * num_tiles, call.num_threads, ForwardTask<W, In>::run, &task);
+  ForwardTask<W, In> task{call, results, packed, pack, scratches.data, num_tiles, slack_of<W>(call.D)};
+  if (packed.by_head) {
+    parallel(call.B * call.G, call.num_threads, ForwardTask<W, In>::run_head, &task);
+  } else {
+    pack_all(pack);
+    parallel(call.B * call.H * num_tiles, call.num_threads, ForwardTask<W, In>::run, &task);
+  }
   return Status::ok;
 }
 

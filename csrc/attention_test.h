@@ -268,7 +268,7 @@ struct Arrays {
     tiles = (c.T + kTileRows - 1) / kTileRows;
     out.assign(dout.size(), nan), row_max.assign(dlse.size(), nan), log_sum.assign(dlse.size(), nan);
     visited.assign(c.B * c.H * tiles * 2, -1);
-    dq.assign(q.size(), nan), dk.assign(k.size(), 0), dv.assign(v.size(), 0);
+    dq.assign(q.size(), nan), dk.assign(k.size(), nan), dv.assign(v.size(), nan);
     dleft.assign(left.size(), nan), dright.assign(left.size(), nan);
 
     call.dtype = Type<In>::dtype;

@@ -47,7 +47,7 @@ struct BackwardAcross {
     const BackwardAcross& self = *static_cast<const BackwardAcross*>(context);
     const Call& call = self.call;
     const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
-    self.pack.pack_head(index, worker, worker);
+    pack_head(self.pack, index, worker, worker);
     self.clear_gradients(worker);
     for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
       double* dslopes = self.dslopes + 2 * (b * call.H + h);
@@ -65,7 +65,7 @@ struct BackwardAcross {
     const Tile<float> tile(call, packed, b, h, t);
     MatrixUnit unit;
     load_queries_across(tile, packed, scratch);
-    lay_in_pairs(scratch.rows, packed.deep_D, round_up(tile.rows, kDeep), packed.wide_D, scratch.q_pairs);
+    lay_in_pairs(scratch.rows, packed.padded_D, round_up(tile.rows, kDeep), packed.wide_D, scratch.q_pairs);
     const int dout_parts = load_output_gradient(tile, scratch);
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.wide_D));
     for (int64_t group = round_up(tile.rows, kSide) / kSide; group < kQueriesAcross / kSide; ++group) {
@@ -100,7 +100,7 @@ struct BackwardAcross {
       of.row_sum[i] = 1;
       scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
     }
-    const int64_t at = tile.index(0), E = call.E, deep_E = packed.deep_E, rows = round_up(tile.rows, kDeep);
+    const int64_t at = tile.index(0), E = call.E, deep_E = packed.padded_E, rows = round_up(tile.rows, kDeep);
     const float* given = static_cast<const float*>(results.dout) + at * E;
     const float* out = static_cast<const float*>(results.saved.out) + at * E;
     const float* log_sum = static_cast<const float*>(results.saved.log_sum) + at;
@@ -160,7 +160,7 @@ struct BackwardAcross {
   void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts,
              bool (&negligible)[kGroups], AcrossScratch& scratch, float* dk_of, float* dv_of) const {
     const Head<float>& head = *tile.head;
-    const int64_t deep_E = packed.deep_E;
+    const int64_t deep_E = packed.padded_E;
     const uint16_t *keys = packed.keys_at(slot, block), *values = packed.values_at(slot, block);
     const bool finite = head.radius[block] == head.radius[block];
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
@@ -170,8 +170,8 @@ struct BackwardAcross {
       biased.turn_to(tile, block, group, finite);
       int64_t shown = biased.end_shown;
       if (shown > 0) {
-        multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D,
-                        scratch.q_across + group * kSide * packed.deep_D / 2, scratch.score, false);
+        multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
+                        scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
         negligible[group] = negligible[group] && finite && biased.far &&
                             is_negligible_across(biased, group, tile.rows, allowance, scratch);
         if (negligible[group]) shown = 0;
@@ -313,8 +313,8 @@ struct BackwardAcross {
   void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
     const Head<float>& head = packed.heads.data[index];
     const int64_t rows = packed.rows, at = index * call.S + head.first;
-    const SeenKeys seen = seen_keys(call, head, index);
-    for (int64_t s = larger_of(from, seen.first); s < smaller_of(to, seen.end); ++s) {
+    const SeenKeys<float> seen(call, index);
+    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
       add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D,
                static_cast<float>(call.scale), static_cast<float*>(results.dk) + (at + s) * call.D);
       add_rows(values_gradient(first) + s * packed.wide_E, count, rows * packed.wide_E, call.E, 1.0f,
@@ -338,13 +338,13 @@ inline Status backward_across(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<float*>(results.dleft)[head] = static_cast<float*>(results.dright)[head] = 0;
   }
+  clear_unseen_gradients<float>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
-  AcrossPacked packed;
+  AcrossPacked packed(call, true);
   AcrossScratches scratches;
   Buffer<float> dk, dv;
   Buffer<double> dslopes;
-  packed.measure(call, true);
-  packed.by_head = packed.is_small() && call.B * call.G >= kEnoughTasks;
+  packed.by_head = packed.is_small(2 * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughTasks;
   int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
   const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
   num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
@@ -353,14 +353,13 @@ inline Status backward_across(const Call& call, const Backward& results) {
       !dv.allocate(sums, packed.rows, packed.wide_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
     return Status::out_of_memory;
   }
-  PackTask<float, Bfloat16, false> shared{call, packed, false};
-  PackAcross pack{call, packed, shared};
+  PackAcross pack(call, packed);
   BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
                       num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
     parallel(call.B * call.G, call.num_threads, BackwardAcross::run_head, &task);
   } else {
-    pack.run();
+    pack_all(pack);
     parallel(num_heads * num_parts, call.num_threads, BackwardAcross::run, &task);
     parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardAcross::collect, &task);
   }

@@ -7,30 +7,53 @@ struct BackwardTask {
   const Call& call;
   const Backward& results;
   const Packed<W>& packed;
+  const PackTask<W, In, false>& pack;
   Scratch<W>* scratches;
   int64_t num_tiles, num_parts, tiles_per_part;
-  W *dk, *dv;       // [B, H, parts, S padded, D or E padded]
+  W *dk, *dv;       // [B, H, parts, rows, D or E padded], or by head [threads, rows, ...]
   double* dslopes;  // [B, H, parts, 2]
+
+  // The gradients of keys and values that a task or worker adds to.
+  W* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.padded_D; }
+  W* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.padded_E; }
+  void clear_gradients(int64_t index) const {
+    __builtin_memset(keys_gradient(index), 0, sizeof(W) * static_cast<size_t>(packed.rows * packed.padded_D));
+    __builtin_memset(values_gradient(index), 0, sizeof(W) * static_cast<size_t>(packed.rows * packed.padded_E));
+  }
 
   static void run(void* context, int64_t task, int worker) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
     const Call& call = self.call;
     const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // the flattest heads first
-    const int64_t part = index % self.num_parts, head = index / self.num_parts;
-    const int64_t rows = self.packed.num_blocks * kKeys;
-    W* dk = self.dk + index * rows * self.packed.padded_D;
-    W* dv = self.dv + index * rows * self.packed.padded_E;
-    __builtin_memset(dk, 0, sizeof(W) * static_cast<size_t>(rows * self.packed.padded_D));
-    __builtin_memset(dv, 0, sizeof(W) * static_cast<size_t>(rows * self.packed.padded_E));
+    const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
+                  h = index / self.num_parts % call.H;
+    self.clear_gradients(index);
     double* dslopes = self.dslopes + 2 * index;
     dslopes[kLeft] = dslopes[kRight] = 0;
     const int64_t from = part * self.tiles_per_part;
     for (int64_t t = from; t < smaller_of(from + self.tiles_per_part, self.num_tiles); ++t) {
-      self.tile(head / call.H, head % call.H, t, self.scratches[worker], dk, dv, dslopes);
+      self.tile(b, h, t, self.scratches[worker], self.keys_gradient(index), self.values_gradient(index), dslopes);
     }
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, Scratch<W>& scratch, W* dk, W* dv, double* dslopes) const {
+  // A key/value head and all that read it.
+  static void run_head(void* context, int64_t task, int worker) {
+    const BackwardTask& self = *static_cast<const BackwardTask*>(context);
+    const Call& call = self.call;
+    const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
+    pack_head(self.pack, index, worker, worker);
+    self.clear_gradients(worker);
+    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
+      double* dslopes = self.dslopes + 2 * (b * call.H + h);
+      dslopes[kLeft] = dslopes[kRight] = 0;
+      for (int64_t t = 0; t < self.num_tiles; ++t) {
+        self.tile(b, h, t, self.scratches[worker], self.keys_gradient(worker), self.values_gradient(worker), dslopes);
+      }
+    }
+    self.collect_rows(index, 0, call.S, worker, 1);
+  }
+
+  void tile(int64_t b, int64_t h, int64_t t, Scratch<W>& scratch, W* dk_of, W* dv_of, double* dslopes_of) const {
     const Tile<W> tile(call, packed, b, h, t);
     load_queries<W, In>(tile, packed.padded_D, scratch.q);
     load_output_gradient(tile, scratch);
@@ -45,13 +68,13 @@ struct BackwardTask {
     // From either end inwards, as the outer blocks may turn out to be negligible.
     bool negligible = true;
     for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
-      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
+      negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
     }
     negligible = true;
     for (int64_t block = outermost_right; block > tile.near_last; --block) {
-      negligible = visit(tile, block, negligible, scratch, dq, dk, dv);
+      negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
     }
-    add_slope_gradients(tile, scratch, dslopes);
+    add_slope_gradients(tile, scratch, dslopes_of);
     const W scale = static_cast<W>(call.scale);
     for (int64_t i = 0; i < tile.rows; ++i) {
       W* to = static_cast<W*>(results.dq) + tile.index(i) * call.D;
@@ -61,46 +84,60 @@ struct BackwardTask {
 
   // dout and delta divided by the row's sum, so that unnormalised weights serve for normalised ones.
   void load_output_gradient(const Tile<W>& tile, Scratch<W>& scratch) const {
+    constexpr int kLanes = Simd<W>::kLanes;
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       W* dout = scratch.dout + i * packed.padded_E;
-      for (int64_t e = 0; e < packed.padded_E; ++e) dout[e] = 0;
       scratch.delta[i] = scratch.dscore_sum[i] = scratch.row_sum[i] = scratch.left_out[i] = 0;
       scratch.slope_sum[kLeft][i] = scratch.slope_sum[kRight][i] = 0;
       scratch.reach_sum[kLeft][i] = scratch.reach_sum[kRight][i] = 0;
       scratch.row_max[i] = kInfinity<W>;  // exp(score - inf) = 0: no weight in a row without keys
-      if (i >= tile.rows) continue;
       const int64_t at = tile.index(i);
-      const W log_sum = static_cast<const W*>(results.saved.log_sum)[at];
-      if (log_sum == -kInfinity<W>) continue;
+      const W log_sum = i < tile.rows ? static_cast<const W*>(results.saved.log_sum)[at] : -kInfinity<W>;
+      if (log_sum == -kInfinity<W>) {
+        for (int64_t e = 0; e < packed.padded_E; ++e) dout[e] = 0;
+        continue;
+      }
       scratch.row_max[i] = static_cast<const W*>(results.saved.row_max)[at];
-      scratch.row_sum[i] = static_cast<W>(__builtin_exp(static_cast<double>(log_sum)));
+      scratch.row_sum[i] = natural_exp(log_sum);
       const W per_sum = 1 / scratch.row_sum[i];
       const W* given = static_cast<const W*>(results.dout) + at * call.E;
       const W* out = static_cast<const W*>(results.saved.out) + at * call.E;
-      W delta = 0;
-      for (int64_t e = 0; e < call.E; ++e) {
+      Vector<W> products{};
+      int64_t e = 0;
+      for (; e + kLanes <= call.E; e += kLanes) {
+        const Vector<W> x = load(given + e);
+        products += x * load(out + e);
+        store<W>(dout + e, x * per_sum);
+      }
+      W delta = sum<W>(products);
+      for (; e < call.E; ++e) {
         delta += given[e] * out[e];
         dout[e] = given[e] * per_sum;
       }
+      for (; e < packed.padded_E; ++e) dout[e] = 0;
       scratch.delta[i] = (delta - static_cast<const W*>(results.dlse)[at]) * per_sum;
     }
   }
 
   // Add what a block gives, unless those beyond were negligible and it is, too. Returns whether it was.
-  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch, W* dq, W* dk,
-             W* dv) const {
+  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch, W* dq, W* dk_of,
+             W* dv_of) const {
+    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
     const Head<W>& head = *tile.head;
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
-    multiply<W>(rows, kKeys, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys, scratch.score,
+    // Keys that no row sees have no part in anything.
+    const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes), even = round_up(shown, 2);
+    multiply<W>(rows, columns, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys, scratch.score,
                 kKeys, false);
-    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
     const Biased<W> biased(tile, block, W{1});
-    const bool finite = head.radius[block] == head.radius[block];
-    const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
-    if (previous_negligible && biased.far && finite && is_negligible(biased, allowance, scratch)) return true;
-    multiply<W>(rows, kKeys, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
+    const bool may_be_left_out =
+        previous_negligible && packed.skips && biased.far && head.radius[block] == head.radius[block];
+    if (may_be_left_out && is_negligible(biased, static_cast<W>(call.tolerance * (1 - kTailShare)), scratch))
+      return true;
+    multiply<W>(rows, columns, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
                 scratch.dweight, kKeys, false);
     for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = columns; j < kKeys; ++j) scratch.dweight[i * kKeys + j] = 0;
       Vector<W> x[kVectors];
       W* row = scratch.score + i * kKeys;
       biased.row(i, row, x);
@@ -114,10 +151,11 @@ struct BackwardTask {
       dropout.apply(tile, block, scratch.dweight, scratch.dweight);
       dropped = scratch.dropped;
     }
-    multiply<W>(kKeys, E, rows, dropped, 1, kKeys, scratch.dout, E, dv + block * kKeys * E, E, true);
+    multiply<W>(even, E, tile.rows, dropped, 1, kKeys, scratch.dout, E, dv_of + block * kKeys * E, E, true);
     for (int64_t i = 0; i < rows; ++i) score_gradients(biased, scratch, i);
-    multiply<W>(rows, D, kKeys, scratch.dweight, kKeys, 1, head.keys + block * kKeys * D, D, dq, D, true);
-    multiply<W>(kKeys, D, rows, scratch.dweight, 1, kKeys, scratch.q, D, dk + block * kKeys * D, D, true);
+    multiply<W>(rows, D, shown, scratch.dweight, kKeys, 1, head.keys + block * kKeys * head.key_row, head.key_row, dq,
+                D, true);
+    multiply<W>(even, D, tile.rows, scratch.dweight, 1, kKeys, scratch.q, D, dk_of + block * kKeys * D, D, true);
     return false;
   }
 
@@ -163,25 +201,26 @@ struct BackwardTask {
   static void collect(void* context, int64_t task, int) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
     const Call& call = self.call;
-    const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks;
-    const Head<W>& head = self.packed.heads.data[index];
-    const int64_t group = call.H / call.G, rows = self.packed.num_blocks * kKeys;
-    const int64_t sources = (index / call.G * call.H + index % call.G * group) * self.num_parts;
-    const SeenKeys seen = seen_keys(call, head, index);
-    for (int64_t s = larger_of(block * kKeys, seen.first); s < smaller_of((block + 1) * kKeys, seen.end); ++s) {
-      const int64_t to = index * call.S + head.first + s;
-      add_rows(self.dk, sources, group * self.num_parts, rows, s, self.packed.padded_D, call.D,
-               static_cast<W*>(self.results.dk) + to * call.D);
-      add_rows(self.dv, sources, group * self.num_parts, rows, s, self.packed.padded_E, call.E,
-               static_cast<W*>(self.results.dv) + to * call.E);
+    const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks, group = call.H / call.G;
+    const int64_t first = (index / call.G * call.H + index % call.G * group) * self.num_parts;
+    self.collect_rows(index, block * kKeys, (block + 1) * kKeys, first, group * self.num_parts);
+  }
+
+  void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
+    const Head<W>& head = packed.heads.data[index];
+    const SeenKeys<W> seen(call, index);
+    const int64_t D = packed.padded_D, E = packed.padded_E, at = index * call.S + head.first;
+    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
+      add_rows(keys_gradient(first) + s * D, count, packed.rows * D, call.D,
+               static_cast<W*>(results.dk) + (at + s) * call.D);
+      add_rows(values_gradient(first) + s * E, count, packed.rows * E, call.E,
+               static_cast<W*>(results.dv) + (at + s) * call.E);
     }
   }
 
-  static void add_rows(const W* from, int64_t first, int64_t count, int64_t rows, int64_t s, int64_t padded,
-                       int64_t size, W* to) {
-    for (int64_t source = first; source < first + count; ++source) {
-      const W* row = from + (source * rows + s) * padded;
-      for (int64_t x = 0; x < size; ++x) to[x] += row[x];
+  static void add_rows(const W* from, int64_t count, int64_t step, int64_t size, W* to) {
+    for (int64_t source = 0; source < count; ++source, from += step) {
+      for (int64_t x = 0; x < size; ++x) to[x] = source > 0 ? to[x] + from[x] : from[x];
     }
   }
 };
@@ -194,28 +233,35 @@ Status backward_as(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
+  clear_unseen_gradients<W>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
-  int64_t num_parts = smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
+  Packed<W> packed(call, true);
+  packed.in_place = packed.template can_lie<In>(call.k, call.D);
+  packed.by_head =
+      packed.is_small(2 * sizeof(W) * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughTasks;
+  int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
   const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
   num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
 
-  Packed<W> packed;
+  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_parts;
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory, dk, dv;
   Buffer<double> dslopes;
-  if (!packed.allocate(call, true, false) || !allocate_scratch(call, packed, scratches, memory)) {
+  if (!packed.allocate(call, false) || !allocate_scratch(call, packed, scratches, memory) ||
+      !dk.allocate(sums, packed.rows, packed.padded_D) || !dv.allocate(sums, packed.rows, packed.padded_E) ||
+      !dslopes.allocate(num_heads * num_parts, 2)) {
     return Status::out_of_memory;
   }
-  const int64_t rows = packed.num_blocks * kKeys;
-  if (!dk.allocate(num_heads * num_parts, rows, packed.padded_D) ||
-      !dv.allocate(num_heads * num_parts, rows, packed.padded_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
-    return Status::out_of_memory;
+  PackTask<W, In, false> pack{call, packed};
+  BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
+                           num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+  if (packed.by_head) {
+    parallel(call.B * call.G, call.num_threads, BackwardTask<W, In>::run_head, &task);
+  } else {
+    pack_all(pack);
+    parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);
+    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardTask<W, In>::collect, &task);
   }
-  PackTask<W, In, false>{call, packed, false}.run();
-  BackwardTask<W, In> task{call,      results,        packed,  scratches.data, num_tiles,
-                           num_parts, tiles_per_part, dk.data, dv.data,        dslopes.data};
-  parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);
-  parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardTask<W, In>::collect, &task);
   for (int64_t head = 0; head < num_heads; ++head) {
     double totals[2] = {0, 0};
     for (int64_t part = 0; part < num_parts; ++part) {

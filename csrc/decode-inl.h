@@ -230,7 +230,7 @@ struct DecodeTask {
       row[0] = high;
       for (int64_t i = 1; i < 2 + E; ++i) row[i] = row[i] * keep + other[i] * add;
     }
-    store_output<W>(self.results, index * E, E, row + 2, row[1] == 0 ? W{1} : row[1]);
+    store_output<W>(self.results, index * E, E, row + 2, 1 / (row[1] == 0 ? W{1} : row[1]));
     static_cast<W*>(self.results.row_max)[index] = row[0];
     static_cast<W*>(self.results.log_sum)[index] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
   }

@@ -1,10 +1,8 @@
-// Choose the CPU target once, at the top, and share tasks out over threads.
+// Choose the CPU target once, at the top.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
-#include <thread>
-#include <vector>
 
 #if defined(LINBIAS_X86)
 #include <cpuid.h>
@@ -15,7 +13,6 @@
 #endif
 
 #include "linbias/attention.h"
-#include "parallel.h"
 
 namespace linbias {
 
@@ -158,23 +155,6 @@ bool force_target(const char* name) {
     }
   }
   return false;
-}
-
-void parallel(std::int64_t num_tasks, int num_threads, Task run, void* context) {
-  std::atomic<std::int64_t> next{0};
-  const auto work = [&](int worker) {
-    for (std::int64_t task; (task = next.fetch_add(1)) < num_tasks;) run(context, task, worker);
-  };
-  const int helpers = static_cast<int>(std::min<std::int64_t>(num_threads, num_tasks)) - 1;
-  std::vector<std::thread> threads;
-  threads.reserve(std::max(0, helpers));
-  try {
-    for (int i = 1; i <= helpers; ++i) threads.emplace_back(work, i);
-  } catch (const std::system_error&) {
-    // No more threads to be had: those that started, and this one, do all the tasks.
-  }
-  work(0);
-  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace linbias

@@ -27,7 +27,7 @@ struct ForwardAcross {
   static void run_head(void* context, int64_t task, int worker) {
     const ForwardAcross& self = *static_cast<const ForwardAcross*>(context);
     const int64_t index = self.call.B * self.call.G - 1 - task, group = self.call.H / self.call.G;
-    self.pack.pack_head(index, worker, worker);
+    pack_head(self.pack, index, worker, worker);
     for (int64_t h = index % self.call.G * group; h < (index % self.call.G + 1) * group; ++h) {
       for (int64_t t = self.num_tiles - 1; t >= 0; --t) {
         self.tile(index / self.call.G, h, t, worker, self.scratches[worker]);
@@ -80,14 +80,14 @@ struct ForwardAcross {
     const float scale = static_cast<float>(call.scale), size = scale < 0 ? -scale : scale;
     for (int64_t i = 0; i < tile.rows; ++i) {
       Floats squares{}, aligned{};
-      for (int64_t d = 0; d < packed.deep_D; d += 16) {
+      for (int64_t d = 0; d < packed.padded_D; d += 16) {
         HalfWords half;
-        __builtin_memcpy(&half, scratch.rows + i * packed.deep_D + d, sizeof half);
+        __builtin_memcpy(&half, scratch.rows + i * packed.padded_D + d, sizeof half);
         const Floats x = even_of_pairs(__builtin_convertvector(half, Words));
         squares += x * x;
         aligned += x * load(head.center + d);
       }
-      const auto* query = reinterpret_cast<const Bfloat16*>(scratch.rows + i * packed.deep_D);
+      const auto* query = reinterpret_cast<const Bfloat16*>(scratch.rows + i * packed.padded_D);
       const float norm = length_from(sum<float>(squares), query, call.D) * size * (1 + slack) * (1 + slack);
       scratch.of.norm[i] = norm;
       scratch.of.base[i] = sum<float>(aligned) * scale + slack * (norm * (head.center_norm + head.largest));
@@ -110,8 +110,8 @@ struct ForwardAcross {
       biased.turn_to(tile, block, group, finite);
       const int64_t shown = biased.end_shown;
       if (shown == 0) continue;
-      multiply_column(unit, shown, packed.deep_D, keys, packed.deep_D,
-                      scratch.q_across + group * kSide * packed.deep_D / 2, scratch.score, false);
+      multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
+                      scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
       if (negligible[group] && finite && biased.far &&
           is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
         continue;
@@ -240,19 +240,18 @@ struct ForwardAcross {
 // Calls that a matrix unit takes on.
 inline Status forward_across(const Call& call, const Forward& results) {
   constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
-  AcrossPacked packed;
+  AcrossPacked packed(call, false);
   AcrossScratches scratches;
-  packed.measure(call, false);
-  packed.by_head = packed.is_small() && call.B * call.G >= kEnoughHeads * call.num_threads;
+  packed.by_head =
+      packed.is_small(2 * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughHeads * call.num_threads;
   if (!packed.allocate(call) || !scratches.allocate(call, packed)) return Status::out_of_memory;
-  PackTask<float, Bfloat16, false> shared{call, packed, true};
-  PackAcross pack{call, packed, shared};
+  PackAcross pack(call, packed);
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardAcross task{call, results, packed, pack, scratches.each.data, num_tiles, slack_of<float>(call.D)};
   if (packed.by_head) {
     parallel(call.B * call.G, call.num_threads, ForwardAcross::run_head, &task);
   } else {
-    pack.run();
+    pack_all(pack);
     parallel(call.B * call.H * num_tiles, call.num_threads, ForwardAcross::run, &task);
   }
   return Status::ok;

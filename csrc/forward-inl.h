@@ -7,6 +7,7 @@ struct ForwardTask {
   const Call& call;
   const Forward& results;
   const Packed<W>& packed;
+  const PackTask<W, In, kPairs<In>>& pack;
   Scratch<W>* scratches;
   int64_t num_tiles;
   W slack;
@@ -16,29 +17,32 @@ struct ForwardTask {
     // The flattest heads and the last tiles of a causal call have most to do: they come first. Neighbouring tiles read
     // much the same keys, so they follow each other.
     const int64_t head = self.call.B * self.call.H - 1 - task / self.num_tiles;
-    const int64_t t = self.num_tiles - 1 - task % self.num_tiles;
-    self.tile(head / self.call.H, head % self.call.H, t, self.scratches[worker]);
+    const int64_t t = self.num_tiles - 1 - task % self.num_tiles, b = head / self.call.H, h = head % self.call.H;
+    self.tile(b, h, t, b * self.call.G + h / (self.call.H / self.call.G), self.scratches[worker]);
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, Scratch<W>& scratch) const {
+  // A key/value head and all that read it.
+  static void run_head(void* context, int64_t task, int worker) {
+    const ForwardTask& self = *static_cast<const ForwardTask*>(context);
+    const int64_t index = self.call.B * self.call.G - 1 - task, group = self.call.H / self.call.G;
+    pack_head(self.pack, index, worker, worker);
+    for (int64_t h = index % self.call.G * group; h < (index % self.call.G + 1) * group; ++h) {
+      for (int64_t t = self.num_tiles - 1; t >= 0; --t) {
+        self.tile(index / self.call.G, h, t, worker, self.scratches[worker]);
+      }
+    }
+  }
+
+  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, Scratch<W>& scratch) const {
     const Tile<W> tile(call, packed, b, h, t);
     const Head<W>& head = *tile.head;
     load_queries<W, In>(tile, packed.padded_D, scratch.q);
     if constexpr (kPairs<In>) load_query_pairs<W, In>(tile, scratch.q_pairs);
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
-      W squares = 0, aligned = 0;
-      for (int64_t d = 0; d < call.D; ++d) {
-        const W x = scratch.q[i * packed.padded_D + d];
-        squares += x * x;
-        aligned += x * head.center[d];
-      }
-      scratch.norm[i] = length_from(squares, scratch.q + i * packed.padded_D, call.D) * (1 + slack) * (1 + slack);
-      scratch.base[i] = aligned + slack * (scratch.norm[i] * (head.center_norm + head.largest));
       scratch.row_max[i] = -kInfinity<W>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
-      find_entry(head, scratch, i);
     }
-    scratch.open_row = 0;
+    if (packed.certify) measure_queries(tile, scratch);
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_E; ++i) scratch.acc[i] = 0;
 
     for (int64_t block = tile.near_last; block >= tile.near_first; --block) visit(tile, block, false, scratch);
@@ -51,12 +55,14 @@ struct ForwardTask {
       for (int turn = kLeft; turn <= kRight; ++turn) {
         const Side side = static_cast<Side>(turn);
         if (!open[side]) continue;
-        if (is_covered(tile, scratch, side, next[side], packed.tails_of(b * call.H + h, side), slack)) {
+        if (packed.certify &&
+            is_covered(tile, scratch, side, next[side], packed.tails_at(call, slot, h, side), slack)) {
           open[side] = false;
           continue;
         }
-        const bool finite = head.radius[next[side]] == head.radius[next[side]];
-        negligible[side] = visit(tile, next[side], negligible[side] && finite, scratch);
+        const bool may_be_left_out =
+            negligible[side] && packed.skips && head.radius[next[side]] == head.radius[next[side]];
+        negligible[side] = visit(tile, next[side], may_be_left_out, scratch);
         ++visited[side];
         next[side] += side == kLeft ? -1 : 1;
         open[side] = next[side] >= 0 && next[side] < head.num_blocks;
@@ -65,23 +71,44 @@ struct ForwardTask {
     finish(tile, scratch);
   }
 
+  // What the certificate needs of the queries.
+  void measure_queries(const Tile<W>& tile, Scratch<W>& scratch) const {
+    constexpr int kLanes = Simd<W>::kLanes;
+    const Head<W>& head = *tile.head;
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      Vector<W> squares{}, aligned{};
+      for (int64_t d = 0; d < packed.padded_D; d += kLanes) {
+        const Vector<W> x = load(scratch.q + i * packed.padded_D + d);
+        squares += x * x;
+        aligned += x * load(head.center + d);
+      }
+      const W* query = scratch.q + i * packed.padded_D;
+      scratch.norm[i] = length_from(sum<W>(squares), query, call.D) * (1 + slack) * (1 + slack);
+      scratch.base[i] = sum<W>(aligned) + slack * (scratch.norm[i] * (head.center_norm + head.largest));
+      find_entry(head, scratch, i);
+    }
+    scratch.open_row = 0;
+  }
+
   // Add a block to the sums of all rows, unless the block before it was negligible and its own scores are, too. Returns
   // whether it was: little is left to add beyond it.
   bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch) const {
     const Head<W>& head = *tile.head;
     const int64_t pairs = round_up(call.D, 2) / 2;
+    // What lies in `score` beyond is hidden from every row.
+    const int64_t shown = tile.shown(block), columns = round_up(shown, Simd<W>::kLanes);
     if constexpr (kPairs<In>) {
-      multiply_pairs(tile.padded_rows, kKeys, pairs, scratch.q_pairs, pairs, head.key_pairs + block * pairs * kKeys,
+      multiply_pairs(tile.padded_rows, columns, pairs, scratch.q_pairs, pairs, head.key_pairs + block * pairs * kKeys,
                      kKeys, scratch.score, kKeys, false);
     } else {
-      multiply<W>(tile.padded_rows, kKeys, call.D, scratch.q, packed.padded_D, 1,
+      multiply<W>(tile.padded_rows, columns, call.D, scratch.q, packed.padded_D, 1,
                   head.keys_across + block * call.D * kKeys, kKeys, scratch.score, kKeys, false);
     }
     const Biased<W> biased(tile, block, kPairs<In> ? static_cast<W>(call.scale) : W{1});
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
     if (previous_negligible && is_negligible(biased, allowance, scratch)) return true;
     int matters = 0;
-    for (int64_t i = 0; i < tile.padded_rows; ++i) {
+    for (int64_t i = 0; i < tile.rows; ++i) {
       const W added = online_softmax(biased, scratch, i);
       matters |= !(added * 16 <= allowance * scratch.row_sum[i]);
     }
@@ -94,12 +121,12 @@ struct ForwardTask {
       const uint32_t* values = head.value_pairs + block * (kKeys / 2) * packed.padded_E;
       for (int part = 0; part < (call.precise ? 2 : 1); ++part) {
         split_weights(tile.padded_rows * kKeys, weight, scratch.weight_pairs);
-        multiply_pairs(tile.padded_rows, packed.padded_E, kKeys / 2, scratch.weight_pairs, kKeys / 2, values,
-                       packed.padded_E, scratch.acc, packed.padded_E, true);
+        multiply_pairs(tile.padded_rows, packed.padded_E, round_up(shown, 2) / 2, scratch.weight_pairs, kKeys / 2,
+                       values, packed.padded_E, scratch.acc, packed.padded_E, true);
       }
     } else {
-      multiply<W>(tile.padded_rows, packed.padded_E, kKeys, weight, kKeys, 1,
-                  head.values + block * kKeys * packed.padded_E, packed.padded_E, scratch.acc, packed.padded_E, true);
+      multiply<W>(tile.padded_rows, packed.padded_E, shown, weight, kKeys, 1,
+                  head.values + block * kKeys * head.value_row, head.value_row, scratch.acc, packed.padded_E, true);
     }
     return !matters;
   }
@@ -139,10 +166,10 @@ struct ForwardTask {
   void finish(const Tile<W>& tile, const Scratch<W>& scratch) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t at = tile.index(i);
-      const W row_sum = scratch.row_sum[i], divisor = row_sum == 0 ? W{1} : row_sum;
-      store_output<W>(results, at * call.E, call.E, scratch.acc + i * packed.padded_E, divisor);
+      const W row_sum = scratch.row_sum[i], share = 1 / (row_sum == 0 ? W{1} : row_sum);
+      store_output<W>(results, at * call.E, call.E, scratch.acc + i * packed.padded_E, share);
       static_cast<W*>(results.row_max)[at] = scratch.row_max[i];
-      static_cast<W*>(results.log_sum)[at] = static_cast<W>(__builtin_log(static_cast<double>(row_sum)));
+      static_cast<W*>(results.log_sum)[at] = natural_log(row_sum);
     }
   }
 };

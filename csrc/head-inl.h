@@ -19,14 +19,50 @@ inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
-// The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors.
+// The keys of key/value head `index` of [B, G] that any query may see.
+template <typename W>
+struct SeenKeys {
+  int64_t first, end;
+
+  SeenKeys(const Call& call, int64_t index) {
+    const int64_t b = index / call.G, group = call.H / call.G, start = position_of(call, b, 0);
+    const KeyRange range(call, b, index % call.G);
+    bool shows_left = false, shows_right = false;
+    for (int64_t row = b * call.H + index % call.G * group, last = row + group; row < last; ++row) {
+      shows_left |= !is_infinite(static_cast<const W*>(call.left)[row]);
+      shows_right |= call.right && !is_infinite(static_cast<const W*>(call.right)[row]);
+    }
+    const int64_t beyond = range.first + range.count;
+    first = shows_left ? range.first : clamp(start, range.first, beyond);
+    end = shows_right ? beyond : clamp(start + call.T, first, beyond);
+    if (call.T == 0 || group == 0) end = first;
+  }
+};
+
+// Zero the gradients of the keys and values that no query sees.
+template <typename W>
+void clear_unseen_gradients(const Call& call, const Backward& results) {
+  for (int64_t head = 0; head < call.B * call.G; ++head) {
+    const SeenKeys<W> seen(call, head);
+    const auto clear = [&](void* gradient, int64_t size) {
+      W* rows = static_cast<W*>(gradient) + head * call.S * size;
+      __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>(seen.first * size));
+      __builtin_memset(rows + seen.end * size, 0, sizeof(W) * static_cast<size_t>((call.S - seen.end) * size));
+    };
+    clear(results.dk, call.D);
+    clear(results.dv, call.E);
+  }
+}
+
+// The keys and values of one key/value head, wide, padded with zeros to whole blocks and vectors; `keys` and `values`
+// may be the caller's own, which nothing pads.
 template <typename W>
 struct Head {
   int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
   W* keys_across;                       // [blocks, D, kKeys]
-  W* values;                            // [blocks * kKeys, E padded]
-  W* keys;                              // [blocks * kKeys, D padded], backward only
   W* values_across;                     // [blocks, E, kKeys], backward only
+  const W *keys, *values;               // [num_keys, key_row or value_row]; keys for backward, values for forward
+  int64_t key_row, value_row;
   // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
   uint32_t* key_pairs;     // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
   uint32_t* value_pairs;   // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
@@ -36,47 +72,44 @@ struct Head {
   W center_norm, largest;  // largest: of all radii
 };
 
-struct SeenKeys {
-  int64_t first, end;  // counted from the head's first key
-};
-
-// The keys of key/value head `index` of [B, G] that any query may see; the others have no gradient, though products of
-// a hidden key's weight, 0, with NaN may have left one.
-template <typename W>
-SeenKeys seen_keys(const Call& call, const Head<W>& head, int64_t index) {
-  const int64_t b = index / call.G, group = call.H / call.G, start = position_of(call, b, 0) - head.first;
-  bool shows_left = false, shows_right = false;
-  for (int64_t row = b * call.H + index % call.G * group, end = row + group; row < end; ++row) {
-    shows_left |= !is_infinite(static_cast<const W*>(call.left)[row]);
-    shows_right |= call.right && !is_infinite(static_cast<const W*>(call.right)[row]);
-  }
-  return {shows_left ? 0 : clamp(start, 0, head.num_keys),
-          shows_right ? head.num_keys : clamp(start + call.T, 0, head.num_keys)};
-}
-
+// Up to kKeys rows of inputs, from_row apart, to columns: to[size, kKeys], zeros where rows are missing.
 template <typename W, typename In>
-void pack_block(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block, int64_t padded_D,
-                int64_t padded_E) {
-  const int64_t D = call.D, E = call.E;
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t s = block * kKeys + i;
-    const bool real = s < head.num_keys;
-    const In* key = k + s * call.k.row;
-    const In* value = v + s * call.v.row;
-    W* across = head.keys_across + block * D * kKeys + i;
-    for (int64_t d = 0; d < D; ++d) across[d * kKeys] = real ? static_cast<W>(widen(key[d])) : W{0};
-    W* row = head.values + s * padded_E;
-    for (int64_t e = 0; e < padded_E; ++e) row[e] = real && e < E ? static_cast<W>(widen(value[e])) : W{0};
-    if (head.keys) {
-      W* along = head.keys + s * padded_D;
-      for (int64_t d = 0; d < padded_D; ++d) along[d] = real && d < D ? static_cast<W>(widen(key[d])) : W{0};
-      W* value_across = head.values_across + block * E * kKeys + i;
-      for (int64_t e = 0; e < E; ++e) value_across[e * kKeys] = row[e];
+void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, W* to) {
+  constexpr int kLanes = Simd<W>::kLanes;
+  for (int64_t i = 0; i < kKeys; i += kLanes) {
+    int64_t d = 0;
+    for (; d + kLanes <= size; d += kLanes) {
+      Vector<W> square[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j)
+        square[j] = i + j < count ? load_wide(from + (i + j) * from_row + d) : Vector<W>{};
+      transpose(square);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) store<W>(to + (d + j) * kKeys + i, square[j]);
+    }
+    for (; d < size; ++d) {
+      for (int64_t j = i; j < i + kLanes; ++j) {
+        to[d * kKeys + j] = j < count ? static_cast<W>(widen(from[j * from_row + d])) : W{0};
+      }
     }
   }
 }
 
-// The same in pairs of 16-bit numbers.
+// The same in rows: to[kKeys, padded].
+template <typename W, typename In>
+void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t padded, W* to) {
+  constexpr int kLanes = Simd<W>::kLanes;
+  for (int64_t i = 0; i < kKeys; ++i, from += from_row, to += padded) {
+    int64_t d = 0;
+    if (i < count) {
+      for (; d + kLanes <= size; d += kLanes) store<W>(to + d, load_wide(from + d));
+      for (; d < size; ++d) to[d] = static_cast<W>(widen(from[d]));
+    }
+    for (; d < padded; ++d) to[d] = 0;
+  }
+}
+
+// A block in pairs of 16-bit numbers.
 template <typename W, typename In>
 void pack_block_pairs(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block,
                       int64_t padded_E) {

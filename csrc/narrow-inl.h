@@ -27,9 +27,10 @@ LINBIAS_INLINE bool in_all_lanes(Lanes x) {
 #endif
 }
 
-// 2^x to 4e-6: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the smallest normal number.
+// 2^x to 2e-7: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the smallest normal number.
 LINBIAS_INLINE Floats power_of_two(Floats x) {
-  constexpr float kFourth = 0.013555747f, kThird = 0.05203237f, kSecond = 0.24137976f, kFirst = 0.69303212f;
+  constexpr float kFifth = 0.001879318617f, kFourth = 0.008990994655f, kThird = 0.05581867695f, kSecond = 0.2401592731f,
+                  kFirst = 0.6931517124f;
 #if defined(__AVX512DQ__)
   const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor x
 #else
@@ -39,7 +40,8 @@ LINBIAS_INLINE Floats power_of_two(Floats x) {
   const Floats rounded = (inside - 0.5f) + Simd<float>::kRound;
   const Floats r = inside - (rounded - Simd<float>::kRound);
 #endif
-  Floats y = r * kFourth + kThird;
+  Floats y = r * kFifth + kFourth;
+  y = y * r + kThird;
   y = y * r + kSecond;
   y = y * r + kFirst;
   y = y * r + 1.0f;
@@ -99,24 +101,6 @@ LINBIAS_INLINE void copy_rows(const uint16_t* from, int64_t from_row, int64_t co
     for (; d < size; ++d) to[d] = from[i * from_row + d];
     for (; d < padded; ++d) to[d] = 0;
   }
-}
-
-// Exchange rows and columns of 16 x 16 words: their halves, quarters, ... in turn.
-template <int kStep, int... kLane>
-LINBIAS_INLINE void exchange_rows(Words (&x)[16]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if (i & kStep) continue;
-    const Words a = x[i], b = x[i + kStep];
-    x[i] = __builtin_shufflevector(a, b, (kLane & kStep ? 16 + kLane - kStep : kLane)...);
-    x[i + kStep] = __builtin_shufflevector(a, b, (kLane & kStep ? 16 + kLane : kLane + kStep)...);
-  }
-}
-
-template <int kStep = 8>
-LINBIAS_INLINE void transpose(Words (&x)[16]) {
-  exchange_rows<kStep, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>(x);
-  if constexpr (kStep > 1) transpose<kStep / 2>(x);
 }
 
 // 16 rows of words, from_row apart, to 16 columns: to[16, 16], to_row apart.

@@ -1,32 +1,77 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// All keys and values of a call, packed once for all tiles, with what the certificate needs of them.
+// Keys and values as the products want them, with what the certificate needs of them: of all heads, packed before any
+// tile, or, where heads are small and there are enough to share out (by_head), of the one that a worker is at, which
+// then stay in its cache. A slot is a head's place or a worker's.
+
+// How the keys and values of a call are packed.
+struct Packing {
+  // Up to here packed heads stay in a core's second cache; a certificate that can leave out this little is not worth
+  // asking for.
+  static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4;
+
+  int64_t num_blocks, rows;  // of a head that shows all its keys
+  bool backward;
+  bool skips;    // whether blocks may be left out
+  bool certify;  // whether a certificate says which: forward asks, backward takes what forward found
+  bool by_head = false;
+
+  Packing(const Call& call, bool for_backward)
+      : num_blocks(round_up(call.S, kKeys) / kKeys),
+        rows(num_blocks * kKeys),
+        backward(for_backward),
+        skips(num_blocks > kFewBlocks),
+        certify(skips && !backward) {}
+
+  // Whether heads whose keys and values take so many bytes stay in a worker's cache.
+  bool is_small(int64_t bytes_per_key) const { return rows <= kBytesByHead / larger_of(bytes_per_key, 1); }
+
+  int64_t num_slots(const Call& call) const {
+    return by_head ? smaller_of(call.num_threads, call.B * call.G) : call.B * call.G;
+  }
+};
 
 template <typename W>
-struct Packed {
+struct Packed : Packing {
   Buffer<Head<W>> heads;
   Buffer<W> keys_across, values, keys, values_across, center, radius, spread, tails, room;
   Buffer<uint32_t> key_pairs, value_pairs;
-  int64_t padded_D, padded_E, num_blocks;
+  int64_t padded_D, padded_E;
+  bool in_place;  // keys in backward, or values in forward, are read where they lie
 
-  bool allocate(const Call& call, bool backward, bool pairs) {
-    const int64_t num_heads = call.B * call.G;
-    num_blocks = round_up(call.S, kKeys) / kKeys;
-    padded_D = round_up(call.D, Simd<W>::kLanes);
-    padded_E = round_up(call.E, Simd<W>::kLanes);
-    const int64_t rows = num_blocks * kKeys;
-    return heads.allocate(num_heads) && center.allocate(num_heads, call.D) && radius.allocate(num_heads, num_blocks) &&
-           (backward ||
-            (spread.allocate(num_heads, num_blocks) && tails.allocate(call.B * call.H * 2, num_blocks, kEntries) &&
-             room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
-           (pairs ? key_pairs.allocate(num_heads, rows, round_up(call.D, 2) / 2) &&
-                        value_pairs.allocate(num_heads, rows / 2, padded_E)
-                  : keys_across.allocate(num_heads, rows, call.D) && values.allocate(num_heads, rows, padded_E)) &&
-           (!backward || (keys.allocate(num_heads, rows, padded_D) && values_across.allocate(num_heads, rows, call.E)));
+  Packed(const Call& call, bool for_backward)
+      : Packing(call, for_backward),
+        padded_D(round_up(call.D, Simd<W>::kLanes)),
+        padded_E(round_up(call.E, Simd<W>::kLanes)),
+        in_place(false) {}
+
+  // Whether rows of inputs can serve as they are: whole vectors, with few gaps between them.
+  template <typename In>
+  static constexpr bool can_lie(const Array& array, int64_t size) {
+    return sizeof(In) == sizeof(W) && size % Simd<W>::kLanes == 0 && array.row >= size && array.row <= 2 * size;
   }
 
-  // The table of tails of query head `row` of [B, H] on one side.
-  W* tails_of(int64_t row, int64_t side) const { return tails.data + (row * 2 + side) * num_blocks * kEntries; }
+  bool allocate(const Call& call, bool pairs) {
+    const int64_t slots = num_slots(call);
+    return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
+           (!certify || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) &&
+                         allocate_tails(call, slots) && room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
+           (pairs ? key_pairs.allocate(slots, rows, round_up(call.D, 2) / 2) &&
+                        value_pairs.allocate(slots, rows / 2, padded_E)
+                  : keys_across.allocate(slots, rows, call.D) &&
+                        (backward ? values_across.allocate(slots, rows, call.E) &&
+                                        (in_place || keys.allocate(slots, rows, padded_D))
+                                  : in_place || values.allocate(slots, rows, padded_E)));
+  }
+
+  bool allocate_tails(const Call& call, int64_t slots) {
+    return tails.allocate(slots, call.H / call.G * 2, num_blocks * kEntries);
+  }
+
+  // What a query head of a slot, counted within its group, knows of everything beyond a block on one side.
+  W* tails_at(const Call& call, int64_t slot, int64_t h, int64_t side) const {
+    return tails.data + ((slot * (call.H / call.G) + h % (call.H / call.G)) * 2 + side) * num_blocks * kEntries;
+  }
 };
 
 template <bool kFirst, typename A, typename B>
@@ -42,31 +87,40 @@ template <typename W, typename In, bool kInPairs>
 struct PackTask {
   const Call& call;
   Packed<W>& packed;
-  bool certify;  // whether tails are wanted; or else, of the radii, only which are NaN
   static constexpr int64_t kBlocksAtOnce = 16;
-  using Packing = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
+  using Read = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
   // Say which keys one key/value head has, and where its packed arrays lie.
-  void set_up_head(int64_t index) {
+  void set_up_head(int64_t index, int64_t slot) const {
     const KeyRange range(call, index / call.G, index % call.G);
     Head<W>& head = packed.heads.data[index];
-    const int64_t rows = packed.num_blocks * kKeys;
     head.first = range.first;
     head.num_keys = range.count;
     head.num_blocks = round_up(head.num_keys, kKeys) / kKeys;
-    if constexpr (kInPairs) {
-      head.key_pairs = packed.key_pairs.data + index * rows * (round_up(call.D, 2) / 2);
-      head.value_pairs = packed.value_pairs.data + index * (rows / 2) * packed.padded_E;
-    } else {
-      head.keys_across = packed.keys_across.data + index * rows * call.D;
-      head.values = packed.values.data + index * rows * packed.padded_E;
+    head.radius = packed.radius.data + slot * packed.num_blocks;
+    head.center_norm = head.largest = 0;
+    if (packed.certify) {
+      head.center = packed.center.data + slot * packed.padded_D;
+      head.spread = packed.spread.data + slot * packed.num_blocks;
     }
-    head.keys = packed.keys.data ? packed.keys.data + index * rows * packed.padded_D : nullptr;
-    head.values_across = packed.values_across.data ? packed.values_across.data + index * rows * call.E : nullptr;
-    head.center = packed.center.data + index * call.D;
-    head.radius = packed.radius.data + index * packed.num_blocks;
-    head.spread = certify ? packed.spread.data + index * packed.num_blocks : nullptr;
+    if constexpr (kInPairs) {
+      head.key_pairs = packed.key_pairs.data + slot * packed.rows * (round_up(call.D, 2) / 2);
+      head.value_pairs = packed.value_pairs.data + slot * (packed.rows / 2) * packed.padded_E;
+      return;
+    }
+    head.keys_across = packed.keys_across.data + slot * packed.rows * call.D;
+    head.key_row = packed.in_place ? call.k.row : packed.padded_D;
+    head.value_row = packed.in_place ? call.v.row : packed.padded_E;
+    if (packed.backward) {
+      head.values_across = packed.values_across.data + slot * packed.rows * call.E;
+      head.keys = packed.in_place ? reinterpret_cast<const W*>(keys_of(index)) : packed_keys(slot);
+    } else {
+      head.values = packed.in_place ? reinterpret_cast<const W*>(values_of(index)) : packed_values(slot);
+    }
   }
+
+  W* packed_keys(int64_t slot) const { return packed.keys.data + slot * packed.rows * packed.padded_D; }
+  W* packed_values(int64_t slot) const { return packed.values.data + slot * packed.rows * packed.padded_E; }
 
   const In* keys_of(int64_t index) const {
     return static_cast<const In*>(call.k.data) + index / call.G * call.k.batch + index % call.G * call.k.head +
@@ -78,47 +132,57 @@ struct PackTask {
   }
 
   // The mean of about kSampled keys: any center makes a valid bound, and this one costs next to nothing.
-  static void find_center(void* context, int64_t index, int) {
-    PackTask& self = *static_cast<PackTask*>(context);
+  void find_center(int64_t index) const {
     constexpr int64_t kSampled = 512;
-    Head<W>& head = self.packed.heads.data[index];
+    Head<W>& head = packed.heads.data[index];
     const int64_t every = round_up(larger_of(head.num_keys, 1), kSampled) / kSampled;
-    const In* keys = self.keys_of(index);
-    for (int64_t d = 0; d < self.call.D; ++d) head.center[d] = 0;
+    const In* keys = keys_of(index);
+    for (int64_t d = 0; d < packed.padded_D; ++d) head.center[d] = 0;
     W count = 0, squares = 0;
     for (int64_t s = 0; s < head.num_keys; s += every, ++count) {
-      for (int64_t d = 0; d < self.call.D; ++d) head.center[d] += static_cast<W>(widen(keys[s * self.call.k.row + d]));
+      for (int64_t d = 0; d < call.D; ++d) head.center[d] += static_cast<W>(widen(keys[s * call.k.row + d]));
     }
-    for (int64_t d = 0; d < self.call.D; ++d) {
+    for (int64_t d = 0; d < call.D; ++d) {
       head.center[d] /= count > 0 ? count : W{1};
       squares += head.center[d] * head.center[d];
     }
-    head.center_norm = length_from(squares, head.center, self.call.D);
+    head.center_norm = length_from(squares, head.center, call.D);
   }
 
   // Pack some blocks, and measure them while they are near.
-  static void pack(void* context, int64_t task, int worker) {
-    PackTask& self = *static_cast<PackTask*>(context);
-    const Call& call = self.call;
-    const Packed<W>& packed = self.packed;
-    const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    const int64_t index = task / parts, from = task % parts * kBlocksAtOnce;
+  void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<W>& head = packed.heads.data[index];
-    const bool measure_spread = self.certify && self.has_a_long_window(index);
-    for (int64_t block = from; block < smaller_of(from + kBlocksAtOnce, head.num_blocks); ++block) {
+    const bool measure_spread = packed.certify && has_a_long_window(index);
+    for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
       if constexpr (kInPairs) {
-        pack_block_pairs<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_E);
+        pack_block_pairs<W, In>(call, head, keys_of(index), values_of(index), block, packed.padded_E);
       } else {
-        pack_block<W, In>(call, head, self.keys_of(index), self.values_of(index), block, packed.padded_D,
-                          packed.padded_E);
+        pack_block(index, slot, block);
       }
-      if (self.certify) {
-        measure_block<W, Packing>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
-                                  packed.room.data + worker * (call.D + kKeys) * kKeys);
+      if (packed.certify) {
+        measure_block<W, Read>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
+                               packed.room.data + worker * (call.D + kKeys) * kKeys);
       } else if constexpr (!kInPairs) {
-        head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
-                             zero_or_nan(head.values + block * kKeys * packed.padded_E, kKeys * packed.padded_E);
+        if (packed.skips) {
+          head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
+                               zero_or_nan(head.values_across + block * call.E * kKeys, call.E * kKeys);
+        }
       }
+    }
+  }
+
+  void pack_block(int64_t index, int64_t slot, int64_t block) const {
+    const Head<W>& head = packed.heads.data[index];
+    const In* k = keys_of(index) + block * kKeys * call.k.row;
+    const In* v = values_of(index) + block * kKeys * call.v.row;
+    const int64_t D = call.D, E = call.E, count = head.num_keys - block * kKeys;
+    pack_across<W>(k, call.k.row, count, D, head.keys_across + block * D * kKeys);
+    if (packed.backward) pack_across<W>(v, call.v.row, count, E, head.values_across + block * E * kKeys);
+    if (packed.in_place) return;
+    if (packed.backward) {
+      pack_along<W>(k, call.k.row, count, D, packed.padded_D, packed_keys(slot) + block * kKeys * packed.padded_D);
+    } else {
+      pack_along<W>(v, call.v.row, count, E, packed.padded_E, packed_values(slot) + block * kKeys * packed.padded_E);
     }
   }
 
@@ -144,26 +208,49 @@ struct PackTask {
     }
   }
 
-  static void bound_tails(void* context, int64_t task, int) {
-    PackTask& self = *static_cast<PackTask*>(context);
-    const Call& call = self.call;
-    const int64_t row = task / 2, group = call.H / call.G;  // of [B, H]
-    const void* slopes = task % 2 == kLeft ? call.left : call.right;
-    const W m = slopes ? static_cast<const W*>(slopes)[row] : kInfinity<W>;
-    if (!(m > 0) || is_infinite(m)) return;
-    const Head<W>& head = self.packed.heads.data[row / call.H * call.G + row % call.H / group];
-    fill_tails(head, static_cast<Side>(task % 2), static_cast<double>(m), slack_of<W>(call.D),
-               self.packed.tails_of(row, task % 2));
-  }
-
-  void run() {
-    const int64_t num_heads = call.B * call.G;
-    const int64_t parts = round_up(packed.num_blocks, kBlocksAtOnce) / kBlocksAtOnce;
-    for (int64_t index = 0; index < num_heads; ++index) set_up_head(index);
-    if (certify) parallel(num_heads, call.num_threads, find_center, this);
-    parallel(num_heads * parts, call.num_threads, pack, this);
-    if (!certify) return;
-    for (int64_t index = 0; index < num_heads; ++index) find_largest(packed.heads.data[index]);
-    parallel(call.B * call.H * 2, call.num_threads, bound_tails, this);
+  void bound_tails(int64_t index, int64_t slot) const {
+    const int64_t group = call.H / call.G;
+    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
+      const void* sides[2] = {call.left, call.right};
+      for (int64_t side = kLeft; side <= kRight; ++side) {
+        const W m = sides[side] ? static_cast<const W*>(sides[side])[index / call.G * call.H + h] : kInfinity<W>;
+        if (!(m > 0) || is_infinite(m)) continue;
+        fill_tails(packed.heads.data[index], static_cast<Side>(side), static_cast<double>(m), slack_of<W>(call.D),
+                   packed.tails_at(call, slot, h, side));
+      }
+    }
   }
 };
+
+// Pack one head into a slot.
+template <typename Pack>
+void pack_head(const Pack& pack, int64_t index, int64_t slot, int worker) {
+  pack.set_up_head(index, slot);
+  if (pack.packed.certify) pack.find_center(index);
+  pack.pack(index, slot, 0, pack.packed.num_blocks, worker);
+  if (!pack.packed.certify) return;
+  pack.find_largest(pack.packed.heads.data[index]);
+  pack.bound_tails(index, slot);
+}
+
+// Pack all heads, each into its own slot, a step at a time.
+template <typename Pack>
+void pack_all(Pack& pack) {
+  const Call& call = pack.call;
+  const int64_t num_heads = call.B * call.G;
+  const int64_t parts = round_up(pack.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
+  for (int64_t index = 0; index < num_heads; ++index) pack.set_up_head(index, index);
+  const Task center = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->find_center(index); };
+  if (pack.packed.certify) parallel(num_heads, call.num_threads, center, &pack);
+  const Task blocks = [](void* context, int64_t task, int worker) {
+    const Pack& self = *static_cast<Pack*>(context);
+    const int64_t count = round_up(self.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
+    const int64_t index = task / count, from = task % count * Pack::kBlocksAtOnce;
+    self.pack(index, index, from, from + Pack::kBlocksAtOnce, worker);
+  };
+  parallel(num_heads * parts, call.num_threads, blocks, &pack);
+  if (!pack.packed.certify) return;
+  for (int64_t index = 0; index < num_heads; ++index) pack.find_largest(pack.packed.heads.data[index]);
+  const Task bound = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->bound_tails(index, index); };
+  parallel(num_heads, call.num_threads, bound, &pack);
+}

@@ -1,5 +1,7 @@
-// Share tasks out over threads that live for one call: no state between calls, so that fork, interrupts and calls
-// from several threads at once need no care. Starting a thread takes about 20 us; short calls should ask for one.
+// Share tasks out over threads.
+//
+// The threads are kept and sleep between calls; starting them anew would cost 20 us each. Calls may come from several
+// threads at once, and from a process that was forked off: it starts threads of its own.
 #pragma once
 
 #include <cstdint>

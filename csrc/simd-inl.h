@@ -111,6 +111,30 @@ LINBIAS_INLINE W sum(Vector<W> x) {
   return sum_in_all_lanes<W>(x)[0];
 }
 
+// Exchange rows and columns of a square of numbers, one vector a row: its halves, quarters, ... in turn.
+template <int kStep, typename V, int kLanes, int... kLane>
+LINBIAS_INLINE void exchange_rows(V (&x)[kLanes], std::integer_sequence<int, kLane...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kStep) continue;
+    const V a = x[i], b = x[i + kStep];
+    x[i] = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane - kStep : kLane)...);
+    x[i + kStep] = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane : kLane + kStep)...);
+  }
+}
+
+template <int kStep, typename V, int kLanes>
+LINBIAS_INLINE void transpose_from(V (&x)[kLanes]) {
+  exchange_rows<kStep>(x, std::make_integer_sequence<int, kLanes>());
+  if constexpr (kStep > 1) transpose_from<kStep / 2>(x);
+}
+
+template <typename V, int kLanes>
+LINBIAS_INLINE void transpose(V (&x)[kLanes]) {
+  static_assert(sizeof(V) == kLanes * sizeof(x[0][0]));
+  transpose_from<kLanes / 2>(x);
+}
+
 template <typename W>
 LINBIAS_INLINE Vector<W> exponential(Vector<W> x) {
   using V = Vector<W>;
@@ -137,6 +161,11 @@ LINBIAS_INLINE double log_from_below(double x) {
   __builtin_memcpy(&bits, &x, sizeof bits);
   return static_cast<double>(bits - 0x3ff0000000000000) * (0.6931471805599453 * 0x1p-52);
 }
+
+LINBIAS_INLINE float natural_log(float x) { return __builtin_logf(x); }
+LINBIAS_INLINE double natural_log(double x) { return __builtin_log(x); }
+LINBIAS_INLINE float natural_exp(float x) { return __builtin_expf(x); }
+LINBIAS_INLINE double natural_exp(double x) { return __builtin_exp(x); }
 
 // 16-bit inputs, to float.
 LINBIAS_INLINE float widen(float x) { return x; }

@@ -47,6 +47,12 @@ struct Tile {
     return (block < near_first || block > near_last) && (block + 1) * kKeys <= head->num_keys;
   }
 
+  // How many keys of a block some row may see, from its first on.
+  int64_t shown(int64_t block) const {
+    const int64_t end = hidden[kRight] ? smaller_of(head->num_keys, position + rows) : head->num_keys;
+    return clamp(end - block * kKeys, 0, kKeys);
+  }
+
   int64_t index(int64_t i) const { return (b * call->H + h) * call->T + start + i; }
 };
 
@@ -128,14 +134,18 @@ struct Dropout {
 
 template <typename W, typename In>
 void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
+  constexpr int kLanes = Simd<W>::kLanes;
   const Call& call = *tile.call;
   const W scale = static_cast<W>(call.scale);
-  for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const In* from = static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
-                     (tile.start + i) * call.q.row;
-    for (int64_t d = 0; d < padded_D; ++d) {
-      q[i * padded_D + d] = i < tile.rows && d < call.D ? static_cast<W>(widen(from[d])) * scale : W{0};
+  const In* from =
+      static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
+  for (int64_t i = 0; i < tile.padded_rows; ++i, from += call.q.row, q += padded_D) {
+    int64_t d = 0;
+    if (i < tile.rows) {
+      for (; d + kLanes <= call.D; d += kLanes) store<W>(q + d, load_wide(from + d) * scale);
+      for (; d < call.D; ++d) q[d] = static_cast<W>(widen(from[d])) * scale;
     }
+    for (; d < padded_D; ++d) q[d] = 0;
   }
 }
 

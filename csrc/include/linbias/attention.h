@@ -67,7 +67,7 @@ struct Forward {
   bool narrow = false;  // `out` in the type of the inputs, which is bfloat16; backward wants it wide
 };
 
-// All arrays contiguous; dq, dk, dv are wide, and dk and dv must come zeroed.
+// All arrays contiguous; dq, dk, dv are wide.
 struct Backward {
   const void* dout = nullptr;  // [B, H, T, E], wide
   const void* dlse = nullptr;  // [B, H, T], wide

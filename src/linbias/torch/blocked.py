@@ -53,6 +53,8 @@ def _fill_gradients(
 ) -> None:
     out, row_max, log_sum, visited = saved
     dq, dk, dv, dleft, dright = gradients
+    for sums_of_tiles in (dk, dv, dleft, dright):
+        sums_of_tiles.zero_()
     # Weights are exp(score - row_max) times this; a row without a key has none.
     per_sum = torch.exp(-log_sum).masked_fill(log_sum == -torch.inf, 0.0)
     delta = ((dout * out).sum(-1) - dlse) * per_sum

@@ -29,7 +29,7 @@ def _fill_gradients(
     if inputs.q.dtype != as_wide:
         # out, and so its gradient, is narrow where forward did not expect to be differentiated.
         saved = saved._replace(out=saved.out.to(as_wide))
-        wide = Gradients(*[x.to(as_wide) for x in gradients])
+        wide = Gradients(*[torch.empty_like(x, dtype=as_wide) for x in gradients])
     dout, dlse = dout.to(as_wide).contiguous(), dlse.contiguous()
     core.backward(
         call,

@@ -61,7 +61,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward gives: dk, dv, dleft and dright come zeroed."""
+    """What backward gives. Nothing is in it yet: who adds to it zeroes it first."""
 
     dq: Tensor
     dk: Tensor
@@ -140,14 +140,14 @@ def define(
 
     def empty_gradients(inputs: Inputs) -> Gradients:
         q, k, v, left = inputs[:4]
-        dslopes = left.new_zeros(q.shape[:2])
+        dslopes = left.new_empty(q.shape[:2])
         rows_first = torch.contiguous_format  # whatever the strides of q, k and v
         return Gradients(
             torch.empty_like(q, memory_format=rows_first),
-            torch.zeros_like(k, memory_format=rows_first),
-            torch.zeros_like(v, memory_format=rows_first),
+            torch.empty_like(k, memory_format=rows_first),
+            torch.empty_like(v, memory_format=rows_first),
             dslopes,
-            torch.zeros_like(dslopes),
+            torch.empty_like(dslopes),
         )
 
     def run_forward(inputs: Inputs) -> Results:

@@ -133,6 +133,8 @@ def _fill_gradients(
     from linbias.kernels.triton.backward import backward
 
     call = _call(inputs)
+    for gradient in gradients:
+        gradient.zero_()  # some programs have nothing to write
     asked: dict[str, Any] = gradients._asdict()
     if not inputs.slope_gradients:
         asked |= {"dleft": None, "dright": None}
