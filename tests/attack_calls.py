@@ -210,7 +210,7 @@ def _plain(call: RandomCall, dtype: torch.dtype, *, by_output: bool) -> Results:
     B, H, T, S = weight.shape
     group = H // inputs.k.shape[1]
     k, v = (
-        dense._blank_outside(x, inputs.key_range).repeat_interleave(group, 1) for x in inputs[1:3]
+        dense.blank_outside(x, inputs.key_range).repeat_interleave(group, 1) for x in inputs[1:3]
     )
     dout, dlse = call.dout.to(dtype), call.dlse.to(dtype) * (lse > -torch.inf)
     dropped = weight * share

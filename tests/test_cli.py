@@ -344,7 +344,7 @@ ERRORS = [
     (["explain", "{corpus}"], "arrays must be an .npz file of numbers, as numpy.savez writes it, got {corpus}\n"),
     (["explain", "{tmp}/absent"], "arrays must be an .npz file, got {tmp}/absent (No such file or directory)"),
     (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
-    (["explain", "--query", "5"], "query must be one of 5, got 5"),
+    (["explain", "--query", "5"], "query must be in [-5, 5), got 5"),
     (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
 ]  # fmt: skip
 
@@ -444,7 +444,7 @@ print(*{{"torch", "transformers", "matplotlib"}} & set(sys.modules))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
     assert done.stderr.count("error: ") == len(REFUSED)
-    assert done.stderr.count("steps must be at least 1, got 0") == 3
+    assert done.stderr.count("--steps: must be at least 1, got 0") == 3
 
 
 def test_defaults_of_the_command_line_are_those_of_the_settings():

@@ -275,7 +275,7 @@ def test_explanation_reads_as_a_table_and_as_json():
     )
     with pytest.raises(ValueError, match="tokens must name the 5 keys, got 2"):
         trace.table(tokens=["a", "b"])
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match=r"query must be in \[-5, 5\), got 5"):
         trace.table(query=5)
     with pytest.raises(ValueError, match="without a batch axis"):
         linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()

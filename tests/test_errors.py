@@ -172,7 +172,7 @@ NUMPY_MESSAGES = [
     (lambda: linbias.cpu.attention(ONES, ONES, ONES, key_range=[[0], [1, 2]]), ValueError, "attention: key_range must be an array"),
     (lambda: linbias.jax.attention(ONES[None], ONES[None], ONES[None], enable_gqa=True), TypeError, "attention: there is no argument enable_gqa; k and v may"),
     (lambda: linbias.explain(ONES, ONES, ONES).table("cat"), ValueError, "explain: query must be a number or token, got 'cat'"),
-    (lambda: linbias.explain(ONES, ONES, ONES).table(-4), ValueError, "explain: query must be one of 3, got -4"),
+    (lambda: linbias.explain(ONES, ONES, ONES).table(-4), ValueError, r"explain: query must be in \[-3, 3\), got -4"),
     (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from jax_subject import (
     to_jax,
     to_numpy,
 )
+from linbias import _dispatch
 from linbias._checks import TOLERANCE
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
 from linbias.jax.functional import prepare
@@ -176,12 +177,14 @@ def test_auto_takes_the_core_on_a_cpu_and_passes_it_over_where_it_cannot():
 
 def test_without_the_binding_of_the_core_the_reason_is_stated(monkeypatch):
     monkeypatch.setattr(cpu, "WHY_MISSING", "the binding cannot be imported")
+    monkeypatch.setattr(_dispatch, "_warned", [])
     q = random(*SIZES)[0]
     with pytest.raises(
         NotImplementedError, match="cpu cannot run this call: the binding cannot be imported"
     ):
         attention(q, q, q, implementation="cpu")
-    assert attention(q, q, q).shape == q.shape
+    with pytest.warns(UserWarning, match="blocked runs in place of cpu"):
+        assert attention(q, q, q).shape == q.shape
 
 
 @needs_core

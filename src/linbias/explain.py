@@ -66,7 +66,7 @@ class Explanation:
                 ) from None
             in_range = -T <= number < T
         if not in_range:
-            raise ValueError(f"explain: query must be one of {T}, got {query}")
+            raise ValueError(f"explain: query must be in [-{T}, {T}), got {query}")
         return number % T
 
     def table(
