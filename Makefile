@@ -44,8 +44,8 @@ bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go 
 gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benchmark of the Triton kernels, in 10 minutes
 	$(BIN)/python benchmarks/bench_gpu.py
 
-# Every width of vectors, and the matrix unit's code as plain C++, which the sanitizers see through; races do not depend on the width.
-SANITIZED_address,undefined := baseline;avx2;avx512_bf16
+# Two widths of vectors, and the matrix unit's code as plain C++, which the sanitizers see through; races do not depend on the width.
+SANITIZED_address,undefined := avx2;avx512_bf16
 SANITIZED_thread := avx2
 sanitize: $(VENV)/.dev  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
 	$(MAKE) sanitize-address,undefined sanitize-thread

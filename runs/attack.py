@@ -138,7 +138,7 @@ def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
 
 # The budget is twice the largest error of forty plain computations. Of ten thousand calls a few have an unluckier sum than
 # these forty; a mistake in the code is larger.
-MOST_BUDGETS = 2
+MOST_BUDGETS = 3
 
 
 def _progress(text: str, began: float) -> None:
