@@ -113,6 +113,10 @@ void test_the_definition() {
       {1, 2, 1, 49, 65, 31, 33, false, false, {}, 0, 3},
       {2, 6, 2, 48, 64, 64, 64, false},
       {1, 6, 6, 300, 700, 24, 40, false, false, {}, 0, 5},
+      // Heads enough to be packed one by one: without a certificate and with one, sizes of whole vectors and others.
+      {3, 12, 6, 52, 70, 16, 16, true, false, {}, 0, 2},
+      {3, 6, 6, 49, 67, 31, 33, false, true, {}, 0, 2},
+      {2, 9, 9, 50, 330, 16, 5, true, true, {}, 0, 2},
       {1, 6, 1, 130, 40, 9, 2, true},
       {1, 6, 1, 130, 40, 9, 2, false},
       {1, 2, 1, 0, 5, 4, 4},
