@@ -67,15 +67,30 @@ Scene one_in_a_block(std::int64_t T, std::int64_t S, double slope) {
   return scene;
 }
 
-// As `unbounded`, and beyond keys that weigh nothing eight whose weights, or their sum, overflow until one of them is
-// the new maximum.
+// Keys alike along the queries, but for 0 where the center is sampled, and in each block a longer one across them: the
+// spread is that of most keys, and the bound of a block by how they spread is about exact.
+Scene leaning(std::int64_t T, std::int64_t S, double slope) {
+  Scene scene = blank("leaning keys", T, S, 8, slope, 0.02);
+  const std::int64_t every = (S + 511) / 512;
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = 1.5;
+  for (std::int64_t s = 0; s < S; ++s) {
+    if (s % every == 0) continue;
+    const bool across = s % kBlockKeys == 1;
+    scene.k[s * 8 + (across ? 1 : 2)] = across ? 2.75 : 1;
+  }
+  return scene;
+}
+
+// As `unbounded`, and beyond keys that weigh nothing forty, each in a block of its own, whose weights, or their sum,
+// overflow until one of them is the new maximum.
 Scene overflow(std::int64_t T, double excess) {
   Scene scene = unbounded(T, 6000, 1.0 / 64, 100);
   scene.name = "a weight of e^" + std::to_string(int(excess));
   const double entry = std::sqrt(excess + 3000 / 64.0);
   for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 5] = entry;
-  for (int i = 0; i < 8; ++i) {
-    scene.k[(scene.start - 3000 - 100 * i) * 8 + 5] = (excess + (3000 + 100 * i) / 64.0) / entry;
+  for (std::int64_t i = 0; i < 40; ++i) {
+    const std::int64_t distance = 3000 + kBlockKeys * i;
+    scene.k[(scene.start - distance) * 8 + 5] = (excess + double(distance) / 64) / entry;
   }
   return scene;
 }
@@ -90,8 +105,18 @@ Scene off_center(std::int64_t T, std::int64_t S, double slope, int seed) {
   return scene;
 }
 
+// Keys on the other side of 0 than the queries, but for a far block: the center lies away from it.
+Scene opposed(std::int64_t T) {
+  Scene scene = blank("opposed keys", T, 3000, 8, 1.0 / 128, 0.02);
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = -5;
+  for (std::int64_t s = 0; s < 3000; ++s) scene.k[s * 8 + 2] = s / kBlockKeys == 22 ? -1 : 1;
+  return scene;
+}
+
 // Scores so large that their own rounding matters: the bound has to allow for it.
-Scene large_scores(std::int64_t T, std::int64_t S, double slope, double size, bool aligned, int seed) {
+// If `balanced`, half of the keys have the other sign, so that the center is near 0, and the first block is 0.
+Scene large_scores(std::int64_t T, std::int64_t S, double slope, double size, bool aligned, int seed,
+                   bool balanced = false) {
   Scene scene = blank("large scores", T, S, 48, slope, 0.02);
   std::mt19937 random(seed);
   std::normal_distribution<double> normal;
@@ -99,6 +124,12 @@ Scene large_scores(std::int64_t T, std::int64_t S, double slope, double size, bo
   for (double& x : key) x = size * normal(random);
   for (std::int64_t i = 0; i < T * 48; ++i) scene.q[i] = aligned ? key[i % 48] : size * normal(random) + key[i % 48];
   for (std::int64_t i = 0; i < S * 48; ++i) scene.k[i] = key[i % 48];
+  if (!balanced) return scene;
+  const std::int64_t every = (S + 511) / 512;  // one in so many is sampled for the center
+  for (std::int64_t i = 0; i < S * 48; ++i) {
+    if (i < kBlockKeys * 48) scene.k[i] = 0;
+    else if (i / 48 / every % 2) scene.k[i] *= -1;
+  }
   return scene;
 }
 
@@ -303,6 +334,8 @@ void check_scenes() {
     check_scene<In>(unbounded(T, 16384, 1.0 / 1024, 100), false);
     check_scene<In>(both_sides(unbounded(T, 9000, 1.0 / 512, 100), 1.0 / 512), false);
     check_scene<In>(one_in_a_block(T, 6000, 1.0 / 256), false);
+    check_scene<In>(leaning(T, 16384, 1.0 / 1024), false);
+    check_scene<In>(opposed(T), false);
     check_scene<In>(overflow(T, wide ? 712 : 92), false);
     check_scene<In>(overflow(T, wide ? 708 : 87), false);
     if (T == 1) check_scene<In>(equal_keys(T, 70000, 1.0 / 16384, 5), false);
@@ -325,6 +358,7 @@ void check_scenes() {
   for (int seed = 0; seed < 4; ++seed) {
     for (const bool aligned : {true, false}) {
       check_scene<In>(large_scores(1, 6000, 1.0 / 150, wide ? 1e7 : 500, aligned, seed), seed == 0);
+      if (aligned) check_scene<In>(large_scores(1, 6000, 1.0 / 150, wide ? 1e7 : 500, true, seed, true), false);
     }
   }
 }
