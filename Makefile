@@ -48,12 +48,12 @@ gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benc
 SANITIZED_address,undefined := avx2;avx512_bf16
 SANITIZED_thread := avx2
 sanitize: $(VENV)/.dev  ## the C++ core's own test under the address, undefined-behaviour and thread sanitizers
-	$(MAKE) sanitize-address,undefined sanitize-thread
+	$(MAKE) --jobs 2 sanitize-address,undefined sanitize-thread
 
 sanitize-%:
 	$(BIN)/cmake -S . -B build/$* -DLINBIAS_TEST=ON -DLINBIAS_EMULATE_AMX=ON '-DLINBIAS_TARGETS=$(SANITIZED_$*)' \
 	  -DLINBIAS_SANITIZE=$* -DCMAKE_CXX_FLAGS_RELEASE=-O1
-	$(BIN)/cmake --build build/$* --parallel 2
+	$(BIN)/cmake --build build/$*
 	build/$*/attention_test
 
 attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
