@@ -61,6 +61,7 @@ MAXIMA: Mapping[str, int] = {
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "hidden_size": 2**17,
+    "head_size": 2**14,
     "intermediate_size": 2**20,
     "vocab_size": 2**24,
     "train_length": 2**30,
@@ -119,17 +120,24 @@ def check_sizes(config: PreTrainedConfig) -> None:
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 
 
+def check_shared_width(config: PreTrainedConfig) -> None:
+    """Check that the heads share the width of the model evenly.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    heads = config.num_attention_heads
+    require(config, "hidden_size", config.hidden_size % heads == 0, f"a multiple of {heads} heads")
+
+
 def check_positions(config: PreTrainedConfig) -> None:
     """Check the fields of the position methods against each other.
 
     Raises:
         ValueError: As `check_fields`.
     """
-    size, heads = config.hidden_size, config.num_attention_heads
-    require(config, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
     if config.position == "rotary":
-        words = f"even per head for position='rotary' ({heads} heads)"
-        require(config, "hidden_size", size // heads % 2 == 0, words)
+        require(config, "head_size", config.head_size % 2 == 0, "even for position='rotary'")
     require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
     half = config.t5_num_buckets // 2
     words = f"above half of t5_num_buckets, {half}"

@@ -90,6 +90,7 @@ class PaperConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
         fields.check_sizes(self)
+        fields.check_shared_width(self)
         fields.check_positions(self)
         if self.position == "sinusoidal":
             even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
