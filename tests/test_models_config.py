@@ -1,11 +1,14 @@
 """The configurations of both families: what is filled in, and every refusal."""
 
+import copy
 import math
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
-from linbias.models import PaperConfig
+from linbias.models import LinbiasConfig, PaperConfig
 from small_models import settings
 
 
@@ -83,6 +86,28 @@ from small_models import settings
 def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="LinbiasConfig: " + message):
         settings(**changes)
+
+
+def test_unknown_fields_are_refused_in_python_and_kept_of_a_file(tmp_path) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"^LinbiasConfig: there is no field num_layers; did you mean num_hidden_layers\?",
+    ):
+        settings(num_layers=2)
+    with pytest.raises(
+        TypeError, match=r"^PaperConfig: there is no field wings; there are activation_dropout, "
+    ):
+        PaperConfig(wings=2)
+    config = settings(
+        num_labels=3, bos_token_id=2, torch_dtype="float64", attn_implementation="sdpa"
+    )
+    assert config.num_labels == 3 and config.bos_token_id == 2 and config.dtype == torch.float64
+    config.written_by = "somebody else"
+    config.save_pretrained(tmp_path)
+    for family in (AutoConfig, LinbiasConfig):
+        assert family.from_pretrained(tmp_path).written_by == "somebody else"
+        assert "_of_a_file" not in family.from_pretrained(tmp_path).to_dict()
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
 def test_settings_left_open_are_filled_in() -> None:

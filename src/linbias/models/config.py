@@ -2,15 +2,13 @@
 
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
-
 from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 BLOCKS = ("sequential", "parallel", "parallel_fused")
 
 
-class LinbiasConfig(PreTrainedConfig):
+class LinbiasConfig(fields.CheckedConfig):
     """Describe a decoder-only language model and how it learns the order of its tokens.
 
     The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads, head_size
@@ -53,6 +51,7 @@ class LinbiasConfig(PreTrainedConfig):
         use_cache: Keep keys and values for decoding when the model is not training.
 
     Raises:
+        TypeError: There is no such field.
         ValueError: A field breaks its rule; the message names the field, the rule and the value.
 
     Example:

@@ -5,6 +5,7 @@ Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 """
 
 import dataclasses
+import difflib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -97,6 +98,40 @@ SHARED: Mapping[str, Rule] = {
 def own_fields(family: type[PreTrainedConfig]) -> set[str]:
     """The names of the fields that a configuration adds to those of Transformers."""
     return {field.name for field in dataclasses.fields(family)} & set(family.__annotations__)
+
+
+class CheckedConfig(PreTrainedConfig):
+    """A configuration that refuses unknown fields, which Transformers would keep without a word, but for those of a file."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        return super().from_dict({**config_dict, _OF_A_FILE: True}, **options)
+
+    def __post_init__(self, **others: Any) -> None:
+        """Take the fields that are none of the family's.
+
+        Raises:
+            TypeError: Transformers does not know one either.
+        """
+        if not others.pop(_OF_A_FILE, False):
+            for name in others:
+                if not (hasattr(type(self), name) or name in _OF_TRANSFORMERS or name[0] == "_"):
+                    known = sorted(own_fields(type(self)))
+                    near = difflib.get_close_matches(name, known, n=1)
+                    advice = (
+                        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                    )
+                    raise TypeError(f"{type(self).__name__}: there is no field {name}; {advice}")
+        super().__post_init__(**others)
+
+
+# What Transformers takes beside the fields that all configurations have.
+_OF_TRANSFORMERS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "auto_map"),
+    *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "quantization_config", "per_layer_config"),
+}
+_OF_A_FILE = "_of_a_file"
 
 
 def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:

@@ -3,15 +3,13 @@
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
-
 from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 _MOST_BANDS = 64
 
 
-class PaperConfig(PreTrainedConfig):
+class PaperConfig(fields.CheckedConfig):
     """Describe the language model of the paper; the defaults are its WikiText-103 model.
 
     Ids are frequency ranks, cut into bands: `cutoffs` (20000, 60000) of 267744 types make the bands
@@ -48,6 +46,7 @@ class PaperConfig(PreTrainedConfig):
         bos_token_id, pad_token_id, eos_token_id: The ids of <s>, <pad> and </s> in the dictionary.
 
     Raises:
+        TypeError: There is no such field.
         ValueError: A field breaks its rule; the message names the field, the rule and the value.
 
     Example:
