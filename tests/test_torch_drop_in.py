@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -116,7 +117,7 @@ def dense(theirs, x, hidden=None):
 def pair(**options):
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(WIDTH, H, batch_first=True, dtype=torch.float64)
-    return theirs, MultiheadAttention.from_torch(theirs, "symmetric", **options)
+    return theirs, MultiheadAttention.from_torch(theirs, **options)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,62 @@ def test_with_the_bias_a_masked_call_is_the_dense_definition(given, hidden):
     found = ours(x, need_weights=True, average_attn_weights=False, **given)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def by_definition(layer, query, key, added):
+    """Output and weights of a layer from the bias of section 1 and what is added to the scores, [B, H, T, S]."""
+    parts = (layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, key)
+    q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for f, x in parts)
+    right = [INF] * H if layer.right is None else layer.right.detach()
+    bias = linbias.bias(layer.left.detach(), q.shape[2], k.shape[2], right=right)
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * layer.head_dim**-0.5 + torch.from_numpy(bias) + added
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_asked_for_at_once_is_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    variant = rng.choice(
+        ["causal", "symmetric", "directional", "asymmetric", "none", "none_causal"]
+    )
+    queries, keys = (T, T) if rng.random() < 0.5 else (S, T)
+    layer = MultiheadAttention(
+        WIDTH, H, batch_first=True, variant=variant, num_kv_heads=2, dtype=torch.float64
+    )
+    if layer.learned:
+        torch.nn.init.normal_(layer.log_right)
+    x, added_scores = (
+        torch.randn(B, keys, WIDTH).double(),
+        torch.zeros(B, H, queries, keys).double(),
+    )
+    query, given = x[:, keys - queries :], {}
+    kind = rng.choice(["nothing", "is_causal", "causal", "hidden", "per head", "numbers"])
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+    if kind == "is_causal":
+        given, hidden = {"is_causal": True}, later
+    else:
+        shape = (B * H, queries, keys) if kind == "per head" else (queries, keys)
+        hidden = {"nothing": torch.zeros(shape) > 0, "causal": later}.get(
+            kind, torch.rand(shape) < 0.4
+        )
+        given["attn_mask"] = torch.randn(shape).double() if kind == "numbers" else hidden
+        if kind != "numbers" and rng.random() < 0.5:
+            given["attn_mask"] = added(hidden)
+    each = torch.randn(0) if kind == "nothing" else given.get("attn_mask", hidden)
+    if kind != "nothing":
+        each = added(each) if each.dtype == torch.bool else each
+        added_scores = added_scores + (each.view(B, H, queries, keys) if each.dim() == 3 else each)
+    side = rng.choice(["none", "left", "holes", "numbers"] + ["right"] * (queries == keys))
+    if side != "none":
+        pad = torch.randn(B, keys).double() if side == "numbers" else padding(side, keys)
+        given["key_padding_mask"] = pad
+        added_scores = added_scores + (pad if side == "numbers" else added(pad))[:, None, None]
+    found = layer(query, x, need_weights=True, average_attn_weights=False, **given)
+    for mine, wanted in zip(found, by_definition(layer, query, x, added_scores), strict=True):
+        torch.testing.assert_close(mine, wanted)
 
 
 def encoder(by_hand, **options):
@@ -298,13 +355,16 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
     theirs = transformer(bias=False).eval()
     saved = theirs.state_dict()
     shared = theirs.encoder.layers[1].self_attn = theirs.encoder.layers[0].self_attn
-    shared.requires_grad_(False)
+    shared.in_proj_weight.requires_grad_(False)
     ours = copy.deepcopy(theirs)
     names = replace_attention(ours, "asymmetric")
     assert len(names) == 6 and not [m for m in ours.modules() if type(m) is nn.MultiheadAttention]
     first, second = (ours.encoder.layers[i].self_attn for i in (0, 1))
     assert first is second and first.variant == "asymmetric" and not first.training
-    assert not first.q_proj.weight.requires_grad and first.log_left.requires_grad
+    assert [first.q_proj.weight.requires_grad, first.out_proj.weight.requires_grad] == [
+        False,
+        True,
+    ]
     assert first.q_proj.weight.dtype == torch.float64 and first.out_proj.bias is None
     assert ours.decoder.layers[0].multihead_attn.variant == "none"
     assert not any("multihead" in name for name, _ in ours.named_parameters() if "log_" in name)
@@ -321,6 +381,7 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
 
 
 def test_layers_of_other_widths_are_cross_attention():
+    assert pair(cross_attention=True)[1].variant == "none"
     theirs = nn.Sequential(nn.MultiheadAttention(WIDTH, H, kdim=7, vdim=5, batch_first=True))
     ours = copy.deepcopy(theirs)
     assert replace_attention(ours) == ["0"] and ours[0].variant == "none"
@@ -337,10 +398,12 @@ def test_an_encoder_compiles_whole(training):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     given = {"src_key_padding_mask": hidden}
     torch.testing.assert_close(compiled(x, **given)[~hidden], model(x, **given)[~hidden])
-    given = {"mask": causal(T), "is_causal": True}
-    torch.testing.assert_close(compiled(x, **given), model(x, **given))
-    given = {"mask": random_mask(T, T), "is_causal": False}
-    torch.testing.assert_close(compiled(x, **given), model(x, **given))
+    if training:
+        for given in (
+            {"mask": causal(T), "is_causal": True},
+            {"mask": random_mask(T, T), "is_causal": False},
+        ):
+            torch.testing.assert_close(compiled(x, **given), model(x, **given))
     with pytest.raises(RuntimeError, match="contiguous where the layer is compiled"):
         compiled(x, src_key_padding_mask=padding("holes", T))
 

@@ -31,7 +31,7 @@ class MultiheadAttention(nn.Module):
 
     m is `linbias.slopes(H, schedule, max_bias)`. Cross-attention has no bias by default: positions of two
     sequences have no distance, and the author of the method recommends none there. Masks of a call hide further
-    keys: with a causal one, `symmetric` is `causal`.
+    keys: with a causal one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
 
     The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (`.weight` [out, in], and `.bias`), and for
     learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
@@ -154,7 +154,7 @@ class MultiheadAttention(nn.Module):
 
         Args:
             theirs: Without add_bias_kv and add_zero_attn.
-            variant: As above.
+            variant: As above; None means `none` with cross_attention and `symmetric` without: what is seen, masks say.
             options: cross_attention, learned, schedule, max_bias or implementation, as above.
 
         Returns:
@@ -174,6 +174,7 @@ class MultiheadAttention(nn.Module):
             if has:
                 raise ValueError(f"from_torch: theirs must have no {name}, which is not built")
         weight = theirs.out_proj.weight
+        variant = variant or ("none" if options.get("cross_attention") else "symmetric")
         layer = cls(
             theirs.embed_dim,
             theirs.num_heads,
@@ -188,8 +189,12 @@ class MultiheadAttention(nn.Module):
             **options,
         )
         layer.load_state_dict(theirs.state_dict())
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(name.startswith("log_") or weight.requires_grad)
+        inner = (
+            theirs.in_proj_weight if theirs.in_proj_weight is not None else theirs.q_proj_weight
+        )
+        for part in (layer.q_proj, layer.k_proj, layer.v_proj):
+            part.requires_grad_(inner.requires_grad)
+        layer.out_proj.requires_grad_(weight.requires_grad)
         return layer.train(theirs.training)
 
     def forward(
