@@ -170,34 +170,26 @@ def test_whatever_is_asked_for_at_once_is_the_definition(seed):
     )
     if layer.learned:
         torch.nn.init.normal_(layer.log_right)
-    x, added_scores = (
-        torch.randn(B, keys, WIDTH).double(),
-        torch.zeros(B, H, queries, keys).double(),
-    )
-    query, given = x[:, keys - queries :], {}
+    x, given = torch.randn(B, keys, WIDTH).double(), {}
     kind = rng.choice(["nothing", "is_causal", "causal", "hidden", "per head", "numbers"])
-    later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+    shape = (B * H, queries, keys) if kind == "per head" else (queries, keys)
+    mask = torch.rand(shape) < (0.0 if kind == "nothing" else 0.4)
+    if kind.endswith("causal"):
+        mask = torch.ones(shape, dtype=torch.bool).triu(1 + keys - queries)
+    scores = torch.randn(shape).double() if kind == "numbers" else added(mask)
     if kind == "is_causal":
-        given, hidden = {"is_causal": True}, later
+        given["is_causal"] = True
     else:
-        shape = (B * H, queries, keys) if kind == "per head" else (queries, keys)
-        hidden = {"nothing": torch.zeros(shape) > 0, "causal": later}.get(
-            kind, torch.rand(shape) < 0.4
-        )
-        given["attn_mask"] = torch.randn(shape).double() if kind == "numbers" else hidden
-        if kind != "numbers" and rng.random() < 0.5:
-            given["attn_mask"] = added(hidden)
-    each = torch.randn(0) if kind == "nothing" else given.get("attn_mask", hidden)
-    if kind != "nothing":
-        each = added(each) if each.dtype == torch.bool else each
-        added_scores = added_scores + (each.view(B, H, queries, keys) if each.dim() == 3 else each)
+        given["attn_mask"] = scores if kind == "numbers" or rng.random() < 0.5 else mask
+    scores = scores.view(B, H, queries, keys) if kind == "per head" else scores
     side = rng.choice(["none", "left", "holes", "numbers"] + ["right"] * (queries == keys))
     if side != "none":
         pad = torch.randn(B, keys).double() if side == "numbers" else padding(side, keys)
         given["key_padding_mask"] = pad
-        added_scores = added_scores + (pad if side == "numbers" else added(pad))[:, None, None]
+        scores = scores + (pad if side == "numbers" else added(pad))[:, None, None]
+    query = x[:, keys - queries :]
     found = layer(query, x, need_weights=True, average_attn_weights=False, **given)
-    for mine, wanted in zip(found, by_definition(layer, query, x, added_scores), strict=True):
+    for mine, wanted in zip(found, by_definition(layer, query, x, scores), strict=True):
         torch.testing.assert_close(mine, wanted)
 
 
