@@ -197,26 +197,25 @@ def _added(mask: Tensor) -> Tensor:
 
 def _kept(read: Callable[[Tensor], Any], mask: Tensor) -> Any:
     """What `read` finds in a mask, kept until the mask changes; None where its values cannot be read."""
-    if not _readable(mask):
+    if not _has_values(mask):
         return None
+    waits = mask.is_cuda and torch.cuda.is_current_stream_capturing()  # which must not
     if mask.is_inference():  # whose changes are not counted
-        return read(mask)
+        return None if waits else read(mask)
     version, answers = _answers.get(mask, (None, {}))
     if version != mask._version:
         answers = {}
         _answers[mask] = mask._version, answers
-    if read not in answers:
+    if read not in answers and not waits:
         with torch.inference_mode(False), torch.no_grad():
             answers[read] = read(mask)
-    return answers[read]
+    return answers.get(read)
 
 
 _answers: Any = WeakTensorKeyDictionary()  # mask -> its version, and what was found
 
 
-def _readable(mask: Tensor) -> bool:
+def _has_values(mask: Tensor) -> bool:
     if torch.compiler.is_compiling() or transforms.active():
-        return False
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return type(mask) in (Tensor, torch.nn.Parameter) and mask.device.type != "meta"
