@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
-from linbias.transformers.slopes import ModelSlopes
 from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
+from linbias.transformers.slopes import ModelSlopes
 
 
 class AttendOptions(NamedTuple):

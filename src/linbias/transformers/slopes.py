@@ -37,6 +37,9 @@ class ModelSlopes:
         self._scale = scale
         self._train_length = train_length
 
+    def __len__(self) -> int:
+        return len(self._slopes)
+
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
         """Return the slopes of one call of attention.
 

@@ -17,7 +17,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
+from linbias.torch.functional import IMPLEMENTATIONS
 from linbias.transformers.fused import bloom, falcon, mpt
+from linbias.transformers.fused.bias import Bias
 from linbias.transformers.fused.family import Family, Options
 from linbias.transformers.fused.mask import NAME, make_mask
 
@@ -83,6 +85,8 @@ def fuse(
             )
     if slope_scale is not None and rounding == "checkpoint":
         raise ValueError("fuse: slope_scale must be None with rounding='checkpoint'")
+    if implementation not in (known := ("auto", *(module.NAME for module in IMPLEMENTATIONS))):
+        raise ValueError(f"fuse: implementation must be one of {known}, got {implementation!r}")
     if train_length is not None and train_length < 1:
         raise ValueError(f"fuse: train_length must be at least 1, got {train_length}")
     options = Options(rounding, implementation, slope_scale, train_length, heads)
@@ -92,7 +96,10 @@ def fuse(
             raise ValueError(
                 f"fuse: model must not be fused, got a {type(body).__name__} that is: unfuse(model) comes first"
             )
-        plan.append((body, family, family.bias(body.config, options)))
+        bias = family.bias(body.config, options)
+        for layer in _layers(body, family):
+            _check_heads(getattr(layer, family.num_heads_name), bias, heads)
+        plan.append((body, family, bias))
     for body, family, bias in plan:
         before = body.config._attn_implementation
         body.unfused_implementation = _default(body) if before == NAME else before
@@ -127,7 +134,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _bodies(model: nn.Module, caller: str) -> list[tuple[PreTrainedModel, Family]]:
+def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
     """The parts of a model that can be fused: what makes the mask, and holds the layers."""
     bodies = []
     for module in model.modules():
@@ -144,8 +151,20 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[PreTrainedModel, Family
     return bodies
 
 
-def _layers(body: nn.Module, family: Family) -> Iterator[nn.Module]:
+def _layers(body: nn.Module, family: Family) -> Iterator[Any]:
     return (module for module in body.modules() if isinstance(module, family.attention))
+
+
+def _check_heads(num_heads: int, bias: Bias, heads: Sequence[int] | None) -> None:
+    if num_heads == len(bias.slopes):
+        return
+    if heads is not None:
+        raise ValueError(
+            f"fuse: heads must name the {num_heads} heads of each layer, got {len(heads)}"
+        )
+    raise ValueError(
+        f"fuse: heads must be given where a layer holds {num_heads} of the model's {len(bias.slopes)} heads"
+    )
 
 
 def _default(body: PreTrainedModel) -> str:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.utils import logging
 
-from linbias.transformers.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.transformers.cache import key_bound, use_growing_layers
+from linbias.transformers.slopes import ModelSlopes
 
 if TYPE_CHECKING:
     from linbias.transformers.fused.mask import FusedMask
@@ -42,7 +42,7 @@ class Bias:
 
 
 def attend(
-    layer: nn.Module,
+    layer: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,7 +63,7 @@ def attend(
     Returns:
         What the queries gather, [B, T, H * D], and their weights [B, H, T, S] if the mask asks for them.
     """
-    bias: Bias = getattr(layer, "fused_bias", mask.bias)
+    bias: Bias = layer.fused_bias if hasattr(layer, "fused_bias") else mask.default_bias()
     bound = None
     if cache is not None:
         use_growing_layers(cache)

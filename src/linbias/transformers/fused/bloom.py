@@ -3,18 +3,18 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.schedules import slopes
 from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import Family, Options
+from linbias.transformers.fused.family import DEFAULT, Family, Options
 from linbias.transformers.fused.mask import FusedMask
 
 
 def forward(
-    layer: nn.Module,
+    layer: Any,
     mask: FusedMask,
     hidden_states: Tensor,
     residual: Tensor,
@@ -35,7 +35,7 @@ def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     return (slopes * positions).to(dtype)
 
 
-def bias(config: BloomConfig, options: Options = Options()) -> Bias:
+def bias(config: BloomConfig, options: Options = DEFAULT) -> Bias:
     """What the configuration says."""
     return options.bias(
         slopes(config.n_head),
@@ -50,11 +50,12 @@ FAMILY = Family(
     body=reference.BloomModel,
     block=reference.BloomBlock,
     attention=reference.BloomAttention,
+    language_model=reference.BloomForCausalLM,
     arguments=(
         *("self", "hidden_states", "residual", "alibi", "attention_mask", "layer_past"),
         *("use_cache", "output_attentions", "kwargs"),
     ),
     forward=forward,
     bias=bias,
-    num_heads=lambda layer: layer.num_heads,
+    num_heads_name="num_heads",
 )

@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.schedules import slopes
 from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import Family, Options
+from linbias.transformers.fused.family import DEFAULT, Family, Options
 from linbias.transformers.fused.mask import FusedMask
 
 
 def forward(
-    layer: nn.Module,
+    layer: Any,
     mask: FusedMask,
     hidden_states: Tensor,
     layer_past: Cache | None = None,
@@ -37,10 +37,10 @@ def forward(
     return layer.dense(gathered), weights
 
 
-def _num_key_value_heads(layer: nn.Module) -> int:
+def _num_key_value_heads(layer: Any) -> int:
     if layer.new_decoder_architecture:
-        return layer.num_kv_heads
-    return 1 if layer.multi_query else layer.num_heads
+        return int(layer.num_kv_heads)
+    return 1 if layer.multi_query else int(layer.num_heads)
 
 
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -48,7 +48,7 @@ def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float)
     return ((slopes / scale).bfloat16() * positions).to(dtype) * scale
 
 
-def bias(config: FalconConfig, options: Options = Options()) -> Bias:
+def bias(config: FalconConfig, options: Options = DEFAULT) -> Bias:
     """What the configuration says.
 
     Raises:
@@ -72,11 +72,12 @@ FAMILY = Family(
     body=reference.FalconModel,
     block=reference.FalconDecoderLayer,
     attention=reference.FalconAttention,
+    language_model=reference.FalconForCausalLM,
     arguments=(
         *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
         *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
     ),
     forward=forward,
     bias=bias,
-    num_heads=lambda layer: layer.num_heads,
+    num_heads_name="num_heads",
 )

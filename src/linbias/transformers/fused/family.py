@@ -10,9 +10,10 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 
 from linbias.transformers.fused.bias import Bias, Rounded
-from linbias.transformers.fused.mask import FusedMask
+from linbias.transformers.fused.mask import NAME, FusedMask
 from linbias.transformers.slopes import ModelSlopes
 
 
@@ -41,7 +42,10 @@ class Options:
             rounded: How the reference code rounds; None where it does not.
             train_length: What the configuration says about it; None: nothing.
         """
-        chosen = slopes if self.heads is None else slopes[list(self.heads)]
+        heads = range(len(slopes)) if self.heads is None else self.heads
+        if outside := [head for head in heads if not 0 <= head < len(slopes)]:
+            raise ValueError(f"fuse: heads must be in [0, {len(slopes)}), got {outside[0]}")
+        chosen = slopes[list(heads)]
         length = self.train_length or train_length
         if self.slope_scale == "interpolate" and length is None:
             raise ValueError(
@@ -55,6 +59,9 @@ class Options:
         )
 
 
+DEFAULT = Options()
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture of Transformers.
@@ -62,21 +69,23 @@ class Family:
     Attributes:
         model_type: As in its configuration.
         body, block, attention: Its classes: what asks for the mask, one layer, and the attention of a layer.
+        language_model: The class that generates.
         arguments: Of the forward of `attention`, in the version that we know.
         forward: Takes its place: called with the layer, the mask, and the other arguments.
         bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi. Without Options,
             the default ones.
-        num_heads: How many heads a layer holds.
+        num_heads_name: The attribute of a layer that says how many heads it holds.
     """
 
     model_type: str
     body: type[nn.Module]
     block: type[nn.Module]
     attention: type[nn.Module]
+    language_model: type[nn.Module]
     arguments: tuple[str, ...]
     forward: Callable[..., tuple[Tensor, Tensor | None]]
     bias: Callable[..., Bias]
-    num_heads: Callable[[nn.Module], int]
+    num_heads_name: str
 
     def install(self) -> None:
         """Let the attention and the blocks of Transformers understand a `FusedMask`.
@@ -86,6 +95,7 @@ class Family:
         if self.why_unknown() is None:
             _understand_mask(self.attention, self.forward)
             _understand_output_attentions(self.block)
+            _keep_mask_for_generate(self.language_model)
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
@@ -113,7 +123,7 @@ def _understand_mask(layer: type[nn.Module], fused: Callable[..., Any]) -> None:
         del kwargs["attention_mask"]
         return fused(self, mask, *args, **kwargs)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward
 
 
 def _understand_output_attentions(block: type[nn.Module]) -> None:
@@ -127,4 +137,17 @@ def _understand_output_attentions(block: type[nn.Module]) -> None:
             kwargs["attention_mask"] = mask.with_weights()
         return original(self, *args, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
+
+
+def _keep_mask_for_generate(language_model: Any) -> None:
+    """With a static cache, `generate` makes the mask of a forward pass itself; ours is made inside, from [B, S]."""
+    if hasattr(language_model, "create_masks_for_generate"):  # BLOOM's already returns [B, S]
+        return
+
+    def masks(self: Any, config: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation == NAME:
+            return attention_mask
+        return create_masks_for_generate(config, attention_mask=attention_mask, **kwargs)
+
+    language_model.create_masks_for_generate = masks

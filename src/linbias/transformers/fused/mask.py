@@ -7,6 +7,7 @@ an error instead of computing without the bias.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,12 +27,12 @@ class FusedMask:
 
     Attributes:
         padding: Where the new tokens stand, and which keys are tokens.
-        bias: What the model's configuration says; a layer that `fuse` gave options has its own.
+        default_bias: Makes what the model's configuration says, for layers that `fuse` has not given theirs.
         need_weights: Whether the layers return attention weights as well.
     """
 
     padding: Padding
-    bias: Bias
+    default_bias: Callable[[], Bias]
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
@@ -45,12 +46,18 @@ class FusedMask:
         device = next((x for x in named if isinstance(x, torch.device | str)), None)
         if device is None:
             return self
-        moved = (x.to(device) if isinstance(x, Tensor) else x for x in self.padding)
-        return replace(self, padding=Padding(*moved))
+        old = self.padding
+        moved = Padding(
+            old.positions.to(device),
+            None if old.key_range is None else old.key_range.to(device),
+            None if old.query_start is None else old.query_start.to(device),
+        )
+        return replace(self, padding=moved)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
-        raise TypeError(
+        # Not a TypeError, which Python's operators would replace by a message of their own.
+        raise ValueError(
             f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
             "tensor: this layer does not know attn_implementation='linbias'"
         )
@@ -107,4 +114,4 @@ def make_mask(
         has_cache=True,
         has_room=isinstance(q_offset, Tensor) or kv_length > q_offset + q_length,
     )
-    return FusedMask(padding, biases[config.model_type](config))
+    return FusedMask(padding, partial(biases[config.model_type], config))

@@ -6,21 +6,21 @@ do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformer
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.schedules import slopes
 from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import Family, Options
+from linbias.transformers.fused.family import DEFAULT, Family, Options
 from linbias.transformers.fused.mask import FusedMask
 
 logger = logging.get_logger(__name__)
 
 
 def forward(
-    layer: nn.Module,
+    layer: Any,
     mask: FusedMask,
     hidden_states: Tensor,
     past_key_values: Cache | None = None,
@@ -35,7 +35,7 @@ def forward(
     return layer.out_proj(gathered), weights
 
 
-def bias(config: MptConfig, options: Options = Options()) -> Bias:
+def bias(config: MptConfig, options: Options = DEFAULT) -> Bias:
     """What the configuration says.
 
     Raises:
@@ -67,11 +67,12 @@ FAMILY = Family(
     body=reference.MptModel,
     block=reference.MptBlock,
     attention=reference.MptAttention,
+    language_model=reference.MptForCausalLM,
     arguments=(
         *("self", "hidden_states", "position_bias", "past_key_values", "attention_mask"),
         "kwargs",
     ),
     forward=forward,
     bias=bias,
-    num_heads=lambda layer: layer.n_heads,
+    num_heads_name="n_heads",
 )
