@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.models import fields
+from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 BLOCKS = ("sequential", "parallel")

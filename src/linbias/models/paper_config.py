@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from linbias.models import fields
+from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 _MOST_BANDS = 64
