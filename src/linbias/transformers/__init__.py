@@ -17,6 +17,7 @@ from linbias.transformers.encoders import (
     LinbiasBertForSequenceClassification,
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
+    convert,
     from_pretrained,
 )
 from linbias.transformers.fused import fuse, unfuse
@@ -33,6 +34,7 @@ __all__ = [
     "Packing",
     "Padding",
     "attend_packed",
+    "convert",
     "from_pretrained",
     "fuse",
     "key_bound",

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from linbias.transformers.encoders.config import LinbiasBertConfig
+from linbias.transformers.encoders.convert import convert
 from linbias.transformers.encoders.load import from_pretrained
 from linbias.transformers.encoders.model import (
     LinbiasBertForMaskedLM,
@@ -39,5 +40,6 @@ __all__ = [
     "LinbiasBertForSequenceClassification",
     "LinbiasBertForTokenClassification",
     "LinbiasBertModel",
+    "convert",
     "from_pretrained",
 ]

@@ -39,6 +39,8 @@ class LinbiasBertConfig(PreTrainedConfig):
         initializer_range: Standard deviation of fresh weights.
         tie_word_embeddings: Read the output weights of the masked language model from the token embedding.
         attention_implementation: As `implementation` of `linbias.torch.attention`.
+        original: Of a model that came from an original folder: its `family`, its `config`, and the `prefix` before
+            the names of its weights, with which `linbias convert` goes back.
 
     Raises:
         ValueError: A field breaks its rule; the message names the field, the rule and the value.
@@ -74,6 +76,7 @@ class LinbiasBertConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     attention_implementation: str = "auto"
     pad_token_id: int | None = 0
+    original: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)

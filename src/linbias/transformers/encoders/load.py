@@ -105,7 +105,10 @@ def read_folder(folder: str | Path) -> tuple[LinbiasBertConfig, dict[str, Tensor
             f"from_pretrained: {str(folder)!r} must hold one of jina-embeddings-v2, MosaicBERT, DNABERT-2 or a "
             f"linbias_bert model, got model_type {settings.get('model_type')!r} with other weights"
         )
-    return original.read_config(settings, family), original.to_ours(stored, family), family
+    config = original.read_config(settings, family)
+    prefix = "bert." if any(name.startswith("bert.") for name in stored) else ""
+    config.original = {"family": family, "prefix": prefix, "config": settings}
+    return config, original.to_ours(stored, family), family
 
 
 def _load(
