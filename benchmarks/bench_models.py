@@ -15,6 +15,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -56,7 +57,7 @@ def bloom(options: argparse.Namespace) -> None:
             ids = torch.randint(VOCABULARY, (1, length))
             compare(
                 f"bloom-560m-2-layers-{dtype}-{length}",
-                {"linbias": lambda ids=ids: fused(ids), "eager": lambda ids=ids: eager(ids)},
+                {"linbias": partial(fused, ids), "eager": partial(eager, ids)},
                 options,
             )
 
@@ -76,8 +77,8 @@ def encoder(options: argparse.Namespace) -> None:
             compare(
                 f"jina-base-2-layers-{dtype}-{length}",
                 {
-                    "linbias": lambda ids=ids: model(ids),
-                    "sdpa mask": lambda ids=ids: with_mask(model, ids, torch.ones_like(ids)),
+                    "linbias": partial(model, ids),
+                    "sdpa mask": partial(with_mask, model, ids, torch.ones_like(ids)),
                 },
                 options,
             )
@@ -122,11 +123,16 @@ def texts(options: argparse.Namespace) -> None:
         compare(
             f"jina-base-2-layers-{dtype}-32-texts",
             {
-                "linbias": lambda: [model(ids, attention_mask=mask) for ids, mask in batches],
-                "sdpa mask, padded": lambda: [with_mask(model, *batch) for batch in batches],
+                "linbias": partial(run_all, model, batches),
+                "sdpa mask, padded": partial(run_all, partial(with_mask, model), batches),
             },
             options,
         )
+
+
+def run_all(run: Callable[[Tensor, Tensor], object], batches: list[tuple[Tensor, Tensor]]) -> None:
+    for ids, mask in batches:
+        run(ids, mask)
 
 
 def generate(options: argparse.Namespace) -> None:
