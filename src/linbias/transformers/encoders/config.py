@@ -3,7 +3,6 @@
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from linbias.transformers import fields
 
@@ -91,14 +90,10 @@ class LinbiasBertConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
 
-_ACTIVATION = fields.Rule(
-    "the name of an activation of Transformers",
-    lambda value: isinstance(value, str) and value in ACT2FN,
-)
 _RULES = {
     **{name: rule for name, rule in fields.SHARED.items() if name in LinbiasBertConfig.__annotations__},
     **dict.fromkeys(("intermediate_size", "type_vocab_size"), fields.COUNT),
-    **dict.fromkeys(("hidden_act", "feed_forward_act"), _ACTIVATION),
+    **dict.fromkeys(("hidden_act", "feed_forward_act"), fields.ACTIVATION),
     **dict.fromkeys(
         ("gate_first", "query_key_norm", "residual_norm", "pooler", "tie_word_embeddings"), fields.FLAG
     ),
