@@ -18,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
     MptConfig,
     MptForCausalLM,
+    StaticCache,
 )
 from transformers.models.falcon import modeling_falcon
 
@@ -195,6 +196,17 @@ def test_generation(make: Any, options: dict[str, Any], exact_reference: None) -
     if isinstance(reference, FalconForCausalLM):
         options.pop("cache_implementation", None)  # Transformers' own Falcon stops with an error
     assert torch.equal(ours, reference.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_a_static_cache_without_a_mask() -> None:
+    """Its keys beyond the tokens are no tokens."""
+    _, fused = pair(mpt)
+    ids, _ = batch()
+    cache = StaticCache(fused.config, max_cache_len=30)
+    first = fused(ids[:, :12], past_key_values=cache).logits
+    then = fused(ids[:, 12:], past_key_values=cache).logits
+    assert difference(torch.cat([first, then], dim=1), fused(ids).logits) < 3e-6
 
 
 def test_assisted_generation() -> None:
