@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from linbias.models import fields
+from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 BLOCKS = ("sequential", "parallel", "parallel_fused")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from linbias._checks import LARGEST_DROPOUT
 from linbias.schedules import SCHEDULES
@@ -52,6 +53,10 @@ PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <
 ATTENTION_DROPOUT = Rule(
     "a number in [0, 1 - 2^-32]",
     lambda value: _is_number(value) and 0 <= value <= LARGEST_DROPOUT,
+)
+ACTIVATION = Rule(
+    "the name of an activation of Transformers",
+    lambda value: isinstance(value, str) and value in ACT2FN,
 )
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 
