@@ -39,7 +39,7 @@ def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = N
     script = f'"use strict";\n(() => {{\n{bundle("page.js")}}})();\n'
     template = _read("page.html")
     return Template(template).substitute(
-        style=_read("style.css"),
+        style=_read("style.css") + _read("views.css"),
         script=script,
         # The page may run this script and no other, and can load nothing.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -3,8 +3,16 @@
 import { mountBias } from "./bias_view.js";
 import { choice, tabs } from "./controls.js";
 import { element, uniqueId } from "./dom.js";
+import { mountLengths } from "./lengths_view.js";
+import { mountModel } from "./model_view.js";
+import { mountReach } from "./reach_view.js";
 
-const VIEWS = [{ id: "bias", label: "Bias", mount: mountBias, needs: "example" }];
+const VIEWS = [
+  { id: "bias", label: "Bias", mount: mountBias, needs: "example" },
+  { id: "reach", label: "Near to far", mount: mountReach, needs: "example" },
+  { id: "lengths", label: "Lengths", mount: mountLengths, needs: "results" },
+  { id: "model", label: "Model", mount: mountModel, needs: "model" },
+];
 
 // Builds the page in `root`, a `.explore` element. Views are made when they are first looked at.
 export function startPage(root, data) {

@@ -1,0 +1,3 @@
+export function mountModel(root, data) {
+  root.append(String(data));
+}

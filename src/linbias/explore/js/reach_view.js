@@ -1,0 +1,3 @@
+export function mountReach(root, data) {
+  root.append(String(data));
+}
