@@ -12,7 +12,7 @@
 //   spec.start   the x at which the cursor first stands; the last one if left out
 
 import { element, setText, svgElement } from "./dom.js";
-import { decimalsOf, powerTicks, roundTicks, scaleOf, ticksWithRoom } from "./scales.js";
+import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
 
@@ -181,6 +181,7 @@ function axes(spec, plot, width, height) {
   const count = Math.max(2, Math.floor((bottom - top) / 48));
   const yTicks = spec.y.log ? powerTicks(plot.yLow, plot.yHigh, 10, count) : roundTicks(plot.yLow, plot.yHigh, count);
   const decimals = decimalsOf((yTicks[1] ?? 1) - (yTicks[0] ?? 0));
+  const yText = (y) => (spec.y.log ? `10${superscript(Math.round(Math.log10(y)))}` : y.toFixed(decimals));
   const xTicks = ticksWithRoom(spec.x.ticks ?? roundTicks(spec.x.low, spec.x.high, width / 90), plot.x, 46);
   return [
     ...yTicks.map((y) =>
@@ -188,7 +189,7 @@ function axes(spec, plot, width, height) {
         "g",
         { class: "tick" },
         svgElement("line", { x1: left, x2: right, y1: plot.y(y), y2: plot.y(y) }),
-        svgElement("text", { x: left - 8, y: plot.y(y), dy: "0.32em", "text-anchor": "end" }, ...(spec.y.log ? powerText(y) : [y.toFixed(decimals)])),
+        svgElement("text", { x: left - 8, y: plot.y(y), dy: "0.32em", "text-anchor": "end" }, yText(y)),
       ),
     ),
     ...xTicks.map((x) =>
@@ -198,13 +199,6 @@ function axes(spec, plot, width, height) {
     svgElement("text", { class: "axis-name", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, spec.x.label),
     svgElement("text", { class: "axis-name", x: 0, y: 9 }, spec.y.label),
   ];
-}
-
-// 10 to a power, as SVG has it.
-function powerText(value) {
-  const exponent = Math.round(Math.log10(value));
-  if (exponent === 0) return ["1"];
-  return ["10", svgElement("tspan", { dy: "-0.4em", "font-size": "0.8em" }, String(exponent).replace("-", "\u2212"))];
 }
 
 function markAcross(mark, { x, y, top, bottom, left, right }) {

@@ -51,3 +51,17 @@ export function decimalsOf(step) {
 export function grouped(value) {
   return value.toLocaleString("en-US", { maximumFractionDigits: 2 });
 }
+
+// -24 as raised figures.
+export function superscript(exponent) {
+  const figures = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079";
+  return [...String(exponent)].map((sign) => (sign === "-" ? "\u207b" : figures[Number(sign)])).join("");
+}
+
+// 0.0000012 as 1.20 x 10 to the -6; numbers from 0.001 on as they are.
+export function scientific(value, digits = 3) {
+  if (value === 0) return "0";
+  if (value >= 1e-3 && value < 1e4) return value.toPrecision(digits);
+  const [figures, exponent] = value.toExponential(digits - 1).split("e");
+  return `${figures} \u00d7 10${superscript(Number(exponent))}`;
+}
