@@ -4,11 +4,11 @@
 // lineChart({ switchedOff, onSwitch }) -> { element, update(spec) }; charts may share the set of lines that are off.
 //   spec.label   what the chart shows, for readers who do not see it
 //   spec.x       { label, low, high, log, ticks, format(x), at(x) }   at: the heading of the legend's values
-//   spec.y       { label, low, high, log, format(y) }                 low, high: the range that is always shown
+//   spec.y       { label, low, high, log, format(y), tick(y) }        low, high: the range that is always shown
 //   spec.lines   [{ key, name, colour, points: [{ x, y, low, high }], main, stop }]
 //                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others;
 //                stop: why the line ends before the others
-//   spec.marks   [{ x or y, text }]: a dashed line across
+//   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor first stands; the last one if left out
 
 import { element, setText, svgElement } from "./dom.js";
@@ -18,9 +18,9 @@ const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
 
 export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {}) {
   const drawing = svgElement("svg", { class: "chart-drawing", tabindex: "0", role: "slider" });
-  const legendHead = element("p", { class: "legend-head" });
-  const legendList = element("ul", { class: "legend-list" });
-  const legend = element("div", { class: "legend" }, legendHead, legendList);
+  const legendHead = element("p", { class: "chart-legend-head" });
+  const legendList = element("ul", { class: "chart-legend-list" });
+  const legend = element("div", { class: "chart-legend" }, legendHead, legendList);
   const box = element("div", { class: "chart-box" }, drawing);
   let spec = null;
   let stops = []; // the x at which the cursor can stand
@@ -163,7 +163,8 @@ function scalesOf(spec, lines, width, height) {
   let [low, high] = [Math.min(...all), Math.max(...all)];
   if (!(low < high)) [low, high] = all.length > 0 ? [low - 0.5, low + 0.5] : [0, 1];
   const room = (high - low) * 0.06;
-  const under = spec.marks?.some((mark) => mark.x !== undefined) ? 3 * room : room; // for the words of a mark
+  const forWords = spec.marks?.some((mark) => mark.x !== undefined) ? 3 * room : room;
+  const under = low === spec.y.low ? 0 : forWords;
   const inner = { top, bottom: height - bottom, left, right: width - right };
   const ends = { from: inner.bottom, to: inner.top, log: spec.y.log };
   return {
@@ -181,7 +182,8 @@ function axes(spec, plot, width, height) {
   const count = Math.max(2, Math.floor((bottom - top) / 48));
   const yTicks = spec.y.log ? powerTicks(plot.yLow, plot.yHigh, 10, count) : roundTicks(plot.yLow, plot.yHigh, count);
   const decimals = decimalsOf((yTicks[1] ?? 1) - (yTicks[0] ?? 0));
-  const yText = (y) => (spec.y.log ? `10${superscript(Math.round(Math.log10(y)))}` : y.toFixed(decimals));
+  const onLog = (y) => `10${superscript(Math.round(Math.log10(y)))}`;
+  const yText = spec.y.tick ?? (spec.y.log ? onLog : (y) => y.toFixed(decimals));
   const xTicks = ticksWithRoom(spec.x.ticks ?? roundTicks(spec.x.low, spec.x.high, width / 90), plot.x, 46);
   return [
     ...yTicks.map((y) =>
@@ -213,11 +215,12 @@ function markAcross(mark, { x, y, top, bottom, left, right }) {
     );
   }
   const height = y(mark.y);
+  const words = mark.middle === undefined ? { x: left + 6 } : { x: x(mark.middle), "text-anchor": "middle" };
   return svgElement(
     "g",
     { class: "mark" },
     svgElement("line", { x1: left, x2: right, y1: height, y2: height }),
-    svgElement("text", { x: right, y: height - 6, "text-anchor": "end" }, mark.text),
+    svgElement("text", { ...words, y: height - 6 }, mark.text),
   );
 }
 

@@ -48,7 +48,7 @@ export function mountLengths(root, data) {
   root.append(
     element("h2", {}, "Train short, test long"),
     lede,
-    element("div", { class: "row" }, runs.length > 1 && runChoice.element, lengths),
+    element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
     element(
       "section",
       {},

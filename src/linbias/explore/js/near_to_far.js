@@ -8,7 +8,7 @@ export const RIGHT = 1;
 
 // Random numbers that Python can make as well: a hash of their index (32-bit, "lowbias32"), whose four bytes added
 // up are nearly normal. No step rounds but the last division.
-function hash(x) {
+function scramble(x) {
   x ^= x >>> 16;
   x = Math.imul(x, 0x7feb352d);
   x ^= x >>> 15;
@@ -21,7 +21,7 @@ export function normals(stream, count, from = 0) {
   const start = Math.imul(stream + 1, 0x9e3779b9) + from;
   const numbers = new Float64Array(count);
   for (let i = 0; i < count; i++) {
-    const bits = hash((start + i) | 0);
+    const bits = scramble((start + i) | 0);
     const bytes = (bits & 255) + ((bits >>> 8) & 255) + ((bits >>> 16) & 255) + (bits >>> 24);
     numbers[i] = (bytes - 510) / 147.8;
   }
@@ -52,7 +52,7 @@ export function prepareQuery({ query, keys, position, scale }) {
   const numKeys = keys.length / size;
   const q = query.map((value) => value * scale);
   const center = new Float64Array(size);
-  for (let i = 0; i < keys.length; i++) center[i % size] += keys[i];
+  for (let i = 0; i < keys.length; i += size) for (let d = 0; d < size; d++) center[d] += keys[i + d];
   for (let d = 0; d < size; d++) center[d] /= numKeys;
   const [dots, radius] = [new Float64Array(numKeys), new Float64Array(numKeys)];
   let kNorm = 0;
@@ -103,14 +103,14 @@ function* blocksOutwards(position, numKeys, size) {
 //
 // Gives the keys read, first .. end - 1; the steps { side, first, end, bound, read, outside }: the bound on the share
 // of the step's keys and all beyond them (log), and the share that they really hold; for each side why it ended
-// ("bound", "keys": there are no more, "hidden"); `share`, the tolerance of a side; the weights of all keys; and
-// `leftOut`, the probability that was never read.
+// ("bound", "keys": there are no more, "hidden"); `share`, the tolerance of a side; the weights of all keys and
+// their sums `before` (of keys 0 .. s) and `after` (of keys s and beyond); and `leftOut`, what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
   const { position, numKeys, dots, largest } = prepared;
-  const scores = dots.map((score, s) => {
-    if (s === position) return score; // where an infinite slope times 0 would be no number
-    return s < position ? score - slopes[LEFT] * (position - s) : score - slopes[RIGHT] * (s - position);
-  });
+  const scores = new Float64Array(numKeys); // the query's own key has no penalty, even where a slope is infinite
+  for (let s = 0; s < position; s++) scores[s] = dots[s] - slopes[LEFT] * (position - s);
+  scores[position] = dots[position];
+  for (let s = position + 1; s < numKeys; s++) scores[s] = dots[s] - slopes[RIGHT] * (s - position);
   const weights = softmax(scores);
   const before = runningSum(weights); // of keys 0 .. s, the smallest first
   const after = runningSum(weights.toReversed()).toReversed();
@@ -144,7 +144,7 @@ export function visit(prepared, { slopes, tolerance, block }) {
     end = Math.max(end, to);
   }
   const leftOut = (before[first - 1] ?? 0) + (after[end] ?? 0);
-  return { position, numKeys, first, end, steps, ended, share, weights, leftOut };
+  return { position, numKeys, first, end, steps, ended, share, weights, before, after, leftOut };
 }
 
 // How many keys a query may see.
@@ -153,13 +153,20 @@ export function numVisible({ position, numKeys }, slopes) {
 }
 
 function softmax(scores) {
-  const most = scores.reduce((a, b) => Math.max(a, b), -Infinity);
-  const weights = scores.map((score) => Math.exp(score - most));
-  const total = weights.reduce((a, b) => a + b, 0);
-  return weights.map((weight) => weight / total);
+  let [most, total] = [-Infinity, 0];
+  for (let s = 0; s < scores.length; s++) most = Math.max(most, scores[s]);
+  const weights = new Float64Array(scores.length);
+  for (let s = 0; s < scores.length; s++) {
+    weights[s] = scores[s] === -Infinity ? 0 : Math.exp(scores[s] - most);
+    total += weights[s];
+  }
+  for (let s = 0; s < scores.length; s++) weights[s] /= total;
+  return weights;
 }
 
 function runningSum(values) {
+  const sums = new Float64Array(values.length);
   let total = 0;
-  return values.map((value) => (total += value));
+  for (let i = 0; i < values.length; i++) sums[i] = total += values[i];
+  return sums;
 }

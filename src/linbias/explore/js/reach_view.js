@@ -1,8 +1,8 @@
 // Near to far: which keys one query reads in each head, where the bound lets it stop, and what that leaves out.
 
 import { lineChart } from "./chart.js";
-import { choice, parseNumber, slider } from "./controls.js";
-import { element } from "./dom.js";
+import { choice, parseNumber, parseWhole, slider } from "./controls.js";
+import { debounce, element } from "./dom.js";
 import { LEFT, RIGHT, normals, numVisible, prepareQuery, visit, windowOf } from "./near_to_far.js";
 import { general } from "./numbers.js";
 import { slopes } from "./attention.js";
@@ -13,13 +13,15 @@ import { dataTable } from "./table.js";
 const HEAD_SIZE = 16;
 const KEY_SCALE = HEAD_SIZE ** -0.5;
 const LENGTHS = [256, 512, 1024, 2048, 4096];
-const DTYPES = { "-53": "float64", "-24": "float32", "-14": "float16", "-12": "bfloat16" };
+const DTYPES = { "-53": "float64", "-24": "float32", "-13": "16 bits" }; // 2^-14 for float16, 2^-12 for bfloat16
 const NO_TOLERANCE = -61; // the slider's last position: nothing may be left out
 const NO_SLOPE = -11;
+const QUIET_MS = 80; // after which the chart of all lengths follows a slider
 
 export function mountReach(root) {
-  const state = { length: 1024, position: 1023, numHeads: 8, exponent: -24, block: 16, both: false, head: 2, slope: null };
+  const state = { length: 2048, position: 2047, numHeads: 8, exponent: -24, block: 16, both: false, head: 2, slope: null };
   const streams = new Map();
+  const prepared = new Map();
   let results = [];
 
   const queryControl = slider({
@@ -27,8 +29,8 @@ export function mountReach(root) {
     min: 0,
     max: state.length - 1,
     value: state.position,
-    onInput: (position) => change({ position: Math.round(position) }),
-    parse: (text) => Math.round(parseNumber(text, 0, state.length - 1)),
+    onInput: (position) => change({ position }),
+    parse: (text) => parseWhole(text, 0, state.length - 1),
   });
   const slopeControl = slider({
     label: "Slope of the head",
@@ -36,11 +38,11 @@ export function mountReach(root) {
     max: 1,
     step: 0.25,
     value: 0.125,
-    toText: slopeText,
+    toText: slopeFraction,
     toValue: (place) => (place === NO_SLOPE ? 0 : 2 ** place),
     toPosition: (slope) => (slope === 0 ? NO_SLOPE : Math.log2(slope)),
     parse: (text) => parseNumber(text, 0, 2),
-    marks: [0, 1 / 256, 1 / 16, 1].map((slope) => ({ value: slope, label: slopeText(slope) })),
+    marks: [0, 1 / 256, 1 / 16, 1].map((slope) => ({ value: slope, label: slopeFraction(slope) })),
     onInput: (slope) => change({ slope }),
   });
   const reset = element("button", { type: "button", on: { click: () => change({ slope: null }) } }, "Slope of the schedule");
@@ -61,7 +63,14 @@ export function mountReach(root) {
   const story = element("p", { class: "story" });
   const certificate = lineChart();
   const trace = dataTable({ caption: "Block by block, near to far", corner: "keys" });
+  const steps = element(
+    "details",
+    { on: { toggle: () => drawTrace() } },
+    element("summary", {}, "Every step of this head"),
+    element("div", { class: "trace" }, trace.element),
+  );
   const work = lineChart();
+  const later = debounce(drawWork, QUIET_MS);
 
   root.append(
     element("h2", {}, "Near to far"),
@@ -77,17 +86,17 @@ export function mountReach(root) {
     element(
       "p",
       { class: "note" },
-      "A strip holds all keys of a head, coloured by weight, each shade a factor; the frame holds the blocks that are read, the " +
-        "triangle is the query. Random queries and keys of size 16.",
+      "Each strip is the text as one head sees it, from the first key to the last. The stronger a key\u2019s colour, the more it weighs (on " +
+        "a logarithmic scale); the frame holds the blocks that are read, the triangle is the query. Random queries and keys of size 16.",
     ),
     element(
       "section",
       {},
       title,
-      element("div", { class: "row" }, slopeControl.element, reset),
+      element("div", { class: "abreast" }, slopeControl.element, reset),
       story,
       certificate.element,
-      element("details", {}, element("summary", {}, "Every step of this head"), trace.element),
+      steps,
     ),
     element(
       "section",
@@ -138,9 +147,9 @@ export function mountReach(root) {
     rows.update({
       rows: results.map(({ found, visible }, head) => ({
         name: `Head ${head + 1}`,
-        slope: slopeText(all[head]),
+        slope: slopeFraction(all[head]),
         visit: found,
-        count: `reads ${grouped(found.end - found.first)} of ${grouped(visible)}`,
+        count: `${grouped(found.end - found.first)} of ${grouped(visible)}`,
         leftOut: scientific(found.leftOut, 2),
       })),
       block: state.block,
@@ -149,14 +158,20 @@ export function mountReach(root) {
     slopeControl.set(all[state.head]);
     reset.disabled = state.slope === null;
     drawHead(results[state.head], all[state.head]);
-    drawWork(all);
+    later();
   }
 
   function drawHead(result, slope) {
     const { found } = result;
-    title.textContent = `Head ${state.head + 1}, slope ${slopeText(slope)}`;
+    title.textContent = `Head ${state.head + 1}, slope ${slopeFraction(slope)}`;
     story.textContent = storyOf(result, slope, tolerance());
     certificate.update(certificateChart(found, tolerance()));
+    drawTrace();
+  }
+
+  function drawTrace() {
+    if (!steps.open) return;
+    const { found } = results[state.head];
     trace.update(
       ["bound", "tolerance", "really there", ""],
       found.steps.map((step) => ({
@@ -171,7 +186,8 @@ export function mountReach(root) {
     );
   }
 
-  function drawWork(all) {
+  function drawWork() {
+    const all = headSlopes();
     const points = LENGTHS.map((length) => {
       const every = all.map((slope, head) => readBy(head, slope, length, length - 1));
       const total = (number) => every.reduce((sum, one) => sum + number(one), 0);
@@ -179,8 +195,8 @@ export function mountReach(root) {
     });
     work.update({
       label: "Keys read by the last query, by length",
-      x: { label: "tokens", low: 256, high: 4096, log: true, ticks: LENGTHS, format: grouped, at: (x) => `at ${grouped(x)} tokens` },
-      y: { label: "keys read, all heads", low: 0, format: grouped, digits: grouped },
+      x: { label: "tokens", low: 0, high: 4096, ticks: LENGTHS, format: grouped, at: (x) => `at ${grouped(x)} tokens` },
+      y: { label: "keys read, all heads", low: 0, format: grouped, tick: grouped },
       lines: [
         { key: "all", name: "every key", colour: "--negative", points: points.map(({ length, seen }) => ({ x: length, y: seen })) },
         { key: "read", name: "near to far", colour: "--accent", main: true, points: points.map(({ length, read }) => ({ x: length, y: read })) },
@@ -189,16 +205,27 @@ export function mountReach(root) {
   }
 
   function readBy(head, slope, length, position) {
+    const query = queryOf(head, length, position);
+    const sides = [slope, state.both ? slope : Infinity];
+    const found = visit(query, { slopes: sides, tolerance: tolerance(), block: state.block });
+    return { query, found, visible: numVisible(query, sides) };
+  }
+
+  // What does not change with tolerance and slopes is kept: of the last queries for good, of the others the newest.
+  function queryOf(head, length, position) {
+    const isLast = position === length - 1;
+    const key = `${head} ${isLast ? length : "chosen"}`;
+    const kept = prepared.get(key);
+    if (kept?.numKeys === length && kept.position === position) return kept;
     if (!streams.has(head)) streams.set(head, normals(2 * head + 1, LENGTHS.at(-1) * HEAD_SIZE));
-    const prepared = prepareQuery({
+    const made = prepareQuery({
       query: normals(2 * head, HEAD_SIZE, position * HEAD_SIZE),
       keys: streams.get(head).subarray(0, length * HEAD_SIZE),
       position,
       scale: KEY_SCALE,
     });
-    const sides = [slope, state.both ? slope : Infinity];
-    const found = visit(prepared, { slopes: sides, tolerance: tolerance(), block: state.block });
-    return { prepared, found, visible: numVisible(prepared, sides) };
+    prepared.set(key, made);
+    return made;
   }
 
   function tolerance() {
@@ -206,6 +233,7 @@ export function mountReach(root) {
   }
 
   draw();
+  drawWork();
 }
 
 // A slider over powers of two, with the default of each dtype marked.
@@ -219,7 +247,7 @@ function toleranceControl(onInput) {
     parse(text) {
       const power = /^\s*2\s*(?:\^|\*\*)\s*(-?\d+)\s*$/.exec(text);
       const value = power ? 2 ** Number(power[1]) : parseNumber(text, 0, 0.25);
-      if (value > 0.25) throw new Error(`Must be at most 0.25, got ${text}.`);
+      if (value > 0.25) throw new Error(`Must be at most 0.25, got ${text}`);
       return value < 2 ** -60 ? NO_TOLERANCE : Math.log2(value);
     },
     marks: [...Object.entries(DTYPES)].map(([exponent, name]) => ({ value: Number(exponent), label: name })),
@@ -232,7 +260,7 @@ function toleranceText(exponent) {
   return Number.isInteger(exponent) ? `2^${exponent}` : general(2 ** exponent);
 }
 
-function slopeText(slope) {
+function slopeFraction(slope) {
   const inverse = 1 / slope;
   return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(slope);
 }
@@ -242,13 +270,13 @@ function percent(share) {
 }
 
 // Why the head read what it read, in words.
-function storyOf({ found, prepared }, slope, tolerance) {
+function storyOf({ found, query }, slope, tolerance) {
   const { steps, ended, leftOut, share } = found;
   const stops = steps.filter((step) => !step.read);
   const known =
     slope > 0 && tolerance > 0
       ? ` From its slope and the largest norms alone, before any key is read, it is known that keys ${grouped(
-          Math.ceil(windowOf(slope, prepared.qNorm, prepared.kNorm, prepared.scale, share, prepared.numKeys)),
+          Math.ceil(windowOf(slope, query.qNorm, query.kNorm, query.scale, share, query.numKeys)),
         )} or more away cannot matter.`
       : "";
   if (stops.length > 0) {
@@ -269,25 +297,53 @@ function storyOf({ found, prepared }, slope, tolerance) {
 
 // The bound before each block and what is really there, by key, as far around the query as it pays to look.
 function certificateChart(found, tolerance) {
-  const { position, numKeys, first, end, steps, share, weights } = found;
-  const hidden = [LEFT, RIGHT].map((side) => found.ended[side] === "hidden");
-  const low = hidden[LEFT] ? position : Math.max(0, first - Math.ceil(0.6 * (position - first)) - 8);
-  const high = hidden[RIGHT] ? position : Math.min(numKeys - 1, end + Math.ceil(0.6 * (end - position)) + 8);
-  const floor = Math.max(1e-40, (share || 1e-16) * 1e-7);
+  const { position, numKeys, first, end, steps, share, before, after } = found;
+  const beyond = (span) => Math.ceil(0.6 * span) + 8;
+  const low = found.ended[LEFT] === "hidden" ? position : Math.max(0, first - beyond(position - first));
+  const high = found.ended[RIGHT] === "hidden" ? position : Math.min(numKeys - 1, end + beyond(end - position));
+  const floor = (tolerance > 0 ? share : 1e-12) * 1e-6;
   const nearest = (step) => (step.side === LEFT ? step.end - 1 : step.first);
-  const bounds = steps.map((step) => ({ x: nearest(step), y: Math.exp(step.bound) }));
-  const line = (points) => points.sort((a, b) => a.x - b.x).map(({ x, y }) => ({ x, y: y < floor ? null : y }));
+  const there = steps.map((step) => ({ x: nearest(step), y: step.outside }));
+  const block = Math.max(1, ...steps.map((step) => step.end - step.first));
+  for (const { side, read, first: from, end: to } of steps) {
+    if (read) continue; // what lies beyond the stop, where no bound was needed
+    if (side === LEFT) for (let s = from - 1; s >= low; s -= block) there.push({ x: s, y: before[s] });
+    else for (let s = to; s <= high; s += block) there.push({ x: s, y: after[s] });
+  }
+  const line = (points) =>
+    [...points, { x: position, y: null }]
+      .sort((a, b) => a.x - b.x)
+      .map(({ x, y }) => ({ x, y: y === null || y < floor ? null : y }));
   return {
     label: "The bound on all keys further away, and what they really hold",
-    x: { label: "key", low, high: high > low ? high : low + 1, format: (x) => grouped(Math.round(x)), at: (x) => `from key ${grouped(x)} outwards` },
-    y: { label: "share of the query's attention", log: true, low: tolerance > 0 ? share / 100 : 1e-12, high: 1, format: (y) => scientific(y, 3) },
+    x: {
+      label: "key",
+      low,
+      high: Math.max(high, low + 1),
+      format: (x) => grouped(Math.round(x)),
+      at: (x) => `key ${grouped(x)} and all beyond`,
+    },
+    y: {
+      label: "share of the query\u2019s attention",
+      log: true,
+      low: tolerance > 0 ? share / 100 : 1e-12,
+      high: 1,
+      format: (y) => scientific(y, 3),
+    },
     lines: [
-      { key: "bound", name: "at most", colour: "--accent", main: true, points: line(bounds) },
-      { key: "there", name: "really", colour: "--negative", points: line(steps.map((step) => ({ x: nearest(step), y: step.outside }))) },
+      {
+        key: "bound",
+        name: "at most",
+        colour: "--accent",
+        main: true,
+        points: line(steps.map((step) => ({ x: nearest(step), y: Math.exp(step.bound) }))),
+      },
+      { key: "there", name: "really", colour: "--negative", points: line(there) },
     ],
     marks: [
-      ...(tolerance > 0 ? [{ y: share, text: `tolerance ${scientific(share, 3)}` }] : []),
+      ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle: low < position && position < high ? position : undefined }] : []),
       ...steps.filter((step) => !step.read).map((step) => ({ x: nearest(step), text: "stops" })),
     ],
+    start: steps.find((step) => !step.read) && nearest(steps.find((step) => !step.read)),
   };
 }

@@ -6,11 +6,13 @@ import { element, setText } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
 const MOST_COLUMNS = 1024;
+const MOST_SEPARATED = 128; // blocks of a strip between which there is room for lines
 
 // strips({ label, onSelect(head) }) -> { element, update({ rows, block, selected }) }
 // rows: [{ name, slope, visit, count, leftOut }], visit as near_to_far.js gives it, the others as printed.
 export function strips({ label, onSelect }) {
   const list = element("div", { class: "strips", role: "radiogroup", "aria-label": label });
+  const heads = ["", "slope", "keys", "keys read", "left out"].map((text) => element("span", {}, text));
   let shown = null;
 
   function build(rows) {
@@ -25,7 +27,7 @@ export function strips({ label, onSelect }) {
             "span",
             { class: "strip" },
             element("canvas", { height: 1, "aria-hidden": "true" }),
-            element("span", { class: "strip-frame" }),
+            element("span", { class: "strip-frame" }, element("i"), element("i")),
             element("span", { class: "strip-query" }),
           ),
           element("span", { class: "strip-count" }),
@@ -63,13 +65,14 @@ export function strips({ label, onSelect }) {
       if (canvas.width !== width) canvas.width = width;
       const context = canvas.getContext("2d");
       const image = context.createImageData(width, 1);
-      for (let column = 0; column < width; column++) {
-        const [from, to] = [column, column + 1].map((edge) => Math.floor((edge * visit.numKeys) / width));
+      for (let column = 0, s = 0; column < width; column++) {
+        const end = Math.floor(((column + 1) * visit.numKeys) / width);
         let most = 0;
-        for (let s = from; s < to; s++) most = Math.max(most, visit.weights[s]);
+        for (; s < end; s++) most = Math.max(most, visit.weights[s]);
         const share = Math.max(0, 1 - Math.log(most) / Math.log(FAINTEST));
-        const [red, green, blue] = steps[Math.round(255 * share)];
-        image.data.set([red, green, blue, 255], 4 * column);
+        const shade = steps[Math.round(255 * share)];
+        for (let c = 0; c < 3; c++) image.data[4 * column + c] = shade[c];
+        image.data[4 * column + 3] = 255;
       }
       context.putImageData(image, 0, 0);
     });
@@ -82,7 +85,7 @@ export function strips({ label, onSelect }) {
       const [nameBox, slopeBox, strip, countBox, leftBox] = row.children;
       row.setAttribute("aria-checked", String(head === selected));
       row.tabIndex = head === selected ? 0 : -1;
-      row.setAttribute("aria-label", `${name}, slope ${slope}: ${count}, left out ${leftOut}`);
+      row.setAttribute("aria-label", `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`);
       setText(nameBox, name);
       setText(slopeBox, slope);
       setText(countBox, count);
@@ -91,9 +94,12 @@ export function strips({ label, onSelect }) {
       const percent = (keys) => `${(100 * keys) / visit.numKeys}%`;
       frame.style.setProperty("inset-inline-start", percent(visit.first));
       frame.style.setProperty("width", percent(visit.end - visit.first));
-      frame.style.setProperty("--block", `${(100 * block) / (visit.end - visit.first)}%`);
-      frame.classList.toggle("stops-left", visit.ended[0] === "bound");
-      frame.classList.toggle("stops-right", visit.ended[1] === "bound");
+      const keys = visit.end - visit.first;
+      frame.classList.toggle("fine", visit.numKeys / block > MOST_SEPARATED);
+      [visit.position - visit.first, visit.end - visit.position - 1].forEach((read, side) => {
+        frame.children[side].style.setProperty("width", `${(100 * read) / keys}%`);
+        frame.children[side].style.setProperty("--block", `${(100 * block) / Math.max(read, 1)}%`);
+      });
       query.style.setProperty("inset-inline-start", percent(visit.position + 0.5));
     });
   }
@@ -101,7 +107,12 @@ export function strips({ label, onSelect }) {
   onThemeChange(() => shown && paint());
 
   return {
-    element: list,
+    element: element(
+      "div",
+      { class: "strips-box" },
+      element("div", { class: "strip-row strip-heads", "aria-hidden": "true" }, heads),
+      list,
+    ),
     update(next) {
       if (shown?.rows.length !== next.rows.length) build(next.rows);
       shown = next;
