@@ -5,9 +5,9 @@
 //   spec.label   what the chart shows, for readers who do not see it
 //   spec.x       { label, low, high, log, ticks, format(x), at(x) }   at: the heading of the legend's values
 //   spec.y       { label, low, high, log, format(y), tick(y) }        low, high: the range that is always shown
-//   spec.lines   [{ key, name, colour, points: [{ x, y, low, high }], main, stop }]
-//                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others;
-//                stop: why the line ends before the others
+//   spec.lines   [{ key, name, colour, points: [{ x, y, low, high }], main, bars, stop }]
+//                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others; bars: of width
+//                1 instead of a line; stop: why the line ends before the others
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor first stands; the last one if left out
 
@@ -128,7 +128,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   return {
     element: element("div", { class: "chart" }, box, legend),
     update(next) {
-      spec = next;
+      const within = ({ x }) => next.x.low <= x && x <= next.x.high;
+      spec = { ...next, lines: next.lines.map((line) => ({ ...line, points: line.points.filter(within) })) };
       stops = spec.lines
         .map((line) => line.points.filter(({ y }) => y !== null).map(({ x }) => x))
         .reduce((most, xs) => (xs.length > most.length ? xs : most), []);
@@ -225,6 +226,7 @@ function markAcross(mark, { x, y, top, bottom, left, right }) {
 }
 
 function drawnLine(line, plot) {
+  if (line.bars) return svgElement("g", { class: "line", style: paintOf(line) }, barsOf(line.points, plot));
   const parts = [];
   const band = line.points.filter(({ y, low, high }) => y !== null && low < high);
   if (band.length > 1) {
@@ -240,6 +242,16 @@ function drawnLine(line, plot) {
   }
   if (line.stop && points.length > 0) parts.push(...crash(line, points.at(-1), plot));
   return svgElement("g", { class: line.main ? "line main" : "line", style: paintOf(line) }, parts);
+}
+
+function barsOf(points, plot) {
+  const width = Math.max(1, 0.75 * (plot.x(1) - plot.x(0)));
+  return points
+    .filter(({ y }) => y !== null)
+    .map(({ x, y }) => {
+      const height = Math.max(0, plot.bottom - plot.y(y));
+      return svgElement("rect", { x: plot.x(x) - width / 2, y: plot.bottom - height, width, height });
+    });
 }
 
 // The points between gaps.

@@ -6,7 +6,7 @@ import { debounce, element } from "./dom.js";
 import { LEFT, RIGHT, normals, numVisible, prepareQuery, visit, windowOf } from "./near_to_far.js";
 import { general } from "./numbers.js";
 import { slopes } from "./attention.js";
-import { grouped, scientific, superscript } from "./scales.js";
+import { grouped, scientific, slopeFraction } from "./scales.js";
 import { strips } from "./strips.js";
 import { dataTable } from "./table.js";
 
@@ -60,7 +60,7 @@ export function mountReach(root) {
   const sum = element("span");
   const rows = strips({ label: "Heads", onSelect: (head) => change({ head, slope: null }) });
   const title = element("h3");
-  const story = element("p", { class: "story" });
+  const story = element("p", { class: "story long" });
   const certificate = lineChart();
   const trace = dataTable({ caption: "Block by block, near to far", corner: "keys" });
   const steps = element(
@@ -258,11 +258,6 @@ function toleranceControl(onInput) {
 function toleranceText(exponent) {
   if (exponent === NO_TOLERANCE) return "0";
   return Number.isInteger(exponent) ? `2^${exponent}` : general(2 ** exponent);
-}
-
-function slopeFraction(slope) {
-  const inverse = 1 / slope;
-  return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(slope);
 }
 
 function percent(share) {

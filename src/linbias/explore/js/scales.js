@@ -1,4 +1,6 @@
-// From numbers to places on an axis, and the numbers that an axis shows.
+// From numbers to places on an axis, and numbers as charts and sentences show them.
+
+import { general } from "./numbers.js";
 
 // scaleOf({ low, high, from, to, log }): a function from numbers to pixels; its `invert` goes back.
 export function scaleOf({ low, high, from, to, log = false }) {
@@ -64,4 +66,10 @@ export function scientific(value, digits = 3) {
   if (value >= 1e-3 && value < 1e4) return value.toPrecision(digits);
   const [figures, exponent] = value.toExponential(digits - 1).split("e");
   return `${figures} \u00d7 10${superscript(Number(exponent))}`;
+}
+
+// A slope as a fraction where it is one: 1/256.
+export function slopeFraction(slope) {
+  const inverse = 1 / slope;
+  return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(slope);
 }
