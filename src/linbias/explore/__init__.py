@@ -16,6 +16,7 @@ from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from linbias import _extras
 from linbias.explore import data
 from linbias.explore.bundle import bundle
 from linbias.explore.static import static_part
@@ -75,6 +76,7 @@ def widget(
         >>> widget(state="head=2").state
         'head=2'
     """
+    _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
 
     return Explorer(data=_data(results, model), state=state)

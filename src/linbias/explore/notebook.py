@@ -2,10 +2,6 @@
 
 from importlib import resources
 
-from linbias import _extras
-
-_extras.require("linbias.explore.notebook")
-
 import anywidget
 import traitlets
 
