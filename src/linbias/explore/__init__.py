@@ -18,6 +18,7 @@ from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from linbias import _extras
 from linbias.explore import data
 from linbias.explore.bundle import bundle, style
 from linbias.explore.results import default
@@ -78,6 +79,7 @@ def widget(
         >>> widget(state="head=2").state
         'head=2'
     """
+    _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
 
     return Explorer(data=_data(results, model), state=state)
