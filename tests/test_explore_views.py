@@ -178,11 +178,14 @@ def test_every_control_of_near_to_far(visit, file):
     assert_shows(panel, 512, 300, left, 0.0, 32, causal=False)
 
 
-@pytest.mark.parametrize("text", ["-1", "0.5", "2^9", "x", ""])
-def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file, text):
+def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file):
     _, panel = open_view(visit, file, "Near to far")
-    panel.get_by_label("Tolerance, exact").fill(text)
-    assert "Must be" in panel.get_by_role("alert").filter(has_text="Must").inner_text()
+    field = panel.get_by_label("Tolerance, exact")
+    for text in ("-1", "0.5", "2^9", "x", ""):
+        field.fill("2^-24")
+        assert panel.get_by_text("Must be").count() == 0
+        field.fill(text)
+        assert panel.get_by_text("Must be").inner_text().endswith("; still 2^-24.")
     assert_shows(panel, 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)
 
 
@@ -581,7 +584,7 @@ def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model,
     check(1, 2, 39)
     panel.locator("[data-token='25']").click()
     check(1, 2, 25)
-    query = panel.get_by_role("slider", name="Query")
+    query = panel.get_by_role("slider", name="Query", exact=True)
     query.press("ArrowLeft")
     assert query.get_attribute("aria-valuenow") == "24"
     check(1, 2, 24)
