@@ -637,6 +637,32 @@ def test_the_command_puts_results_and_a_model_into_the_page(run_folder, model_fo
         assert "MODEL and --text must come together" in failed.output
 
 
+def test_a_link_shows_what_its_sender_saw(visit, model_file):
+    panel = visit(model_file, "view=model&layer=1&head=2&query=25&log=1").get_by_role("tabpanel")
+    assert panel.get_by_role("heading", name="Layer 2, head 3").is_visible()
+    assert (
+        panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow")
+        == "25"
+    )
+    assert panel.get_by_role("radio", name="logarithmic").is_checked()
+
+    link = (
+        "view=reach&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
+    )
+    page = visit(model_file, link)
+    panel = page.get_by_role("tabpanel")
+    left = linbias.slopes(4).tolist()
+    expected = (512, 300, [left[0], 0.75, *left[2:]], 2.0**-12, 32, False)
+    assert_shows(panel, *expected)
+    panel.get_by_role("radio", name="32").check()  # nothing new, and the address stays
+    panel.get_by_role("button", name="Slope of the schedule").click()
+    page.wait_for_url(lambda address: "slope" not in address)
+    assert set(page.evaluate("location.hash.slice(1)").split("&")) == set(link.split("&")[:-1])
+
+    bad = "view=reach&length=3&heads=x&tolerance=5&query=-1&head=99&slope=&both=2"
+    assert_shows(visit(model_file, bad).get_by_role("tabpanel"), 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)  # fmt: skip
+
+
 @pytest.mark.parametrize("view", ["Near to far", "Lengths", "Model"])
 def test_no_view_is_wider_than_a_phone(visit, model_file, view):
     page, panel = open_view(visit, model_file, view, viewport={"width": 360, "height": 700})
