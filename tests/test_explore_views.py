@@ -154,6 +154,7 @@ def test_every_control_of_near_to_far(visit, file):
 
     choose("Length", "512")  # the query stays at the end
     assert_shows(panel, 512, 511, left, 2.0**-24, 16)
+    assert panel.get_by_label("Query at key, exact").input_value() == "511"
     choose("Heads", "4")
     left = linbias.slopes(4).tolist()
     choose("Keys of a block", "32")
