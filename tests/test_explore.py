@@ -109,6 +109,10 @@ def test_the_chapters_weights_and_outputs_are_in_the_page(open_state):
         assert page.cells() == chapters_table(table)
         assert page.table("The matrix as a table") == chapters_table(table)
     assert page.table("Outputs") == chapters_table(OUTPUT)
+    # For the mean, the steps are the weights that it is made of.
+    rows = [chapters_table(table)[0] for table in HEADS.split("\n\n")]
+    columns = zip(WORDS[:5], *(row[1:] for row in rows), strict=True)
+    assert page.table("Step by step") == [list(column) for column in columns]
 
 
 def test_the_chapters_steps_are_in_the_page(open_state):
@@ -371,6 +375,16 @@ def test_a_slope_can_be_typed_and_a_bad_one_changes_nothing(open_state):
         assert field.get_attribute("aria-invalid") == ("true" if message else None)
 
 
+def test_what_is_being_typed_stays_as_it_is_typed(open_state):
+    page = open_state()
+    field = page.page.get_by_role("textbox", name="Slope, exact")
+    field.fill("")
+    field.press_sequentially("0.50")
+    assert field.input_value() == "0.50"
+    field.blur()
+    assert field.input_value() == "0.5"
+
+
 def test_sides_schedule_and_number_of_heads(open_state):
     page = open_state()
     page.choose("Sides", "causal")
@@ -480,6 +494,8 @@ def test_the_matrix_is_walked_by_keyboard(open_state):
     page.page.keyboard.press("ArrowRight")
     page.page.keyboard.press("ArrowRight")
     assert "sat to cat: 0.1653" in said.all_inner_texts()
+    page.page.keyboard.press("ArrowUp")
+    assert rows.nth(2).get_attribute("aria-selected") == "true"
     page.page.keyboard.press("End")
     assert rows.nth(5).get_attribute("aria-selected") == "true"
     page.page.keyboard.press("Home")
@@ -585,6 +601,10 @@ def test_the_page_fits_every_width_and_nothing_jumps(open_state):
     phone = {"viewport": {"width": 360, "height": 800}}
     page = open_state(phone, text=" ".join(WORDS), heads=16, compare="true")
     assert page.page.evaluate(SHIFT) == 0
+    page.page.evaluate(
+        "() => document.querySelectorAll('details').forEach((fold) => (fold.open = true))"
+    )
+    page.page.wait_for_timeout(30)  # until the tables are filled
     slider = page.page.get_by_role("slider", name="Slope")
     for width in (360, 768, 1280, 1600):
         page.page.set_viewport_size({"width": width, "height": 800})
@@ -644,9 +664,10 @@ MODEL = """({ data, style, state }) => {
   const values = { data, style, state };
   const listeners = [];
   return globalThis.model = {
+    saved: {}, // what Python would know
     get: (name) => values[name],
     set(name, value) { values[name] = value; listeners.forEach((listener) => listener()); },
-    save_changes() {},
+    save_changes() { Object.assign(this.saved, values); },
     on: (event, listener) => listeners.push(listener),
   };
 }"""
@@ -668,7 +689,7 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     heads = [chapters_table(table) for table in HEADS.split("\n\n")]
     assert shown.cells() == heads[1]
     shown.choose_row("sat")
-    page.wait_for_function("() => model.get('state') === 'head=2&row=3'")
+    page.wait_for_function("() => model.saved.state === 'head=2&row=3'")
     page.evaluate("model.set('state', 'row=2')")
     assert shown.cells() == heads[0]
     assert page.locator(".row-panel h3").inner_text() == "Query cat"
