@@ -119,3 +119,25 @@ def visit(chromium):
     visits = Visits(chromium)
     yield visits
     visits.close()
+
+
+@pytest.fixture(scope="session")
+def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from linbias import explore
+
+    path = tmp_path_factory.mktemp("explore") / "explore.html"
+    path.write_text(explore.page(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def open_state(visit, explorer_file):
+    """Open the explorer in a state, given as in its address, in a window with options of its own."""
+    from urllib.parse import urlencode
+
+    from explorer_page import Explorer
+
+    def opened(options: dict[str, object] | None = None, **state: object) -> Explorer:
+        return Explorer(visit(explorer_file, urlencode(state), **(options or {})))
+
+    return opened

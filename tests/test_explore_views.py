@@ -196,8 +196,8 @@ def test_the_steps_of_a_head_are_the_oracles(visit, file):
     assert panel.get_by_role("radio", name="Head 2").get_attribute("aria-checked") == "true"
     assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 2")
     panel.get_by_text("Every step of this head").click()
-    panel.locator(".trace tbody tr").first.wait_for()
-    rows = panel.locator(".trace tbody tr").all()
+    panel.locator("details tbody tr").first.wait_for()
+    rows = panel.locator("details tbody tr").all()
     tiles, left_out = truth(2048, 2047, [0.5, 0.25], 2.0**-24, 16, True)
     for row, step in zip(rows, tiles[1].steps, strict=True):
         bound, tolerance, outside, state = row.locator("td").all_inner_texts()
@@ -206,6 +206,7 @@ def test_the_steps_of_a_head_are_the_oracles(visit, file):
         assert number(tolerance) == pytest.approx(2.0**-24, rel=6e-4)
         assert number(outside) <= number(bound)
         assert state == ("read" if step.read else "stop")
+    assert "chosen" in row.get_attribute("class")
     assert number(outside) == pytest.approx(left_out[1], rel=6e-4)
     # The chart's cursor stands at the stop; its keys walk the steps.
     chart = panel.get_by_role("slider", name=re.compile("^The bound on all keys"))

@@ -1,7 +1,7 @@
 // The controls of the bias explorer. Each hands its change to `change(parts)`, which makes the next state.
 
 import { VARIANTS } from "./attention.js";
-import { MEAN, powerOf, QUANTITIES, slopesOf } from "./bias_state.js";
+import { MEAN, powerOf, QUANTITIES, slopesOf, slopeText } from "./bias_state.js";
 import { choice, parseNumber, parseWhole, slider, toggle } from "./controls.js";
 import { element, setText } from "./dom.js";
 import { headPicker } from "./head_picker.js";
@@ -11,6 +11,7 @@ import { textControls } from "./text_controls.js";
 const MOST_SLOPE = 1000;
 // The slider's positions: 0, then from 2^-10 to 2^1 in steps of an eighth of a power of two.
 const EIGHTHS = 11 * 8 + 1;
+const ONE_HEADS = QUANTITIES.map(({ value }) => value).filter((value) => value !== "weight"); // a mean has weights only
 const VARIANT_NOTES = {
   causal: "Keys after the query are hidden: language models.",
   symmetric: "The same slope on both sides: encoders, and the book's example.",
@@ -112,7 +113,7 @@ export function biasControls({ example, change }) {
       const slopes = slopesOf(state);
       picker.update({
         matrices: [...heads.map((head) => head.with.weight), means],
-        slopes: heads.map((_, h) => `slope ${general(slopes.left[h] === Infinity ? slopes.right[h] : slopes.left[h])}`),
+        slopes: heads.map(slopeText),
         size: state.tokens.length,
         power: powerOf("weight", state.tokens),
         chosen: state.head,
@@ -125,7 +126,7 @@ export function biasControls({ example, change }) {
       schedule.set(state.schedule);
       numHeads.set(state.numHeads);
       quantity.set(state.quantity);
-      quantity.setDisabled(state.head === MEAN ? QUANTITIES.map(({ value }) => value).filter((value) => value !== "weight") : []);
+      quantity.setDisabled(state.head === MEAN ? ONE_HEADS : []);
       compare.set(state.compare);
     },
   };
@@ -159,7 +160,8 @@ function copied(state) {
   const from = state.head === MEAN ? 0 : state.head;
   const own = left[from] === Infinity ? right[from] : left[from];
   const all = { ...state, together: true };
-  return { ...withSlope(all, "left", own), ...(state.variant === "asymmetric" ? withSlope(all, "right", right[from]) : {}) };
+  const sides = withSlope(all, "left", own);
+  return state.variant === "asymmetric" ? { ...sides, ...withSlope(all, "right", right[from]) } : sides;
 }
 
 // A directional encoder has as many heads that look left as right.

@@ -9,7 +9,12 @@ import { dataTable } from "./table.js";
 export function biasTables(example, view) {
   const parts = [stepsPart(), outputPart(), slopePart(example), pythonPart(), matrixPart(), inputPart()];
   const folds = parts.map(({ title, open, body }) =>
-    element("details", { class: "fold", open, on: { toggle: update } }, element("summary", {}, element("h3", {}, title)), body),
+    element(
+      "details",
+      { class: "fold", open, on: { toggle: update } },
+      element("summary", {}, element("h3", {}, title)),
+      body,
+    ),
   );
 
   function update() {
@@ -38,12 +43,13 @@ function stepsPart() {
   function fillSteps({ tokens, row, head: number }, head) {
     const { S, E, raw, scaled, bias, biased, weight, output, lse } = head.with;
     const from = row * S;
+    const penalty = bias.map((value) => 0 - value);
     table.setCaption(`${headName(number)} (${slopeText(head)}), query ${tokens[row]}`);
     table.update(
       ["q.k", "scaled", "penalty", "biased", "weight"],
       tokens.map((token, s) => ({
         head: token,
-        cells: [raw[from + s], scaled[from + s], 0 - bias[from + s], biased[from + s], weight[from + s]].map((x) => fixed(x)),
+        cells: [raw, scaled, penalty, biased, weight].map((values) => fixed(values[from + s])),
       })),
     );
     const out = Array.from(output.slice(row * E, (row + 1) * E), (value) => fixed(value)).join(" ");
@@ -73,7 +79,7 @@ function outputPart() {
     fill({ state, heads }) {
       const columns = heads.flatMap((head) => Array.from({ length: head.with.E }));
       table.update(
-        columns.map((_, i) => `dim-${i}`),
+        columns.map((_, i) => `dim\u2011${i}`),
         state.tokens.map((token, t) => ({
           head: token,
           cells: heads.flatMap(({ with: { E, output } }) =>
@@ -178,7 +184,8 @@ function pythonPart() {
     fill({ state, slopes }) {
       const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;
       const infinite = [...slopes.left, ...slopes.right].includes(Infinity) && state.variant !== "causal";
-      const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? `, causal=False, right=${list(slopes.right)}`;
+      const both = `, causal=False, right=${list(slopes.right)}`;
+      const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? both;
       const head = state.head === MEAN ? "" : `, head=${state.head}`;
       setText(
         code,

@@ -3,7 +3,8 @@
 import { mean } from "./attention.js";
 import { weightBars } from "./bars.js";
 import { biasControls } from "./bias_controls.js";
-import { headComputer, matrixOf, MEAN, openSides, powerOf, QUANTITIES, readState, slopesOf, stateText } from "./bias_state.js";
+import { headComputer, matrixOf, MEAN, openSides, powerOf } from "./bias_state.js";
+import { QUANTITIES, readState, slopesOf, stateText } from "./bias_state.js";
 import { biasTables } from "./bias_tables.js";
 import { announcer, debounce, element, setText } from "./dom.js";
 import { heatmap } from "./heatmap.js";

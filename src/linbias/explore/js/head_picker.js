@@ -20,7 +20,8 @@ export function headPicker({ mean, onChange }) {
       const words = element("span", { class: "unseen" });
       const input = element("input", { type: "radio", name, value: head, on: { change: () => onChange(head) } });
       const label = element("span", { "aria-hidden": "true" }, h < numHeads ? String(h + 1) : "mean");
-      return { head, canvas, words, input, element: element("label", { class: "option" }, input, canvas, label, words) };
+      const whole = element("label", { class: "option" }, input, canvas, label, words);
+      return { head, canvas, words, input, element: whole };
     });
     box.replaceChildren(...items.map((item) => item.element));
   }

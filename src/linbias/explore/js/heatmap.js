@@ -55,8 +55,8 @@ export function heatmap({ onSelect }) {
   }
 
   function heading(role, name, i, count) {
-    const shows = i % Math.ceil(count / MOST_LABELS) === 0;
-    return element("div", { class: shows ? "heat-name" : "heat-name skipped", role, title: name }, element("bdi", {}, name));
+    const skipped = i % Math.ceil(count / MOST_LABELS) === 0 ? "" : "skipped";
+    return element("div", { class: `heat-name ${skipped}`, role, title: name }, element("bdi", {}, name));
   }
 
   function measure() {
@@ -89,7 +89,8 @@ export function heatmap({ onSelect }) {
     values.forEach((value, i) => {
       const cell = rowBox.children[Math.floor(i / columns.length)].children[1 + (i % columns.length)];
       setText(cell, text(value));
-      cell.className = `heat-cell ${hidden?.[i] ? "hidden-key" : wantsLightText(shade(value)) ? "on-dark" : "on-light"}`;
+      const ground = wantsLightText(shade(value)) ? "on-dark" : "on-light";
+      cell.className = `heat-cell ${hidden?.[i] ? "hidden-key" : ground}`;
     });
   }
 

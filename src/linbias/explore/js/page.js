@@ -1,11 +1,12 @@
 // The page: a header with tabs and the choice of light or dark, and a view for each tab.
 
 import { mountBias } from "./bias_view.js";
-import { choice, tabs } from "./controls.js";
+import { choice } from "./controls.js";
 import { element, uniqueId } from "./dom.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
 import { mountReach } from "./reach_view.js";
+import { tabs } from "./tabs.js";
 
 // A view is shown where the page's data have what it needs.
 const VIEWS = [

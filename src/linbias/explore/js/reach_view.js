@@ -32,7 +32,7 @@ export function mountReach(root, data, memory) {
     "details",
     { on: { toggle: () => drawTrace() } },
     element("summary", {}, "Every step of this head"),
-    element("div", { class: "trace" }, trace.element),
+    trace.element,
   );
   const work = lineChart();
   const later = debounce(() => {
@@ -110,7 +110,10 @@ export function mountReach(root, data, memory) {
   }
 
   function drawTrace() {
-    if (steps.open) trace.update(["bound", "tolerance", "really there", ""], stepRows(results[state.head].found));
+    if (!steps.open) return;
+    const { found } = results[state.head];
+    const stop = found.steps.findIndex((step) => !step.read);
+    trace.update(["bound", "tolerance", "really there", ""], stepRows(found), stop);
   }
 
   function workByLength() {
