@@ -106,7 +106,7 @@ def test_the_page_reads_what_near_to_far_reads(
 def number(text: str) -> float:
     """What the page writes as 1.23 x 10 with a raised -4, or 1,234."""
     raised = str.maketrans("\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789")  # fmt: skip
-    return float(re.sub(r" \u00d7 10(.+)", lambda m: "e" + m[1].translate(raised), text.replace(",", "")))  # fmt: skip
+    return float(re.sub(r"\s\u00d7\s10(.+)", lambda m: "e" + m[1].translate(raised), text.replace(",", "")))  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ export function scientific(value, digits = 3) {
   if (value === 0) return "0";
   if (value >= 1e-3 && value < 1e4) return value.toPrecision(digits);
   const [figures, exponent] = value.toExponential(digits - 1).split("e");
-  return `${figures} \u00d7 10${superscript(Number(exponent))}`;
+  return `${figures}\u00a0\u00d7\u00a010${superscript(Number(exponent))}`;
 }
 
 // A slope as a fraction where it is one, 1/256, or in four digits.
