@@ -11,6 +11,7 @@ In Debian's Chromium without a GPU, 1280 x 900 pixels:
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -70,6 +71,7 @@ def main() -> None:
             "milliseconds": measured,
             "machine": _machine.processor(),
             "cores": _machine.num_cores(),
+            "load": round(os.getloadavg()[0], 1),  # processes that wanted a core meanwhile
             "browser": f"Chromium {chromium.version}",
             "date": _machine.now(),
             "command": "python runs/explore_speed.py",

@@ -245,6 +245,11 @@ def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
     again = Explorer(visit(explorer_file, page.page.evaluate("location.hash.slice(1)")))
     assert again.cells() == shown
     assert again.page.locator(".row-panel h3").inner_text() == "Query #"
+    # Another address shows another state, and leaves nothing of the first that could fail.
+    again.page.evaluate("location.hash = 'head=2'")
+    again.page.get_by_role("heading", name="Weights, head 2").wait_for()
+    assert again.cells() == chapters_table(HEADS.split("\n\n")[1])
+    again.choose("Theme", "dark")
     # A state that makes no sense shows the start.
     again = open_state(
         text=" ", heads="99", head="7", row="x", variant="up", left="1:-3 2:nan", quantity="?"
@@ -375,7 +380,7 @@ def test_the_command_writes_the_page_and_opens_it(monkeypatch, tmp_path):
     assert len(opened) == 1
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     result = run("explore", "-o", path)
-    assert (result.exit_code, "found no browser" in result.output) == (2, True)
+    assert (result.exit_code, "There is no browser here" in result.output) == (0, True)
     result = run("explore", "-o", tmp_path)
     assert (result.exit_code, "--output must be a file" in result.output) == (2, True)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli.console import print_path
+from linbias.cli.console import err, print_path
 
 
 def explore(
@@ -64,4 +64,4 @@ def explore(
     write_whole(output, content)
     print_path("page:", output)
     if not no_open and not webbrowser.open(output.resolve().as_uri()):
-        raise ValueError(f"explore: found no browser to open; open {output} in one by hand")
+        err.print("There is no browser here: open the page in one by hand.")

@@ -4,11 +4,12 @@ import { element } from "./dom.js";
 
 const READABLE = 0.179; // a ground of this luminance is as far from black as from white
 
-// The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue].
+// The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue]; black for a node that
+// was taken out of the page.
 export function colour(node, name) {
   const probe = element("span", { style: { color: `var(${name})`, display: "none" } });
   node.append(probe);
-  const numbers = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  const numbers = (getComputedStyle(probe).color.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number);
   probe.remove();
   return numbers;
 }
