@@ -1,4 +1,4 @@
-"""Rewrite the tables of README.md, docs/kernels.md and docs/jax.md from records: nothing measured is typed by hand.
+"""Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
 
     python runs/update_readme.py                                # the benchmark table
     python runs/update_readme.py --experiment output/extrapolate  # also the extrapolation table and plot
@@ -52,8 +52,8 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
     raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
 
 
-def speed_table() -> str:
-    """The medians that the README shows."""
+def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
+    """The medians that the README shows, and where there are more."""
     records = newest_records("causal-8192")
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
@@ -67,7 +67,7 @@ def speed_table() -> str:
     r = last["cpu", "causal-8192"]
     text = (
         f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        " `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
+        f" `make bench`); other processors, short lengths and more peers: {more}."
     )
     return "\n".join([*lines, "", text])
 
@@ -201,18 +201,29 @@ def fill_document(name: str, part: str, content: str) -> None:
     path.write_text(fill(path.read_text(encoding="utf-8"), part, content), encoding="utf-8")
 
 
+def written_parts() -> dict[tuple[str, str], str]:
+    """What records say, by document and part."""
+    return {
+        ("README.md", "speed"): speed_table(),
+        ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
+        ("docs/kernels.md", "benchmark"): benchmark_table(),
+        ("docs/kernels.md", "short"): short_table(),
+        ("docs/jax.md", "benchmark"): jax_table(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experiment", type=Path, help="folder of `linbias extrapolate`")
     options = parser.parse_args()
-    fill_document("README.md", "speed", speed_table())
-    fill_document("docs/kernels.md", "benchmark", benchmark_table())
-    fill_document("docs/kernels.md", "short", short_table())
-    fill_document("docs/jax.md", "benchmark", jax_table())
+    for (document, part), content in written_parts().items():
+        fill_document(document, part, content)
     if options.experiment:
-        fill_document("README.md", "extrapolation", experiment(options.experiment))
+        found = experiment(options.experiment)
+        for document in ("README.md", "docs/results/extrapolation.md"):
+            fill_document(document, "extrapolation", found)
 
 
 if __name__ == "__main__":
