@@ -1,9 +1,11 @@
 """Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
 
     python runs/update_readme.py                                # the benchmark table
-    python runs/update_readme.py --experiment output/extrapolate  # also the extrapolation table and plot
+    python runs/update_readme.py --experiment output/methods    # also the extrapolation table and plot, and the lines
+                                                                # that the explorer page shows of the same run
 
-Each part stands between <!-- name --> and <!-- /name --> in its document.
+Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
+linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
 """
 
 import argparse
@@ -12,6 +14,9 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+from linbias.explore import results as explorer_results
+from linbias.runs.files import write_json
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
@@ -166,8 +171,13 @@ def jax_table() -> str:
 
 
 def experiment(folder: Path) -> str:
-    """The loss of every method at every length, and the plot beside it."""
+    """The loss of every method at every length, the plot beside it, and what the explorer shows of them."""
     results = json.loads((folder / "results.json").read_text())
+    explored = explorer_results.read([folder])["runs"][0]
+    write_json(
+        ROOT / "src" / "linbias" / "explore" / "results.json",
+        {**explored, "name": "the run of the README"},
+    )
     shutil.copy(folder / "extrapolation.png", ROOT / "docs" / "extrapolation.png")
     evaluations = results["evaluations"]
     lengths = sorted({e["test_length"] for e in evaluations})
@@ -185,7 +195,7 @@ def experiment(folder: Path) -> str:
     made = results["made"]
     text = (
         f"Trained on {results['evaluations'][0]['train_length']} tokens; {made['model']}, {made['training']}."
-        f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `make run`."
+        f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
     )
     return "\n".join([*lines, "", text])
 
