@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_GENERATED = {
+    ROOT / f"docs/annotated/{name}.md" for name in ("definition", "layer", "near_to_far")
+}
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(set((ROOT / "docs").rglob("*.md")) - _GENERATED),
+]
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -103,6 +103,7 @@ class MultiheadAttention(nn.Module):
         if self.learned and variant.startswith("none"):
             raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
 
+        # Four projections; fewer key/value heads than query heads make those of keys and values narrower.
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner, **options)
@@ -216,6 +217,7 @@ class MultiheadAttention(nn.Module):
         padding: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        # Project, and give each head its part: [B, length, heads * D] -> [B, heads, length, D].
         (B, T, _), S = query.shape, key.shape[1]
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -225,6 +227,7 @@ class MultiheadAttention(nn.Module):
                 (self.v_proj, value),
             )
         )
+        # Attention itself: no bias is built, only slopes and places are handed on.
         placement: Placement = {"causal": self.causal, "right": self.right}
         if padding is not None:
             placement |= self._read_padding(padding, B, T, S)
@@ -237,6 +240,7 @@ class MultiheadAttention(nn.Module):
             implementation=self.implementation,
             **placement,
         )
+        # Weights are computed apart, and only if they are asked for: they are the one thing of size T x S.
         weights = attention_weights(q, k, self.left, **placement) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
