@@ -6,9 +6,14 @@ Nothing is fetched, while it is built or while it is read: formulas are MathML, 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "_extensions")]
+
+import annotate  # noqa: E402
 
 import linbias  # noqa: E402
+
+annotate.write()  # docs/annotated/*.md, from the sources
 
 project = "linbias"
 author = "the authors of linbias"
@@ -21,6 +26,7 @@ extensions = [
     "mathml",
     "sources",
     "commands",
+    "explorer",
 ]
 exclude_patterns = ["_extensions"]
 
