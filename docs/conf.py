@@ -46,6 +46,8 @@ napoleon_use_param = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style"), ("Fields", "params_style")]
 
+smartquotes = False  # a quote of code stays one
+
 # Strict: every name of ours that is mentioned has an entry. Those of others are not looked up, which would need a network.
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!linbias\.).*")]
@@ -54,10 +56,13 @@ nitpick_ignore_regex = [("py:.*", r"(?!linbias\.).*")]
 html_theme = "furo"
 html_title = "linbias"
 html_math_renderer = "mathml"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "gruvbox-dark"
 html_static_path = ["_static"]
 html_css_files = ["linbias.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
 html_domain_indices = False
+html_use_index = False
 templates_path: list[str] = []

@@ -322,7 +322,9 @@ def parse() -> tuple[argparse.Namespace, Plan]:
     for name in ("steps", "test-tokens", "sliding-tokens", "rounds"):
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Plan, name.replace('-', '_'))}")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", help=f"default {Plan.seeds}")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results" / "comparison.md")
+    parser.add_argument(
+        "--document", type=Path, default=ROOT / "docs" / "results" / "comparison.md"
+    )
     options = parser.parse_args()
     asked = {name: getattr(options, name) for name in asdict(Plan(())) if hasattr(options, name)}
     changes = {k: tuple(v) if isinstance(v, list) else v for k, v in asked.items() if v}
