@@ -15,8 +15,9 @@ from typing import Any
 
 from linbias.explore import data
 from linbias.explore.bundle import bundle
+from linbias.explore.vectors import vectors
 
-__all__ = ["page"]
+__all__ = ["page", "vectors"]
 
 
 def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> str:

@@ -86,16 +86,17 @@ export function slider({
     spellcheck: "false",
     "aria-label": `${label}, exact`,
     "aria-describedby": message.id,
-    on: { input: () => read(), blur: () => show(current) },
+    on: { input: () => read(), blur: () => field.ariaInvalid === "true" || show(current) },
   });
+  const name = element("label", { class: "label", for: range.id }, label);
   let current = value;
 
   function read() {
     try {
       take(parse(field.value), field);
     } catch (error) {
-      field.setAttribute("aria-invalid", "true");
-      setText(message, error.message);
+      field.ariaInvalid = "true";
+      setText(message, `${error.message}; still ${toText(current)}.`);
     }
   }
 
@@ -107,7 +108,7 @@ export function slider({
 
   // The control that the reader is using keeps what they typed or where they dragged it.
   function show(number, source = null) {
-    field.removeAttribute("aria-invalid");
+    field.ariaInvalid = null;
     setText(message, "");
     if (source !== field) field.value = number === null ? "" : toText(number);
     if (source !== range) range.value = number === null ? min : toPosition(number);
@@ -119,7 +120,7 @@ export function slider({
     element: element(
       "div",
       { class: "control slider" },
-      element("label", { class: "label", for: range.id }, label),
+      name,
       field,
       element(
         "div",
@@ -138,8 +139,13 @@ export function slider({
       message,
     ),
     set(number) {
+      if (number === current) return; // what is being typed stays as it was typed
       current = number;
       show(number);
+    },
+    setLabel(text) {
+      setText(name, text);
+      field.ariaLabel = `${text}, exact`;
     },
     setDisabled(to) {
       range.disabled = field.disabled = to;
@@ -151,9 +157,15 @@ export function slider({
 export function parseNumber(text, min, max) {
   const [, top, bottom] = /^\s*([^/]*?)\s*(?:\/\s*(\S+))?\s*$/.exec(text) ?? [];
   const number = top ? Number(top) / (bottom === undefined ? 1 : Number(bottom)) : NaN;
-  if (!Number.isFinite(number)) throw new Error(`Must be a number, got "${text}".`);
-  if (number < min) throw new Error(`Must be at least ${min}, got ${text}.`);
-  if (number > max) throw new Error(`Must be at most ${max}, got ${text}.`);
+  if (!Number.isFinite(number)) throw new Error(`Must be a number, got "${text}"`);
+  if (number < min) throw new Error(`Must be at least ${min}, got ${text}`);
+  if (number > max) throw new Error(`Must be at most ${max}, got ${text}`);
+  return number;
+}
+
+export function parseWhole(text, min, max) {
+  const number = parseNumber(text, min, max);
+  if (!Number.isInteger(number)) throw new Error(`Must be a whole number, got ${text}`);
   return number;
 }
 

@@ -6,8 +6,9 @@ import { element, uniqueId } from "./dom.js";
 
 const VIEWS = [{ id: "bias", label: "Bias", mount: mountBias, needs: "example" }];
 
-// Builds the page in `root`, a `.explore` element. Views are made when they are first looked at.
-export function startPage(root, data) {
+// Builds the page in `root`, a `.explore` element. Views are made when they are first looked at. `memory` keeps
+// what they show: { read() -> text, write(text) }.
+export function startPage(root, data, memory) {
   const views = VIEWS.filter((view) => data[view.needs]).map((view) => ({
     ...view,
     panel: element("section", { id: uniqueId(view.id), class: "view", hidden: true }),
@@ -15,7 +16,7 @@ export function startPage(root, data) {
 
   function show(id) {
     const view = views.find((one) => one.id === id) ?? views[0];
-    if (view.panel.childElementCount === 0) view.mount(view.panel, data);
+    if (view.panel.childElementCount === 0) view.mount(view.panel, data, memory);
     bar.set(view.id);
   }
 
@@ -42,5 +43,11 @@ function themeChoice(root) {
   return control.element;
 }
 
+// The state stands behind # in the page's address, so that a link shows what its sender saw.
+const address = {
+  read: () => location.hash.slice(1),
+  write: (text) => history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search),
+};
+
 const app = document.getElementById("app");
-if (app) startPage(app, JSON.parse(document.getElementById("data").textContent));
+if (app) startPage(app, JSON.parse(document.getElementById("data").textContent), address);
