@@ -34,8 +34,19 @@ LAYERS = {
     "paper": {"models", "data", "runs"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
+    "explore": {"example"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
-    "cli": {"lm", "paper", "models", "data", "runs", "example", "doctor", "__version__"},
+    "cli": {
+        "lm",
+        "paper",
+        "models",
+        "data",
+        "runs",
+        "example",
+        "explore",
+        "doctor",
+        "__version__",
+    },
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {

@@ -1,0 +1,198 @@
+// The tables below the picture: each in a part that can be folded, and filled only while it is open.
+
+import { MEAN, openSides, QUANTITIES, slopeText } from "./bias_state.js";
+import { element, setText } from "./dom.js";
+import { fixed, general, headName } from "./numbers.js";
+import { dataTable } from "./table.js";
+
+// foldedTables(example) -> { elements, update(view) } with view: { state, heads, slopes, matrix, title }.
+export function biasTables(example) {
+  const parts = [stepsPart(), outputPart(), slopePart(example), matrixPart(), inputPart(), pythonPart()];
+  let shown = null;
+  const folds = parts.map(({ title, open, body, fill }) =>
+    element(
+      "details",
+      { class: "fold", open, on: { toggle: refresh } },
+      element("summary", {}, element("h3", {}, title)),
+      body,
+    ),
+  );
+  function refresh() {
+    if (shown) parts.forEach((part, i) => folds[i].open && part.fill(shown));
+  }
+  return {
+    elements: folds,
+    update(view) {
+      shown = view;
+      refresh();
+    },
+  };
+}
+
+// The trace of linbias.explain for the chosen query.
+function stepsPart() {
+  const body = element("div", { class: "traces" });
+  let traces = [];
+  return {
+    title: "Step by step",
+    open: true,
+    body,
+    fill({ state, heads }) {
+      const { tokens, row } = state;
+      const chosen = state.head === MEAN ? heads.map((_, h) => h) : [state.head];
+      if (traces.length !== chosen.length) {
+        traces = chosen.map(() => ({ table: dataTable({ caption: "", corner: "key" }), after: element("p", { class: "after" }) }));
+        body.replaceChildren(...traces.map((trace) => element("div", {}, trace.table.element, trace.after)));
+      }
+      traces.forEach(({ table, after }, i) => {
+        const head = heads[chosen[i]];
+        const { S, E, raw, scaled, bias, biased, weight, output, lse } = head.with;
+        table.setCaption(`${headName(chosen[i])} (${slopeText(head)}), query ${tokens[row]}`);
+        const columns = ["q.k", "scaled", "penalty", "biased", "weight"];
+        const cell = (values, s) => fixed(values[row * S + s]);
+        table.update(
+          columns,
+          tokens.map((token, s) => ({
+            head: token,
+            cells: [cell(raw, s), cell(scaled, s), fixed(0 - bias[row * S + s]), cell(biased, s), cell(weight, s)],
+          })),
+        );
+        const out = [...output.slice(row * E, (row + 1) * E)].map((value) => fixed(value)).join(" ");
+        setText(after, `q [${head.q[row].map(general).join(" ")}]   output [${out}]   log-sum-exp ${fixed(lse[row])}`);
+      });
+    },
+  };
+}
+
+function outputPart() {
+  const table = dataTable({ caption: "All heads side by side, a row for each query", corner: "query" });
+  return {
+    title: "Outputs",
+    open: true,
+    body: table.element,
+    fill({ state, heads }) {
+      const columns = heads.flatMap((head) => Array.from({ length: head.with.E }));
+      table.update(
+        columns.map((_, i) => `dim-${i}`),
+        state.tokens.map((token, t) => ({
+          head: token,
+          cells: heads.flatMap(({ with: { E, output } }) =>
+            Array.from(output.slice(t * E, (t + 1) * E), (value) => fixed(value)),
+          ),
+        })),
+        state.row,
+      );
+    },
+  };
+}
+
+function slopePart({ characters }) {
+  const table = dataTable({ caption: "", corner: "head" });
+  table.setCaption("What a key at distance 10 loses, and the distance over which a weight halves");
+  const rule = characters
+    .map(([least, name], i) => (i === characters.length - 1 ? `${name} less` : `${name} at least ${least}`))
+    .join(", ");
+  return {
+    title: "Slopes",
+    open: true,
+    body: element(
+      "div",
+      {},
+      table.element,
+      element("p", { class: "note" }, `Characters by the penalty at distance 10: ${rule}; without a slope, Global.`),
+    ),
+    fill({ state, heads, slopes }) {
+      const rows = heads.flatMap((_, h) =>
+        openSides(state, slopes, h).map(({ side, slope }) => ({
+          head: side === "both" ? String(h + 1) : `${h + 1} ${side}`,
+          cells: [
+            general(slope),
+            powerText(slope),
+            slope === 0 ? "0" : general(-10 * slope),
+            slope === 0 ? "Global" : characters.find(([least]) => 10 * slope >= least)[1],
+            slope === 0 ? "never" : `${Number((Math.LN2 / slope).toPrecision(3))} tokens`,
+          ],
+        })),
+      );
+      const columns = ["slope", "that is", "penalty at distance 10", "character", "halves every"];
+      const numSides = rows.length / heads.length;
+      table.update(columns, rows, state.head === MEAN || numSides !== 1 ? -1 : state.head);
+    },
+  };
+}
+
+// 1/256 for 2^-8, 2^-0.5 for what is no whole power.
+function powerText(slope) {
+  if (slope === 0) return "";
+  const power = Math.log2(slope);
+  if (Number.isInteger(power) && power <= 0 && power >= -16) return power === 0 ? "1" : `1/${2 ** -power}`;
+  return Number.isInteger(2 * power) ? `2^${power}` : "";
+}
+
+function matrixPart() {
+  const table = dataTable({ caption: "", corner: "query" });
+  return {
+    title: "The matrix as a table",
+    open: false,
+    body: table.element,
+    fill({ state, matrix, title }) {
+      const S = state.tokens.length;
+      table.setCaption(title);
+      table.update(
+        state.tokens,
+        state.tokens.map((token, t) => ({
+          head: token,
+          cells: Array.from(matrix.slice(t * S, (t + 1) * S), (value) => fixed(value)),
+        })),
+        state.row,
+      );
+    },
+  };
+}
+
+function inputPart() {
+  const tables = ["q", "k", "v"].map((role) => ({ role, table: dataTable({ caption: role, corner: "token" }) }));
+  return {
+    title: "Inputs",
+    open: false,
+    body: element("div", { class: "traces" }, tables.map(({ table }) => table.element)),
+    fill({ state, heads }) {
+      for (const { role, table } of tables) {
+        const columns = heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h + 1}, ${i}`));
+        table.update(
+          columns,
+          state.tokens.map((token, t) => ({ head: token, cells: heads.flatMap((head) => head[role][t].map(general)) })),
+          state.row,
+        );
+      }
+    },
+  };
+}
+
+// The same numbers in Python.
+function pythonPart() {
+  const code = element("code");
+  return {
+    title: "In Python",
+    open: false,
+    body: element("pre", { class: "scroll", tabindex: "0", "aria-label": "Python code" }, code),
+    fill({ state, slopes }) {
+      const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;
+      const infinite = [...slopes.left, ...slopes.right].includes(Infinity) && state.variant !== "causal";
+      const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? `, causal=False, right=${list(slopes.right)}`;
+      const head = state.head === MEAN ? "" : `, head=${state.head}`;
+      setText(
+        code,
+        [
+          ...(infinite ? ["import numpy as np"] : []),
+          "from linbias import explain, explore",
+          "",
+          `tokens = ${JSON.stringify(state.tokens)}`,
+          `q, k, v = explore.vectors(tokens, num_heads=${state.numHeads})`,
+          `trace = explain(q, k, v, ${list(slopes.left)}${right})`,
+          `print(trace.table(query=${state.row}${head}, tokens=tokens))`,
+        ].join("\n"),
+      );
+    },
+  };
+}
