@@ -27,7 +27,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 HERE = Path(__file__).parent
-PROSE_BESIDE = 150  # characters to a line of code; longer prose stands above it, in all the width
+PROSE_BESIDE = 90  # characters to a line of code; longer prose stands above it, in all the width
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def _run_near_to_far() -> str:
     tile = visit.tiles[0][0][0]
     lost = near_to_far.share_outside(q[:, -1:], k, tile.first, tile.end, slopes)[0, 0]
     steps = "; ".join(
-        f"{TOKENS[step.first]}, which with all before it holds at most {math.exp(step.bound):.3f} of what was read,"
+        f"{TOKENS[step.first]}, which with all beyond it holds at most {math.exp(step.bound):.3f} of what was read,"
         f" is {'read' if step.read else 'left'}"
         for step in tile.steps
     )
