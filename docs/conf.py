@@ -23,6 +23,7 @@ extensions = [
     "docstrings",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.githubpages",  # a file that tells one host to serve _static
     "mathml",
     "sources",
     "commands",

@@ -33,7 +33,8 @@ MEANINGS = {
     "--max-tokens": "most tokens in a batch of training",
     "--methods": "position methods to compare",
     "--nwords": "size of the dictionary of words",
-    "--output": "folder to write",
+    "--no-open": "open no browser",
+    "--output": "folder or file to write",
     "--position": "position method of a model",
     "--precision": "number format of matrix products",
     "--preset": "recipe to start from",
@@ -110,7 +111,7 @@ def options_of(command: Any) -> list[Any]:
 
 def test_there_are_all_commands():
     assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {
-        *("explain", "extrapolate", "doctor", "train", "evaluate", "generate"),
+        *("explain", "explore", "extrapolate", "doctor", "train", "evaluate", "generate"),
         *(f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")),
     }
 

@@ -34,7 +34,7 @@ LAYERS = {
     "paper": {"models", "data", "runs"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
-    "explore": {"example"} | ANYONE,
+    "explore": {"example", "definition", "models", "lm"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
     "cli": {
         "lm",

@@ -26,7 +26,7 @@ class Explorer(SphinxDirective):
             nodes.raw(
                 "",
                 f'<p class="explorer-link"><a href="{page}">Open it in a window of its own</a></p>'
-                f'<iframe class="explorer" src="{page}" title="Explorer"></iframe>',
+                f'<iframe class="explorer" src="{page}" title="Explorer" loading="lazy"></iframe>',
                 format="html",
             )
         ]

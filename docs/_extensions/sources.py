@@ -128,7 +128,7 @@ def _source_pages(app: Sphinx) -> Any:
             names = [f"<li><code>{child.name}</code></li>" for child in sorted(path.iterdir())]
             body = f"<ul>{''.join(names)}</ul>"
         else:
-            body = _highlighted(app, path)
+            body = f'<div class="source">{_highlighted(app, path)}</div>'
         head = f"<h1><code>{title}</code></h1>"
         yield _page(path), {"title": title, "body": head + body}, "page.html"
 

@@ -5,6 +5,7 @@ Results go to standard output, progress and errors to standard error. Heavy impo
 the commands, so that `linbias --help` is quick.
 
     start     explain, extrapolate, doctor
+    explore   the page
     models    train, evaluate, generate
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
     console   what they share: output, errors, progress, tables
@@ -15,12 +16,13 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import models, paper, start
+from linbias.cli import explore, models, paper, start
 from linbias.cli.console import new_group, out
 
 app = new_group()
 for name, panel, command in (
     ("explain", "Start here", start.explain),
+    ("explore", "Start here", explore.explore),
     ("extrapolate", "Start here", start.extrapolate),
     ("doctor", "Start here", start.doctor),
     ("train", "Models", models.train),
@@ -55,6 +57,7 @@ def _linbias(
 ) -> None:
     """Attention with linear biases (ALiBi): train short, test long.
 
-    New here? [bold cyan]linbias explain[/] shows the idea on five words, and
-    [bold cyan]linbias extrapolate[/] the paper's result on real text, within minutes.
+    New here? [bold cyan]linbias explore[/] shows the idea on five words to click and change,
+    [bold cyan]linbias explain[/] as numbers, and [bold cyan]linbias extrapolate[/] the paper's
+    result on real text, within minutes.
     """

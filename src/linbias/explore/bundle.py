@@ -46,6 +46,14 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
     return "\n".join(f"// {name}\n{_without_words(name, text)}" for name, text in texts.items())
 
 
+def style() -> str:
+    """The page's look: of all of it, then of the views."""
+    folder = resources.files("linbias.explore")
+    return "\n".join(
+        folder.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "views.css")
+    )
+
+
 def _read(name: str) -> str:
     return resources.files("linbias.explore").joinpath("js", name).read_text(encoding="utf-8")
 

@@ -17,6 +17,17 @@ CHARACTERS = (
     (0.0, "Near-global"),
 )
 
+
+def character(penalty: float) -> str:
+    """The character of a head whose keys at distance 10 lose this much.
+
+    Example:
+        >>> [character(10 / 2**h) for h in (1, 2, 3, 4, 8)]
+        ['Ultra-local', 'Local', 'Medium-range', 'Broad', 'Near-global']
+    """
+    return next(name for least, name in CHARACTERS if penalty >= least)
+
+
 # A text to make the example longer: the ten words of the chapter's fifth exercise, and more.
 WORDS = (
     "The cat sat on mat and the dog ran home while rain fell over the small town and every lamp along "

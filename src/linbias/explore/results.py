@@ -70,7 +70,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
         name: What the page calls it.
 
     Returns:
-        JSON values: `name`, `made`, `caution` (text or None) and `groups`, one for each training length, with its
+        JSON values: `name`, `made`, `num_seeds` and `groups`, one for each training length, with its
         `lines`, one for each method. The `lengths` of a line are its losses by test length in bits per byte (the mean
         over seeds, and their range), its `positions` the losses by tokens of context in bits per token. `limit` is
         the test length after which its table of positions has no more rows, or None.
@@ -78,16 +78,11 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
     from linbias.lm import findings
 
     evaluations, pooled = results.evaluations, findings.records_by_position(results)
-    found = findings.findings(evaluations)
-    sentences = {(f.train_length, f.method): str(f) for f in found}
     groups = []
     for train_length in findings.train_lengths(evaluations):
         test_lengths = findings.test_lengths(evaluations, train_length)
         lines = [
-            {
-                **_line(method, train_length, evaluations, pooled, test_lengths[-1]),
-                "finding": sentences.get((train_length, method)),
-            }
+            _line(method, train_length, evaluations, pooled, test_lengths[-1])
             for method in findings.methods(evaluations)
             if findings.curve(evaluations, method, train_length)
         ]
@@ -95,7 +90,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "made": results.made,
-        "caution": findings.caution(found),
+        "num_seeds": len({record.seed for record in evaluations}),
         "groups": groups,
     }
 

@@ -5,9 +5,9 @@ import { element, setText } from "./dom.js";
 import { fixed, general, headName } from "./numbers.js";
 import { dataTable } from "./table.js";
 
-// foldedTables(example) -> { elements, update(view) } with view: { state, heads, slopes, matrix, title }.
+// biasTables(example) -> { elements, update(view) } with view: { state, heads, slopes, matrix, title }.
 export function biasTables(example) {
-  const parts = [stepsPart(), outputPart(), slopePart(example), matrixPart(), inputPart(), pythonPart()];
+  const parts = [stepsPart(), outputPart(), slopePart(example), pythonPart(), matrixPart(), inputPart()];
   let shown = null;
   const folds = parts.map(({ title, open, body, fill }) =>
     element(
@@ -87,8 +87,7 @@ function outputPart() {
 }
 
 function slopePart({ characters }) {
-  const table = dataTable({ caption: "", corner: "head" });
-  table.setCaption("What a key at distance 10 loses, and the distance over which a weight halves");
+  const table = dataTable({ caption: "What a key at distance 10 loses, and how far a weight reaches", corner: "head" });
   const rule = characters
     .map(([least, name], i) => (i === characters.length - 1 ? `${name} less` : `${name} at least ${least}`))
     .join(", ");
@@ -104,7 +103,7 @@ function slopePart({ characters }) {
     fill({ state, heads, slopes }) {
       const rows = heads.flatMap((_, h) =>
         openSides(state, slopes, h).map(({ side, slope }) => ({
-          head: side === "both" ? String(h + 1) : `${h + 1} ${side}`,
+          head: side === "both" || state.variant === "causal" ? String(h + 1) : `${h + 1} ${side}`,
           cells: [
             general(slope),
             powerText(slope),
@@ -114,7 +113,7 @@ function slopePart({ characters }) {
           ],
         })),
       );
-      const columns = ["slope", "that is", "penalty at distance 10", "character", "halves every"];
+      const columns = ["slope", "that is", "penalty at distance 10", "character", "weight halves every"];
       const numSides = rows.length / heads.length;
       table.update(columns, rows, state.head === MEAN || numSides !== 1 ? -1 : state.head);
     },
@@ -174,7 +173,7 @@ function pythonPart() {
   const code = element("code");
   return {
     title: "In Python",
-    open: false,
+    open: true,
     body: element("pre", { class: "scroll", tabindex: "0", "aria-label": "Python code" }, code),
     fill({ state, slopes }) {
       const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;

@@ -3,11 +3,11 @@
 import { mean } from "./attention.js";
 import { weightBars } from "./bars.js";
 import { biasControls } from "./bias_controls.js";
-import { headComputer, matrixOf, MEAN, QUANTITIES, readState, slopesOf, slopeText, stateText } from "./bias_state.js";
+import { headComputer, matrixOf, MEAN, openSides, QUANTITIES, readState, slopesOf, stateText } from "./bias_state.js";
 import { biasTables } from "./bias_tables.js";
 import { announcer, debounce, element, setText } from "./dom.js";
 import { heatmap } from "./heatmap.js";
-import { fixed, headName } from "./numbers.js";
+import { fixed, general, headName } from "./numbers.js";
 
 const QUIET = 60; // milliseconds after which tables follow a slider
 
@@ -81,26 +81,33 @@ export function mountBias(root, { example }, memory) {
     const means = mean(heads.map((head) => head.with.weight));
     controls.update(state, heads, means);
     const matrices = ["with", "without"].map((kind) => matrixOf(heads, state, kind));
-    drawPictures(matrices);
+    drawPictures(heads, matrices);
     drawRow(heads);
     setText(formula, formulaOf(heads));
   }
 
-  function drawPictures(matrices) {
+  function drawPictures(heads, matrices) {
     stage.classList.toggle("compare", state.compare);
     const seen = matrices.slice(0, state.compare ? 2 : 1);
     let [low, high] = [0, 0];
-    for (const value of seen.flatMap((matrix) => [...matrix])) {
-      if (value === -Infinity) continue;
-      low = Math.min(low, value);
-      high = Math.max(high, value);
+    for (const matrix of seen) {
+      for (const value of matrix) {
+        if (value === -Infinity) continue;
+        if (value < low) low = value;
+        if (value > high) high = value;
+      }
     }
+    const power = state.quantity === "weight" ? 0.5 : 1; // most weights are small
+    const hidden = ["raw", "scaled"].includes(state.quantity) ? null : hiddenCells(heads);
     figures[1].hidden = !state.compare;
     seen.forEach((values, i) => {
       const label = titleOf(i === 0 ? "with" : "without");
       setText(titles[i], label);
       const { tokens, row } = state;
-      pictures[i].update({ label, rows: tokens, columns: tokens, values, text: fixed, low, high, selected: row });
+      pictures[i].update({
+        ...{ label, rows: tokens, columns: tokens, values, text: fixed },
+        ...{ low, high, power, hidden, selected: row },
+      });
     });
   }
 
@@ -114,8 +121,14 @@ export function mountBias(root, { example }, memory) {
       tokens: state.tokens,
       weight: part(matrixOf(heads, weights, "with")),
       without: part(matrixOf(heads, weights, "without")),
-      hidden: state.tokens.map((_, s) => heads.every((head) => head.with.bias[state.row * S + s] === -Infinity)),
+      hidden: part(hiddenCells(heads)),
     });
+  }
+
+  // Whether a key takes no part: in the chosen head, or for the mean in any.
+  function hiddenCells(heads) {
+    const seen = state.head === MEAN ? heads : [heads[state.head]];
+    return Array.from(seen[0].with.bias, (_, i) => seen.every((head) => head.with.bias[i] === -Infinity));
   }
 
   function rowInWords() {
@@ -128,9 +141,13 @@ export function mountBias(root, { example }, memory) {
   }
 
   function formulaOf(heads) {
-    if (state.head === MEAN) return "mean over heads of softmax( q\u00b7k / \u221a2 + bias )";
-    const head = heads[state.head];
-    return `softmax( q\u00b7k / \u221a2 \u2212 slope \u00d7 distance ),  ${slopeText(head)}`;
+    const scaled = "q \u00b7 k / \u221a2";
+    if (state.head === MEAN) return `mean over heads of softmax(${scaled} \u2212 slope \u00d7 distance)`;
+    const sides = openSides(state, slopesOf(state), state.head).map(({ side, slope }) => {
+      const where = { both: "", left: "to the left", right: "to the right" }[side];
+      return `${general(slope)} \u00d7 distance ${state.variant === "causal" ? "" : where}`.trim();
+    });
+    return `softmax(${scaled} \u2212 ${sides.join(", ")})`;
   }
 
   draw();

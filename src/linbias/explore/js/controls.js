@@ -143,6 +143,9 @@ export function slider({
       current = number;
       show(number);
     },
+    setMax(to) {
+      range.max = to;
+    },
     setLabel(text) {
       setText(name, text);
       field.ariaLabel = `${text}, exact`;

@@ -32,7 +32,7 @@ export function headPicker({ mean, onChange }) {
     const image = context.createImageData(size, size);
     const high = matrix.reduce((a, b) => Math.max(a, b), 0);
     matrix.forEach((value, i) => {
-      image.data.set(colours[Math.round((255 * value) / high)], 4 * i);
+      image.data.set(colours[Math.round(255 * Math.sqrt(value / high))], 4 * i);
       image.data[4 * i + 3] = 255;
     });
     context.putImageData(image, 0, 0);

@@ -12,8 +12,9 @@ const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
 const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
 
-// heatmap({ onSelect(row) }) -> { element, update({ label, rows, columns, values, text, low, high, selected }) }
-// values: [rows * columns], -Infinity where hidden; text(value) -> as printed; low <= 0 <= high: the colours' range.
+// heatmap({ onSelect(row) }) -> { element, update({ label, rows, columns, values, text, ... selected }) }
+// values: [rows * columns]; text(value) -> as printed; low <= 0 <= high: the colours' range; power: below 1 it
+// spreads small values over more colours; hidden: [rows * columns] or null, cells that take no part.
 export function heatmap({ onSelect }) {
   const canvas = element("canvas", { "aria-hidden": "true" });
   const cursor = element("div", { class: "heat-cursor", hidden: true, "aria-hidden": "true" });
@@ -54,8 +55,8 @@ export function heatmap({ onSelect }) {
   }
 
   function heading(role, name, i, count) {
-    const text = i % Math.ceil(count / MOST_LABELS) === 0 ? name : "";
-    return element("div", { class: "heat-name", role, title: name, "aria-label": name }, element("bdi", {}, text));
+    const shows = i % Math.ceil(count / MOST_LABELS) === 0;
+    return element("div", { class: shows ? "heat-name" : "heat-name skipped", role, title: name }, element("bdi", {}, name));
   }
 
   function measure() {
@@ -63,12 +64,12 @@ export function heatmap({ onSelect }) {
   }
 
   function paint() {
-    const { columns, values } = shown;
+    const { columns, values, hidden } = shown;
     ramps ??= ["--accent", "--negative"].map((name) => ramp(colour(grid, "--surface"), colour(grid, name)));
     const context = canvas.getContext("2d");
     const image = context.createImageData(canvas.width, canvas.height);
     values.forEach((value, i) => {
-      if (value === -Infinity) return; // transparent: the hatching behind shows
+      if (hidden?.[i]) return; // transparent: the hatching behind shows
       image.data.set(shade(value), 4 * i);
       image.data[4 * i + 3] = 255;
     });
@@ -79,17 +80,16 @@ export function heatmap({ onSelect }) {
   function shade(value) {
     const [above, below] = ramps;
     const end = value < 0 ? shown.low : shown.high;
-    return (value < 0 ? below : above)[end === 0 ? 0 : Math.round(255 * Math.min(1, value / end))];
+    const share = end === 0 ? 0 : Math.min(1, value / end) ** shown.power;
+    return (value < 0 ? below : above)[Math.round(255 * share)];
   }
 
   function writeNumbers() {
-    const { columns, values, text } = shown;
+    const { columns, values, text, hidden } = shown;
     values.forEach((value, i) => {
       const cell = rowBox.children[Math.floor(i / columns.length)].children[1 + (i % columns.length)];
-      const hidden = value === -Infinity;
-      const light = !hidden && wantsLightText(shade(value));
       setText(cell, text(value));
-      cell.className = `heat-cell ${hidden ? "hidden-key" : light ? "on-dark" : "on-light"}`;
+      cell.className = `heat-cell ${hidden?.[i] ? "hidden-key" : wantsLightText(shade(value)) ? "on-dark" : "on-light"}`;
     });
   }
 

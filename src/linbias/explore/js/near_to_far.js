@@ -8,7 +8,7 @@ export const RIGHT = 1;
 
 // Random numbers that Python can make as well: a hash of their index (32-bit, "lowbias32"), whose four bytes added
 // up are nearly normal. No step rounds but the last division.
-function hash(x) {
+function scramble(x) {
   x ^= x >>> 16;
   x = Math.imul(x, 0x7feb352d);
   x ^= x >>> 15;
@@ -16,24 +16,16 @@ function hash(x) {
   return (x ^ (x >>> 16)) >>> 0;
 }
 
-// `count` numbers of mean 0 and variance 1; different streams are independent.
-export function normals(stream, count) {
-  const start = Math.imul(stream + 1, 0x9e3779b9);
+// `count` numbers of mean 0 and variance 1, beginning with number `from` of a stream; streams are independent.
+export function normals(stream, count, from = 0) {
+  const start = Math.imul(stream + 1, 0x9e3779b9) + from;
   const numbers = new Float64Array(count);
   for (let i = 0; i < count; i++) {
-    const bits = hash((start + i) | 0);
-    const sum = (bits & 255) + ((bits >>> 8) & 255) + ((bits >>> 16) & 255) + (bits >>> 24);
-    numbers[i] = (sum - 510) / 147.8;
+    const bits = scramble((start + i) | 0);
+    const bytes = (bits & 255) + ((bits >>> 8) & 255) + ((bits >>> 16) & 255) + (bits >>> 24);
+    numbers[i] = (bytes - 510) / 147.8;
   }
   return numbers;
-}
-
-// Queries and keys of `numHeads` heads, each [length * size]; a longer sequence begins with the shorter one.
-export function randomHeads(numHeads, length, size) {
-  return Array.from({ length: numHeads }, (_, head) => ({
-    q: normals(2 * head, length * size),
-    k: normals(2 * head + 1, length * size),
-  }));
 }
 
 // log min(numKeys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. numKeys - 1.
@@ -49,39 +41,42 @@ export function windowOf(slope, qNorm, kNorm, scale, tolerance, numKeys) {
   return Math.max(nats / slope, 0);
 }
 
-// The length of each row of [n * size].
-export function norms(x, size) {
-  const found = new Float64Array(x.length / size);
-  for (let row = 0; row < found.length; row++) {
-    let squares = 0;
-    for (let i = row * size; i < (row + 1) * size; i++) squares += x[i] * x[i];
-    found[row] = Math.sqrt(squares);
+// What of one query does not depend on slopes and tolerance.
+//
+//   query [size]   keys [numKeys * size]   position: the key at which the query stands
+//
+// Gives `dots`, the scores without bias; `largest`, for LEFT and RIGHT the score without bias that no key from key s
+// outwards exceeds, q . k = q . c + q . (k - c) <= q . c + |q| |k - c| with c the mean key; and the largest norms.
+export function prepareQuery({ query, keys, position, scale }) {
+  const size = query.length;
+  const numKeys = keys.length / size;
+  const q = query.map((value) => value * scale);
+  const center = new Float64Array(size);
+  for (let i = 0; i < keys.length; i += size) for (let d = 0; d < size; d++) center[d] += keys[i + d];
+  for (let d = 0; d < size; d++) center[d] /= numKeys;
+  const [dots, radius] = [new Float64Array(numKeys), new Float64Array(numKeys)];
+  let kNorm = 0;
+  for (let s = 0; s < numKeys; s++) {
+    let [apart, squares] = [0, 0];
+    for (let d = 0; d < size; d++) {
+      const k = keys[s * size + d];
+      dots[s] += q[d] * k;
+      squares += k * k;
+      apart += (k - center[d]) ** 2;
+    }
+    radius[s] = Math.sqrt(apart);
+    kNorm = Math.max(kNorm, Math.sqrt(squares));
   }
-  return found;
+  const atCenter = q.reduce((total, value, d) => total + value * center[d], 0);
+  const qNorm = Math.hypot(...q);
+  const farthest = [runningMax(radius), runningMax(radius.toReversed()).toReversed()];
+  const largest = farthest.map((norms) => norms.map((norm) => atCenter + qNorm * norm));
+  return { position, numKeys, dots, largest, qNorm: qNorm / Math.abs(scale), kNorm, scale };
 }
 
-// The score without bias that no key from key s outwards exceeds, for LEFT and RIGHT:
-// q . k = q . c + q . (k - c) <= q . c + |q| |k - c| with c the mean key.
-function largestScores(q, k, size) {
-  const numKeys = k.length / size;
-  const center = new Float64Array(size);
-  for (let i = 0; i < k.length; i++) center[i % size] += k[i];
-  for (let d = 0; d < size; d++) center[d] /= numKeys;
-  const radius = norms(k.map((value, i) => value - center[i % size]), size);
-  let atCenter = 0;
-  for (let d = 0; d < size; d++) atCenter += q[d] * center[d];
-  const qNorm = norms(q, size)[0];
-  const toLeft = new Float64Array(numKeys);
-  const toRight = new Float64Array(numKeys);
-  for (let s = 0, largest = 0; s < numKeys; s++) {
-    largest = Math.max(largest, radius[s]);
-    toLeft[s] = atCenter + qNorm * largest;
-  }
-  for (let s = numKeys - 1, largest = 0; s >= 0; s--) {
-    largest = Math.max(largest, radius[s]);
-    toRight[s] = atCenter + qNorm * largest;
-  }
-  return [toLeft, toRight];
+function runningMax(values) {
+  let most = -Infinity;
+  return values.map((value) => (most = Math.max(most, value)));
 }
 
 // The blocks (side, first, end) beyond the query's own key, near to far, both sides in turn.
@@ -102,35 +97,30 @@ function* blocksOutwards(position, numKeys, size) {
 
 // One query near to far.
 //
-//   query      [size], not scaled           keys       [numKeys * size]
-//   position   of the query, a key's index  slopes     [left, right]; Infinity hides a side, 0 never stops
-//   tolerance  in [0, 1), 0 reads all       block      keys of a block
+//   slopes     [left, right]; Infinity hides a side, 0 never stops
+//   tolerance  in [0, 1), 0 reads all
+//   block      keys of a block
 //
-// Gives the keys read, first .. end - 1; the steps {side, first, end, bound, read, outside}: the bound on the share
+// Gives the keys read, first .. end - 1; the steps { side, first, end, bound, read, outside }: the bound on the share
 // of the step's keys and all beyond them (log), and the share that they really hold; for each side why it ended
-// ("bound", "keys": there are no more, "hidden"); and leftOut, the probability that was never read.
-export function visit({ query, keys, position, scale, slopes, tolerance, block }) {
-  const size = query.length;
-  const numKeys = keys.length / size;
-  const q = query.map((value) => value * scale);
-  const scores = new Float64Array(numKeys);
-  for (let s = 0; s < numKeys; s++) {
-    const distance = position - s;
-    const slope = distance > 0 ? slopes[LEFT] : slopes[RIGHT];
-    let dot = 0;
-    for (let d = 0; d < size; d++) dot += q[d] * keys[s * size + d];
-    scores[s] = distance === 0 ? dot : dot - slope * Math.abs(distance);
-  }
+// ("bound", "keys": there are no more, "hidden"); `share`, the tolerance of a side; the weights of all keys and
+// their sums `before` (of keys 0 .. s) and `after` (of keys s and beyond); and `leftOut`, what was never read.
+export function visit(prepared, { slopes, tolerance, block }) {
+  const { position, numKeys, dots, largest } = prepared;
+  const scores = new Float64Array(numKeys); // the query's own key has no penalty, even where a slope is infinite
+  for (let s = 0; s < position; s++) scores[s] = dots[s] - slopes[LEFT] * (position - s);
+  scores[position] = dots[position];
+  for (let s = position + 1; s < numKeys; s++) scores[s] = dots[s] - slopes[RIGHT] * (s - position);
   const weights = softmax(scores);
-  const largest = largestScores(q, keys, size);
+  const before = runningSum(weights); // of keys 0 .. s, the smallest first
+  const after = runningSum(weights.toReversed()).toReversed();
   const open = slopes.map((slope) => slope !== Infinity);
   const share = open[LEFT] && open[RIGHT] ? tolerance / 2 : tolerance;
   const ended = open.map((isOpen) => (isOpen ? "keys" : "hidden"));
   const steps = [];
   let rowMax = scores[position];
   let rowSum = 1;
-  let first = position;
-  let end = position + 1;
+  let [first, end] = [position, position + 1];
   for (const [side, from, to] of blocksOutwards(position, numKeys, block)) {
     if (!open[side]) continue;
     const nearest = side === LEFT ? to - 1 : from;
@@ -139,33 +129,44 @@ export function visit({ query, keys, position, scale, slopes, tolerance, block }
     const tail = largest[side][nearest] - slope * Math.abs(position - nearest) + logGeometric(slope, numLeft);
     const bound = tail - rowMax - Math.log(rowSum);
     const stop = slope > 0 && share > 0 && bound <= Math.log(share);
-    const outside = side === LEFT ? sum(weights, 0, to) : sum(weights, from, numKeys);
-    steps.push({ side, first: from, end: to, bound, read: !stop, outside });
+    steps.push({ side, first: from, end: to, bound, read: !stop, outside: side === LEFT ? before[nearest] : after[nearest] });
     if (stop) {
       open[side] = false;
       ended[side] = "bound";
       continue;
     }
-    const newMax = Math.max(rowMax, ...scores.subarray(from, to));
+    let newMax = rowMax;
+    for (let s = from; s < to; s++) newMax = Math.max(newMax, scores[s]);
     rowSum *= Math.exp(rowMax - newMax);
+    for (let s = from; s < to; s++) rowSum += Math.exp(scores[s] - newMax);
     rowMax = newMax;
-    for (let s = from; s < to; s++) rowSum += Math.exp(scores[s] - rowMax);
     first = Math.min(first, from);
     end = Math.max(end, to);
   }
-  const leftOut = sum(weights, 0, first) + sum(weights, end, numKeys);
-  return { first, end, steps, ended, share, leftOut, weights };
+  const leftOut = (before[first - 1] ?? 0) + (after[end] ?? 0);
+  return { position, numKeys, first, end, steps, ended, share, weights, before, after, leftOut };
+}
+
+// How many keys a query may see.
+export function numVisible({ position, numKeys }, slopes) {
+  return 1 + (slopes[LEFT] === Infinity ? 0 : position) + (slopes[RIGHT] === Infinity ? 0 : numKeys - 1 - position);
 }
 
 function softmax(scores) {
-  const largest = scores.reduce((a, b) => Math.max(a, b), -Infinity);
-  const weights = scores.map((score) => Math.exp(score - largest));
-  const total = sum(weights, 0, weights.length);
-  return weights.map((weight) => weight / total);
+  let [most, total] = [-Infinity, 0];
+  for (let s = 0; s < scores.length; s++) most = Math.max(most, scores[s]);
+  const weights = new Float64Array(scores.length);
+  for (let s = 0; s < scores.length; s++) {
+    weights[s] = scores[s] === -Infinity ? 0 : Math.exp(scores[s] - most);
+    total += weights[s];
+  }
+  for (let s = 0; s < scores.length; s++) weights[s] /= total;
+  return weights;
 }
 
-function sum(values, first, end) {
+function runningSum(values) {
+  const sums = new Float64Array(values.length);
   let total = 0;
-  for (let i = first; i < end; i++) total += values[i];
-  return total;
+  for (let i = 0; i < values.length; i++) sums[i] = total += values[i];
+  return sums;
 }

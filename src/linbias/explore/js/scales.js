@@ -1,4 +1,6 @@
-// From numbers to places on an axis, and the numbers that an axis shows.
+// From numbers to places on an axis, and numbers as charts and sentences show them.
+
+import { general } from "./numbers.js";
 
 // scaleOf({ low, high, from, to, log }): a function from numbers to pixels; its `invert` goes back.
 export function scaleOf({ low, high, from, to, log = false }) {
@@ -19,7 +21,7 @@ export function roundTicks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step + 0); // -0 would show its sign
   return ticks;
 }
 
@@ -50,4 +52,24 @@ export function decimalsOf(step) {
 // 2048 -> "2,048", whatever the reader's language: the page is written in one.
 export function grouped(value) {
   return value.toLocaleString("en-US", { maximumFractionDigits: 2 });
+}
+
+// -24 as raised figures.
+export function superscript(exponent) {
+  const figures = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079";
+  return [...String(exponent)].map((sign) => (sign === "-" ? "\u207b" : figures[Number(sign)])).join("");
+}
+
+// 0.0000012 as 1.20 x 10 to the -6; numbers from 0.001 on as they are.
+export function scientific(value, digits = 3) {
+  if (value === 0) return "0";
+  if (value >= 1e-3 && value < 1e4) return value.toPrecision(digits);
+  const [figures, exponent] = value.toExponential(digits - 1).split("e");
+  return `${figures} \u00d7 10${superscript(Number(exponent))}`;
+}
+
+// A slope as a fraction where it is one: 1/256.
+export function slopeFraction(slope) {
+  const inverse = 1 / slope;
+  return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(slope);
 }
