@@ -213,7 +213,7 @@ def reach() -> Picture:
         [1, 4, 16, 64, 256, 1024],
         [0, 0.5, 1],
         "distance (tokens)",
-        "factor exp(-slope × distance)",
+        "factor exp(-slope * distance)",
     )
     x = [2 ** (i / 8) for i in range(89)]
     for head, slope in enumerate(linbias.slopes(8)):
@@ -239,8 +239,8 @@ def rows_alike() -> Picture:
     exp = np.exp(away)
     for place, (title, values, most) in enumerate(
         [
-            ("- slope × distance", away, 2.6),
-            ("slope × key index", index, 2.6),
+            ("- slope * distance", away, 2.6),
+            ("slope * key index", index, 2.6),
             (
                 "softmax of either",
                 np.where(exp > 0, exp / exp.sum(1, keepdims=True), -np.inf),

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).parents[1]
 _GENERATED = {
     ROOT / f"docs/annotated/{name}.md" for name in ("definition", "layer", "near_to_far")
@@ -24,6 +26,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+@np.printoptions()  # those that a document sets are its own
 def run_python(document: Path) -> int:
     """Run the blocks whose packages are installed, in the current folder; return how many these are.
 
