@@ -33,6 +33,8 @@ def _process(
 ) -> None:
     if inspect.isclass(thing) and not any(_SECTION.match(line) for line in lines):
         lines += _fields(thing)
+    if what == "property":  # of which napoleon would take "[H]: slopes" for a type
+        lines[0] = lines[0].replace(": ", ", ", 1)
     lines[:] = translate(lines)
 
 
