@@ -27,7 +27,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 HERE = Path(__file__).parent
-PROSE_BESIDE = 90  # characters to a line of code; longer prose stands above it, in all the width
+MOST_BESIDE = 600  # characters about a module or a class that stand beside its first lines, and not above them
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Row:
     prose: str = ""
     heading: str = ""
     code: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def num_lines(self) -> int:
-        return sum(last - first + 1 for first, last in self.code)
+    above: bool = False  # the prose stands above the code, in all the width
 
 
 # Cutting a source into rows
@@ -68,6 +65,8 @@ def rows(source: str) -> list[Row]:
         row = found[-1]
         if number in docstrings:
             end, text = docstrings[number]
+            of_function = row.code and not lines[row.code[-1][1] - 1].startswith("class ")
+            row.above = not of_function and len(text) > MOST_BESIDE
             row.prose += markdown(text)
             number = end + 1
         elif number in comments:
@@ -256,7 +255,7 @@ def render(page: Page) -> str:
             headed.add(row.heading)
             parts += [f"## `{row.heading}`", ""]
         pieces = "\n".join(_pieces(row, lines, found))
-        wide = " wide" if len(row.prose) > PROSE_BESIDE * row.num_lines else ""
+        wide = " wide" if row.above else ""
         parts += [
             f"``````{{container}} annotated{wide}",
             "`````{container} prose",

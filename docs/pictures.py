@@ -343,7 +343,7 @@ def blocks_read() -> Picture:
     """Which blocks near to far reads."""
     picture = Picture(
         820,
-        268,
+        316,
         "The blocks of keys that three heads read, out of all that a causal query may see",
     )
     rng = np.random.default_rng(0)
@@ -356,10 +356,12 @@ def blocks_read() -> Picture:
             read[row, tile.first // 32 : -(-tile.end // 32)] = 1.0
         share = (read == 1).sum() / (read >= 0).sum()
         x = 20 + place * 268
-        matrix(picture, x, 42, read, 6, 1.0, title=f"slope 1/{round(1 / slope)}: {share:.0%} read")
+        matrix(
+            picture, x, 42, read, 7.5, 1.0, title=f"slope 1/{round(1 / slope)}: {share:.0%} read"
+        )
     picture.text(
         20,
-        258,
+        306,
         "1,024 tokens in blocks of 32: dark is read, white is left out, grey is hidden by the causal mask",
         12,
         fill=FAINT,

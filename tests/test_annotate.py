@@ -111,3 +111,14 @@ def test_markdown_keeps_what_it_means():
         "| a | b |\n| --- | --- |\n| c | d e |",
         "",
     ]
+
+
+def test_rows_begin_at_comments_functions_and_after_them():
+    source = '"""A module."""\n\n# About the constant.\nX = 1\n\n\n@cached\ndef f(\n    x,\n):\n    """Double."""\n\n    # Two parts\n    # to it.\n    y = x\n    return y + x\n\n\nZ = f(X)  # stays\n'
+    cut = [(row.heading, " ".join(row.prose.split()), row.code) for row in annotate.rows(source)]
+    assert cut == [
+        ("", "A module. About the constant.", [(4, 4)]),
+        ("f", "Double.", [(7, 10)]),
+        ("", "Two parts to it.", [(15, 16)]),
+        ("", "", [(19, 19)]),
+    ]
