@@ -32,6 +32,7 @@ LAYERS = {
     "data": {"runs"} | ANYONE,
     "lm": {"models", "data", "runs"} | ANYONE,
     "paper": {"models", "data", "runs"} | ANYONE,
+    "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,

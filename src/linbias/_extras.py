@@ -9,6 +9,7 @@ PARTS = {
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.transformers": ("lm", ("torch", "transformers")),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
+    "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": ("lm", ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil")),
 }  # fmt: skip
 
