@@ -34,9 +34,12 @@ LAYERS = {
     "paper": {"models", "data", "runs"} | ANYONE,
     "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
-    "example": {"explain"} | ANYONE,
+    "example": {"definition", "explain"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
-    "cli": {"lm", "paper", "models", "data", "runs", "example", "doctor", "__version__"},
+    "cli": {
+        *("lm", "paper", "models", "data", "runs", "definition", "explain", "example", "doctor"),
+        "__version__",
+    },
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {
