@@ -57,6 +57,9 @@ PUBLIC += [
     )
 ]
 PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]
+PUBLIC += [
+    (linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "save", "weights")
+]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 

@@ -14,6 +14,8 @@ import pytest
 import typer
 from sphinx.util.inventory import InventoryFile
 
+import linbias.data
+import linbias.lm
 from documents import DOCUMENTS, ROOT
 from linbias import cli
 
@@ -125,12 +127,14 @@ def test_every_document_is_a_page(pages):
 
 def public_names():
     """Of modules with an `__all__` these names, of those without what they define."""
-    modules = [f"linbias{part}" for part in ("", ".near_to_far", ".cpu", ".jax.flax")]
-    for part in ("torch", "jax", "transformers", "models", "lm", "data"):
-        modules.append(f"linbias.{part}")
-        if part in ("lm", "data"):
-            package = importlib.import_module(f"linbias.{part}")
-            modules += [f"linbias.{part}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+    packages = [linbias.data, linbias.lm]
+    modules = ["linbias", "linbias.near_to_far", "linbias.cpu", "linbias.jax.flax"]
+    for package in packages:
+        own = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        modules += [package.__name__, *(module.name for module in own)]
+    for found in pkgutil.walk_packages(linbias.__path__, "linbias."):
+        if found.ispkg and hasattr(importlib.import_module(found.name), "__all__"):
+            modules.append(found.name)
     for name in modules:
         module = importlib.import_module(name)
         yield name

@@ -40,7 +40,9 @@ def _mathml(node: nodes.Element, display: str) -> str:
     latex = node.astext().strip()
     if r"\\" in latex and r"\begin" not in latex:  # lines of one formula
         latex = rf"\begin{{split}}{latex}\end{{split}}"
-    latex = re.sub(r"(\\(?:begin|end)){aligned}", r"\1{split}", latex)  # the name that the converter knows
+    latex = re.sub(
+        r"(\\(?:begin|end)){aligned}", r"\1{split}", latex
+    )  # the name that the converter knows
     try:
         markup = convert(latex, display=display)
     except Exception as error:  # the converter has many, one for each thing that it misses
