@@ -60,6 +60,7 @@ attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, 
 	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for any host; every warning is an error
+	rm -rf build/site
 	$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 

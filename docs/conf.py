@@ -3,11 +3,14 @@
 Nothing is fetched, while it is built or while it is read: formulas are MathML, fonts are the system's.
 """
 
+import logging
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "_extensions")]
+
+logging.getLogger("datasets").setLevel(logging.WARNING)  # says which frameworks it found
 
 import annotate  # noqa: E402
 
@@ -59,6 +62,7 @@ html_title = "linbias"
 html_math_renderer = "mathml"
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "gruvbox-dark"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["linbias.css"]
 html_copy_source = False

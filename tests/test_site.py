@@ -201,7 +201,7 @@ def test_docstrings_become_what_sphinx_reads(extension):
     assert translate(inspect.cleandoc(text).split("\n")) == [
         "Give :py:obj:`slopes` a ``q . k`` and \\*args.",
         "",
-        "::",
+        ".. code-block:: text",
         "",
         "    a = |b| * c_",
         "",

@@ -42,7 +42,7 @@ def _with_colons(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
     """`name: meaning` as in the source, where napoleon has written two hyphens for a dash."""
-    lines[:] = [re.sub(r"^(\W*\*\*.+?\*\*) -- ", r"\1: ", line) for line in lines]
+    lines[:] = [re.sub(r"^((?::\w+:)?\W*\*\*.+?\*\*) -- ", r"\1: ", line) for line in lines]
 
 
 def _without_unknown(
@@ -80,7 +80,7 @@ def translate(lines: list[str]) -> list[str]:
             elif line.lstrip().startswith(">>>"):
                 result += body
             else:
-                result += [f"{indent}::", "", *body, ""]
+                result += [f"{indent}.. code-block:: text", "", *body, ""]
             at = block
             continue
         text.append(line)
