@@ -154,6 +154,7 @@ def test_every_control_of_near_to_far(visit, file):
 
     choose("Length", "512")  # the query stays at the end
     assert_shows(panel, 512, 511, left, 2.0**-24, 16)
+    assert panel.get_by_label("Query at key, exact").input_value() == "511"
     choose("Heads", "4")
     left = linbias.slopes(4).tolist()
     choose("Keys of a block", "32")
@@ -178,11 +179,14 @@ def test_every_control_of_near_to_far(visit, file):
     assert_shows(panel, 512, 300, left, 0.0, 32, causal=False)
 
 
-@pytest.mark.parametrize("text", ["-1", "0.5", "2^9", "x", ""])
-def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file, text):
+def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file):
     _, panel = open_view(visit, file, "Near to far")
-    panel.get_by_label("Tolerance, exact").fill(text)
-    assert "Must be" in panel.get_by_role("alert").filter(has_text="Must").inner_text()
+    field = panel.get_by_label("Tolerance, exact")
+    for text in ("-1", "0.5", "2^9", "x", ""):
+        field.fill("2^-24")
+        assert panel.get_by_text("Must be").count() == 0
+        field.fill(text)
+        assert panel.get_by_text("Must be").inner_text().endswith("; still 2^-24.")
     assert_shows(panel, 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)
 
 
@@ -581,7 +585,7 @@ def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model,
     check(1, 2, 39)
     panel.locator("[data-token='25']").click()
     check(1, 2, 25)
-    query = panel.get_by_role("slider", name="Query")
+    query = panel.get_by_role("slider", name="Query", exact=True)
     query.press("ArrowLeft")
     assert query.get_attribute("aria-valuenow") == "24"
     check(1, 2, 24)
@@ -632,6 +636,32 @@ def test_the_command_puts_results_and_a_model_into_the_page(run_folder, model_fo
         failed = run.invoke(cli.app, [*fixed, *arguments])
         assert failed.exit_code == 2
         assert "MODEL and --text must come together" in failed.output
+
+
+def test_a_link_shows_what_its_sender_saw(visit, model_file):
+    panel = visit(model_file, "view=model&layer=1&head=2&query=25&log=1").get_by_role("tabpanel")
+    assert panel.get_by_role("heading", name="Layer 2, head 3").is_visible()
+    assert (
+        panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow")
+        == "25"
+    )
+    assert panel.get_by_role("radio", name="logarithmic").is_checked()
+
+    link = (
+        "view=reach&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
+    )
+    page = visit(model_file, link)
+    panel = page.get_by_role("tabpanel")
+    left = linbias.slopes(4).tolist()
+    expected = (512, 300, [left[0], 0.75, *left[2:]], 2.0**-12, 32, False)
+    assert_shows(panel, *expected)
+    panel.get_by_role("radio", name="32").check()  # nothing new, and the address stays
+    panel.get_by_role("button", name="Slope of the schedule").click()
+    page.wait_for_url(lambda address: "slope" not in address)
+    assert set(page.evaluate("location.hash.slice(1)").split("&")) == set(link.split("&")[:-1])
+
+    bad = "view=reach&length=3&heads=x&tolerance=5&query=-1&head=99&slope=&both=2"
+    assert_shows(visit(model_file, bad).get_by_role("tabpanel"), 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)  # fmt: skip
 
 
 @pytest.mark.parametrize("view", ["Near to far", "Lengths", "Model"])

@@ -3,11 +3,13 @@
 import { element, setText } from "./dom.js";
 import { fixed } from "./numbers.js";
 
+const asWidth = (share) => `${(100 * share).toFixed(1)}%`;
+
 // weightBars() -> { element, update({ caption, tokens, weight, without, hidden }) }; weights are those of one row.
 export function weightBars() {
   const body = element("tbody");
   const caption = element("caption", { class: "unseen" });
-  const heads = ["Key", "", "with bias", "without"].map((text) => element("th", { scope: "col" }, text));
+  const heads = ["Key", "", "with bias", "without"].map((text) => element(text ? "th" : "td", {}, text));
   const table = element("table", { class: "bars" }, caption, element("thead", {}, element("tr", {}, heads)), body);
 
   function build(tokens) {
@@ -17,7 +19,7 @@ export function weightBars() {
           "tr",
           {},
           element("th", { scope: "row", title: token }, element("i", {}, String(s)), element("bdi", {}, token)),
-          element("td", { class: "track", "aria-hidden": "true" }, element("b"), element("u")),
+          element("td", { class: "track", "aria-hidden": "true" }),
           element("td"),
           element("td", { class: "soft" }),
         ),
@@ -42,8 +44,7 @@ export function weightBars() {
         const row = body.children[s];
         const [, track, number, other] = row.children;
         row.classList.toggle("unread", hidden[s]);
-        track.style.setProperty("--share", weight[s] / largest);
-        track.style.setProperty("--other", without[s] / largest);
+        track.style.backgroundSize = `${asWidth(weight[s] / largest)} 0.7rem, ${asWidth(without[s] / largest)} 2px`;
         setText(number, fixed(weight[s]));
         setText(other, fixed(without[s]));
       });

@@ -1,7 +1,7 @@
 // The controls of the bias explorer. Each hands its change to `change(parts)`, which makes the next state.
 
 import { VARIANTS } from "./attention.js";
-import { MEAN, QUANTITIES, slopesOf } from "./bias_state.js";
+import { MEAN, powerOf, QUANTITIES, slopesOf } from "./bias_state.js";
 import { choice, parseNumber, parseWhole, slider, toggle } from "./controls.js";
 import { element, setText } from "./dom.js";
 import { headPicker } from "./head_picker.js";
@@ -15,7 +15,7 @@ const VARIANT_NOTES = {
   causal: "Keys after the query are hidden: language models.",
   symmetric: "The same slope on both sides: encoders, and the book's example.",
   directional: "Half the heads look left, half look right, each with the slopes of half as many.",
-  asymmetric: "A slope for each side, which a model may learn.",
+  asymmetric: "A slope for each side, as a model may learn them. Here the right one starts at a quarter.",
 };
 
 function slopeAt(position) {
@@ -114,6 +114,7 @@ export function biasControls({ example, change }) {
         matrices: [...heads.map((head) => head.with.weight), means],
         slopes: heads.map((_, h) => `slope ${general(slopes.left[h] === Infinity ? slopes.right[h] : slopes.left[h])}`),
         size: state.tokens.length,
+        power: powerOf("weight", state.tokens),
         chosen: state.head,
       });
       showSlopes(state, slopes);

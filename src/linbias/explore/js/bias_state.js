@@ -1,6 +1,7 @@
 // What the bias explorer shows, as a plain object, and as the text behind # that brings it back.
 
 import { attend, mean, sides, VARIANTS } from "./attention.js";
+import { MOST_NUMBERS } from "./heatmap.js";
 import { general } from "./numbers.js";
 import { vectors } from "./vectors.js";
 
@@ -101,6 +102,11 @@ export function headComputer(example) {
 export function matrixOf(heads, { head, quantity }, kind) {
   if (head === MEAN) return mean(heads.map((one) => one[kind].weight));
   return heads[head][kind][quantity];
+}
+
+// Among many keys most weights are small: their square roots spread them over more colours.
+export function powerOf(quantity, tokens) {
+  return quantity === "weight" && tokens.length > MOST_NUMBERS ? 0.5 : 1;
 }
 
 export function slopeText({ left, right }) {

@@ -20,39 +20,48 @@ export function biasTables(example, view) {
   return { elements: folds, update };
 }
 
-// The trace of linbias.explain for the chosen query.
+// The trace of linbias.explain for the chosen query; of the mean, the weights that it is made of.
 function stepsPart() {
-  const body = element("div", { class: "traces" });
-  let traces = [];
+  const table = dataTable({ caption: "", corner: "key" });
+  const after = element("p", { class: "after" });
   return {
     title: "Step by step",
     open: true,
-    body,
-    fill({ state, heads }) {
-      const { tokens, row } = state;
-      const chosen = state.head === MEAN ? heads.map((_, h) => h) : [state.head];
-      if (traces.length !== chosen.length) {
-        traces = chosen.map(() => ({ table: dataTable({ caption: "", corner: "key" }), after: element("p", { class: "after" }) }));
-        body.replaceChildren(...traces.map((trace) => element("div", {}, trace.table.element, trace.after)));
-      }
-      traces.forEach(({ table, after }, i) => {
-        const head = heads[chosen[i]];
-        const { S, E, raw, scaled, bias, biased, weight, output, lse } = head.with;
-        table.setCaption(`${headName(chosen[i])} (${slopeText(head)}), query ${tokens[row]}`);
-        const columns = ["q.k", "scaled", "penalty", "biased", "weight"];
-        const cell = (values, s) => fixed(values[row * S + s]);
-        table.update(
-          columns,
-          tokens.map((token, s) => ({
-            head: token,
-            cells: [cell(raw, s), cell(scaled, s), fixed(0 - bias[row * S + s]), cell(biased, s), cell(weight, s)],
-          })),
-        );
-        const out = [...output.slice(row * E, (row + 1) * E)].map((value) => fixed(value)).join(" ");
-        setText(after, `q [${head.q[row].map(general).join(" ")}]   output [${out}]   log-sum-exp ${fixed(lse[row])}`);
-      });
+    body: element("div", {}, table.element, after),
+    fill(view) {
+      const { state, heads } = view;
+      if (state.head === MEAN) fillMean(view);
+      else fillSteps(state, heads[state.head]);
     },
   };
+
+  function fillSteps({ tokens, row, head: number }, head) {
+    const { S, E, raw, scaled, bias, biased, weight, output, lse } = head.with;
+    const from = row * S;
+    table.setCaption(`${headName(number)} (${slopeText(head)}), query ${tokens[row]}`);
+    table.update(
+      ["q.k", "scaled", "penalty", "biased", "weight"],
+      tokens.map((token, s) => ({
+        head: token,
+        cells: [raw[from + s], scaled[from + s], 0 - bias[from + s], biased[from + s], weight[from + s]].map((x) => fixed(x)),
+      })),
+    );
+    const out = Array.from(output.slice(row * E, (row + 1) * E), (value) => fixed(value)).join(" ");
+    setText(after, `q [${head.q[row].map(general).join(" ")}]   output [${out}]   log-sum-exp ${fixed(lse[row])}`);
+  }
+
+  function fillMean({ state: { tokens, row }, heads, matrix }) {
+    const from = row * tokens.length;
+    table.setCaption(`Weights of the query ${tokens[row]} in every head`);
+    table.update(
+      [...heads.map((_, h) => headName(h).toLowerCase()), "mean"],
+      tokens.map((token, s) => ({
+        head: token,
+        cells: [...heads.map((head) => head.with.weight), matrix].map((weights) => fixed(weights[from + s])),
+      })),
+    );
+    setText(after, "Only to look at: a layer does not average its heads, it puts their outputs side by side.");
+  }
 }
 
 function outputPart() {
@@ -104,7 +113,7 @@ function slopePart({ characters }) {
           ],
         })),
       );
-      const columns = ["slope", "that is", "penalty at distance 10", "character", "weight halves every"];
+      const columns = ["slope", "fraction", "penalty at distance 10", "character", "weight halves every"];
       const numSides = rows.length / heads.length;
       table.update(columns, rows, state.head === MEAN || numSides !== 1 ? -1 : state.head);
     },

@@ -3,7 +3,7 @@
 import { mean } from "./attention.js";
 import { weightBars } from "./bars.js";
 import { biasControls } from "./bias_controls.js";
-import { headComputer, matrixOf, MEAN, openSides, QUANTITIES, readState, slopesOf, stateText } from "./bias_state.js";
+import { headComputer, matrixOf, MEAN, openSides, powerOf, QUANTITIES, readState, slopesOf, stateText } from "./bias_state.js";
 import { biasTables } from "./bias_tables.js";
 import { announcer, debounce, element, setText } from "./dom.js";
 import { heatmap } from "./heatmap.js";
@@ -97,7 +97,7 @@ export function mountBias(root, { example }, memory) {
         if (value > high) high = value;
       }
     }
-    const power = state.quantity === "weight" ? 0.5 : 1; // most weights are small
+    const power = powerOf(state.quantity, state.tokens);
     const hidden = ["raw", "scaled"].includes(state.quantity) ? null : hiddenCells(heads);
     figures[1].hidden = !state.compare;
     seen.forEach((values, i) => {

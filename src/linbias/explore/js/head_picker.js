@@ -4,7 +4,7 @@ import { colour, onThemeChange, ramp } from "./colours.js";
 import { element, setText, uniqueId } from "./dom.js";
 import { headName } from "./numbers.js";
 
-// headPicker({ mean, onChange(head) }) -> { element, update({ matrices, slopes, size, chosen }) }
+// headPicker({ mean, onChange(head) }) -> { element, update({ matrices, slopes, size, power, chosen }) }
 // matrices: the weights of each head, and last their mean; slopes: a text for each head.
 export function headPicker({ mean, onChange }) {
   const box = element("div", { class: "heads" });
@@ -25,23 +25,24 @@ export function headPicker({ mean, onChange }) {
     box.replaceChildren(...items.map((item) => item.element));
   }
 
-  function paint({ canvas }, matrix, size) {
+  function paint({ canvas }, matrix) {
+    const { size, power } = shown;
     colours ??= ramp(colour(box, "--surface"), colour(box, "--accent"));
     if (canvas.width !== size) canvas.width = canvas.height = size;
     const context = canvas.getContext("2d");
     const image = context.createImageData(size, size);
     const high = matrix.reduce((a, b) => Math.max(a, b), 0);
     matrix.forEach((value, i) => {
-      image.data.set(colours[Math.round(255 * Math.sqrt(value / high))], 4 * i);
+      image.data.set(colours[Math.round(255 * (value / high) ** power)], 4 * i);
       image.data[4 * i + 3] = 255;
     });
     context.putImageData(image, 0, 0);
   }
 
   function draw(changed) {
-    const { matrices, slopes, size, chosen } = shown;
+    const { matrices, slopes, chosen } = shown;
     items.forEach((item, h) => {
-      if (changed(h)) paint(item, matrices[h], size);
+      if (changed(h)) paint(item, matrices[h]);
       item.input.checked = item.head === chosen;
       setText(item.words, h < slopes.length ? `${headName(h)}, ${slopes[h]}` : "Mean of all heads");
     });

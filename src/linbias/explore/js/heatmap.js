@@ -8,7 +8,7 @@ import { colour, onThemeChange, ramp, wantsLightText } from "./colours.js";
 import { announcer, element, setText } from "./dom.js";
 import { scaleLegend } from "./legend.js";
 
-const MOST_NUMBERS = 10; // columns whose cells hold numbers
+export const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
 const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
 

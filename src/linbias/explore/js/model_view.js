@@ -2,10 +2,11 @@
 
 import { lineChart } from "./chart.js";
 import { choice, parseWhole, slider } from "./controls.js";
-import { element } from "./dom.js";
+import { debounce, element } from "./dom.js";
 import { heatmap } from "./heatmap.js";
 import { fixed } from "./numbers.js";
 import { reachTable } from "./reach_table.js";
+import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 import { grouped, scientific, slopeFraction } from "./scales.js";
 import { readableToken, tokenText } from "./token_text.js";
 import { reachOfRow, unpackWeights, weightsOfBias } from "./weights.js";
@@ -13,12 +14,18 @@ import { reachOfRow, unpackWeights, weightsOfBias } from "./weights.js";
 const MOST_BUTTONS = 12; // layers or heads of which each has a button
 const LEAST_SHOWN = 0.0005; // the weight from which on a key belongs to the linear chart
 
-export function mountModel(root, { model }) {
+export function mountModel(root, { model }, memory) {
   const T = model.tokens.length;
   const names = model.tokens.map((token, i) => `${i}\u2002${readableToken(token)}`);
   const quoted = model.tokens.map((token, i) => `${i} \u201c${readableToken(token)}\u201d`);
   const weights = unpackWeights(model);
-  const state = { layer: 0, head: 0, query: T - 1, log: false };
+  const saved = {
+    layer: { is: wholeUpTo(model.num_layers - 1), start: 0 },
+    head: { is: wholeUpTo(model.num_heads - 1), start: 0 },
+    query: { is: wholeUpTo(T - 1), start: T - 1 },
+    log: { is: oneOf([0, 1]), start: false },
+  };
+  const state = readSaved(memory.read(), saved);
   const layerControl = numberControl("Layer", model.num_layers, (layer) => change({ layer }));
   const headControl = numberControl("Head", model.num_heads, (head) => change({ head }));
   const text = tokenText({ ...model, names: quoted, onSelect: (query) => change({ query }) });
@@ -32,7 +39,7 @@ export function mountModel(root, { model }) {
       { value: false, label: "linear" },
       { value: true, label: "logarithmic" },
     ],
-    value: false,
+    value: state.log,
     onChange: (log) => change({ log }),
   });
   const reach = reachTable({ model, onSelect: (layer, head) => change({ layer, head }) });
@@ -82,9 +89,12 @@ export function mountModel(root, { model }) {
     ),
   );
 
+  const later = debounce(() => memory.write(savedText(state, saved)), 80);
+
   function change(changes) {
     Object.assign(state, changes);
     draw();
+    later();
   }
 
   function draw() {

@@ -6,6 +6,7 @@ import { debounce, element } from "./dom.js";
 import { LEFT, RIGHT, normals, numVisible, prepareQuery, visit, windowOf } from "./near_to_far.js";
 import { general } from "./numbers.js";
 import { slopes } from "./attention.js";
+import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 import { grouped, scientific, slopeFraction } from "./scales.js";
 import { strips } from "./strips.js";
 import { dataTable } from "./table.js";
@@ -18,8 +19,23 @@ const NO_TOLERANCE = -61; // the slider's last position: nothing may be left out
 const NO_SLOPE = -11;
 const QUIET_MS = 80; // after which the chart of all lengths follows a slider
 
-export function mountReach(root) {
-  const state = { length: 2048, position: 2047, numHeads: 8, exponent: -24, block: 16, both: false, head: 2, slope: null };
+const HEADS = [1, 2, 4, 8, 12, 16];
+const BLOCKS = [8, 16, 32, 64];
+const SAVED = {
+  length: { is: oneOf(LENGTHS), start: 2048 },
+  query: { is: wholeUpTo(LENGTHS.at(-1) - 1), start: null }, // null: the last
+  heads: { is: oneOf(HEADS), start: 8 },
+  tolerance: { is: (exponent) => NO_TOLERANCE <= exponent && exponent <= -2, start: -24 },
+  block: { is: oneOf(BLOCKS), start: 16 },
+  both: { is: oneOf([0, 1]), start: false },
+  head: { is: wholeUpTo(HEADS.at(-1) - 1), start: 2 },
+  slope: { is: (slope) => 0 <= slope && slope <= 2, start: null }, // null: that of the schedule
+};
+
+export function mountReach(root, data, memory) {
+  const state = readSaved(memory.read(), SAVED);
+  state.head = Math.min(state.head, state.heads - 1);
+  if (state.query >= state.length - 1) state.query = null;
   const streams = new Map();
   const prepared = new Map();
   let results = [];
@@ -28,8 +44,8 @@ export function mountReach(root) {
     label: "Query at key",
     min: 0,
     max: state.length - 1,
-    value: state.position,
-    onInput: (position) => change({ position }),
+    value: position(),
+    onInput: (query) => change({ query: query === state.length - 1 ? null : query }),
     parse: (text) => parseWhole(text, 0, state.length - 1),
   });
   const slopeControl = slider({
@@ -50,11 +66,11 @@ export function mountReach(root) {
     "div",
     { class: "controls" },
     choiceOf("Length", "length", LENGTHS, grouped),
-    choiceOf("Heads", "numHeads", [1, 2, 4, 8, 12, 16]),
-    choiceOf("Keys of a block", "block", [8, 16, 32, 64]),
+    choiceOf("Heads", "heads", HEADS),
+    choiceOf("Keys of a block", "block", BLOCKS),
     choiceOf("Query sees", "both", [false, true], (both) => (both ? "both sides" : "earlier keys")),
     queryControl.element,
-    toleranceControl((exponent) => change({ exponent })).element,
+    toleranceControl(state.tolerance, (exponent) => change({ tolerance: exponent })).element,
   );
   const share = element("strong");
   const sum = element("span");
@@ -70,7 +86,10 @@ export function mountReach(root) {
     element("div", { class: "trace" }, trace.element),
   );
   const work = lineChart();
-  const later = debounce(drawWork, QUIET_MS);
+  const later = debounce(() => {
+    drawWork();
+    memory.write(savedText(state, SAVED));
+  }, QUIET_MS);
 
   root.append(
     element("h2", {}, "Near to far"),
@@ -116,33 +135,36 @@ export function mountReach(root) {
     }).element;
   }
 
-  // A longer text keeps the query at its end, where it was; another number of heads keeps the head, if there is one.
+  // Another length keeps the query where it is, if there is such a key; another number of heads the head likewise.
   function change(changes) {
-    const atEnd = state.position === state.length - 1;
     Object.assign(state, changes);
-    if ("numHeads" in changes) Object.assign(state, { head: Math.min(state.head, state.numHeads - 1), slope: null });
+    if ("heads" in changes) Object.assign(state, { head: Math.min(state.head, state.heads - 1), slope: null });
+    if (state.query >= state.length - 1) state.query = null;
     if ("length" in changes) {
-      state.position = atEnd ? state.length - 1 : Math.min(state.position, state.length - 1);
       queryControl.setMax(state.length - 1);
-      queryControl.set(state.position);
+      queryControl.set(position());
     }
     draw();
   }
 
+  function position() {
+    return state.query ?? state.length - 1;
+  }
+
   function headSlopes() {
-    const all = slopes(state.numHeads, "paper");
+    const all = slopes(state.heads, "paper");
     if (state.slope !== null) all[state.head] = state.slope;
     return all;
   }
 
   function draw() {
     const all = headSlopes();
-    results = all.map((slope, head) => readBy(head, slope, state.length, state.position));
+    results = all.map((slope, head) => readBy(head, slope, state.length, position()));
     const seen = results.reduce((total, { visible }) => total + visible, 0);
     const read = results.reduce((total, { found }) => total + found.end - found.first, 0);
     share.textContent = percent(read / seen);
     sum.textContent = `of the work remains: this query reads ${grouped(read)} of ${grouped(seen)} keys in ${
-      state.numHeads === 1 ? "one head" : `${state.numHeads} heads`
+      state.heads === 1 ? "one head" : `${state.heads} heads`
     }.`;
     rows.update({
       rows: results.map(({ found, visible }, head) => ({
@@ -229,7 +251,7 @@ export function mountReach(root) {
   }
 
   function tolerance() {
-    return state.exponent === NO_TOLERANCE ? 0 : 2 ** state.exponent;
+    return state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
   }
 
   draw();
@@ -237,12 +259,12 @@ export function mountReach(root) {
 }
 
 // A slider over powers of two, with the default of each dtype marked.
-function toleranceControl(onInput) {
+function toleranceControl(value, onInput) {
   return slider({
     label: "Tolerance",
     min: NO_TOLERANCE,
     max: -2,
-    value: -24,
+    value,
     toText: toleranceText,
     parse(text) {
       const power = /^\s*2\s*(?:\^|\*\*)\s*(-?\d+)\s*$/.exec(text);

@@ -6,7 +6,7 @@ import { element, setText } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
 const MOST_COLUMNS = 1024;
-const MOST_SEPARATED = 128; // blocks of a strip between which there is room for lines
+const LEAST_BLOCK = 5; // pixels of a block between which and the next a line can be seen
 
 // strips({ label, onSelect(head) }) -> { element, update({ rows, block, selected }) }
 // rows: [{ name, slope, visit, count, leftOut }], visit as near_to_far.js gives it, the others as printed.
@@ -95,7 +95,7 @@ export function strips({ label, onSelect }) {
       frame.style.setProperty("inset-inline-start", percent(visit.first));
       frame.style.setProperty("width", percent(visit.end - visit.first));
       const keys = visit.end - visit.first;
-      frame.classList.toggle("fine", visit.numKeys / block > MOST_SEPARATED);
+      frame.classList.toggle("fine", (strip.clientWidth * block) / visit.numKeys < LEAST_BLOCK);
       [visit.position - visit.first, visit.end - visit.position - 1].forEach((read, side) => {
         frame.children[side].style.setProperty("width", `${(100 * read) / keys}%`);
         frame.children[side].style.setProperty("--block", `${(100 * block) / Math.max(read, 1)}%`);
@@ -105,6 +105,7 @@ export function strips({ label, onSelect }) {
   }
 
   onThemeChange(() => shown && paint());
+  new ResizeObserver(() => shown && place()).observe(list);
 
   return {
     element: element(
