@@ -45,7 +45,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_param = False
 napoleon_use_rtype = False
-napoleon_custom_sections = [("Attributes", "params_style"), ("Fields", "params_style")]
+napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Fields", "Raises")]
 
 smartquotes = False  # a quote of code stays one
 

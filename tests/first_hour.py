@@ -25,7 +25,10 @@ WORKING = {
     "": (),
     "torch": ("linbias.torch",),
     "jax": ("linbias.jax", "linbias.jax.flax"),
-    "lm": ("linbias.torch", "linbias.transformers", "linbias.models", "linbias.lm"),
+    "lm": (
+        *("linbias.torch", "linbias.transformers", "linbias.models", "linbias.lm"),
+        "linbias.plots",
+    ),
 }
 DOCUMENTS = {
     "": (),
@@ -99,6 +102,7 @@ def check_part(part: str, works: bool, doctor: str) -> None:
         "linbias.jax.flax",
         "linbias.transformers",
         "linbias.models",
+        "linbias.plots",
     ), needed
 
 

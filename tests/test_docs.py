@@ -57,6 +57,9 @@ PUBLIC += [
     )
 ]
 PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]
+PUBLIC += [
+    (linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "save", "weights")
+]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 
@@ -102,7 +105,7 @@ def test_there_are_examples_in_every_guide():
 
 # A block of another language would be code that nothing runs; in braces stand directives of the site.
 LANGUAGES = {"python", "sh", "text", "{include}", "{toctree}", "{eval-rst}", "{commands}"}
-LANGUAGES |= {"{explorer}", "{raw}", "{figure}", "{image}"}
+LANGUAGES |= {"{explorer}", "{math}", "{raw}", "{figure}", "{image}"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
@@ -176,7 +179,10 @@ def test_results_are_what_the_records_say():
 
 def test_files_that_documents_point_to_exist():
     for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        prose = re.sub(
+            r"^```.*?^```", "", document.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 

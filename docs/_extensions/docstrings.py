@@ -23,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 def setup(app: Sphinx) -> dict[str, Any]:
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("autodoc-process-docstring", _process, priority=400)  # napoleon: 500
+    app.connect("autodoc-process-docstring", _with_colons, priority=600)
     app.connect("autodoc-process-signature", _without_unknown)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -32,7 +33,16 @@ def _process(
 ) -> None:
     if inspect.isclass(thing) and not any(_SECTION.match(line) for line in lines):
         lines += _fields(thing)
+    if what == "property":  # of which napoleon would take "[H]: slopes" for a type
+        lines[0] = lines[0].replace(": ", ", ", 1)
     lines[:] = translate(lines)
+
+
+def _with_colons(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """`name: meaning` as in the source, where napoleon has written two hyphens for a dash."""
+    lines[:] = [re.sub(r"^(\W*\*\*.+?\*\*) -- ", r"\1: ", line) for line in lines]
 
 
 def _without_unknown(

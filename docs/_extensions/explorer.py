@@ -8,7 +8,6 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from linbias import explore
-from linbias.explore import results
 
 _FILE = "explorer.html"
 
@@ -34,5 +33,4 @@ class Explorer(SphinxDirective):
 
 def _write(app: Sphinx, error: Exception | None) -> None:
     if error is None:
-        page = explore.page(results=results.default())
-        (Path(app.outdir) / _FILE).write_text(page, encoding="utf-8")
+        (Path(app.outdir) / _FILE).write_text(explore.page(), encoding="utf-8")

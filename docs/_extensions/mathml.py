@@ -39,7 +39,10 @@ def _visit_block(translator: HTML5Translator, node: nodes.math_block) -> None:
 def _mathml(node: nodes.Element, display: str) -> str:
     latex = node.astext().strip()
     if r"\\" in latex and r"\begin" not in latex:  # lines of one formula
-        latex = rf"\begin{{aligned}}{latex}\end{{aligned}}"
+        latex = rf"\begin{{split}}{latex}\end{{split}}"
+    latex = re.sub(
+        r"(\\(?:begin|end)){aligned}", r"\1{split}", latex
+    )  # the name that the converter knows
     try:
         markup = convert(latex, display=display)
     except Exception as error:  # the converter has many, one for each thing that it misses
@@ -47,7 +50,8 @@ def _mathml(node: nodes.Element, display: str) -> str:
             "formula %r: %s", latex, type(error).__name__, location=node, type="mathml"
         )
         return ""
-    unknown = re.search(r"\\[A-Za-z]+", markup)  # which the converter hands on as it is
+    # What the converter does not know it hands on as it is.
+    unknown = re.search(r"\\[A-Za-z]+|<mi>&</mi>|linebreak", markup)
     if unknown:
         _LOGGER.warning("formula %r: unknown %s", latex, unknown[0], location=node, type="mathml")
     return markup

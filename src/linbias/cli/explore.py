@@ -51,7 +51,9 @@ def explore(
     if output.is_dir():
         raise ValueError(f"explore: --output must be a file, got the folder {output}")
     if (model is None) != (text is None):
-        raise ValueError(f"explore: MODEL and --text must come together, got {model or text} alone")
+        raise ValueError(
+            f"explore: MODEL and --text must come together, got {model or text} alone"
+        )
     shown = None
     if model is not None and text is not None:
         from linbias.explore.model import read as read_model  # loads torch

@@ -6,10 +6,14 @@ names things at its top level as no other module does. Joined in the order in wh
 other, without those two words, the modules share one scope and need no loader.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from importlib import resources
 
+from linbias.schedules import SCHEDULES, slopes
+
+MOST_HEADS = 16  # of a list of slopes
 _IMPORT = re.compile(r'import \{ *([\w, \n]+?),? *\} from "\./([\w.]+\.js)";\n', re.MULTILINE)
 _NAME = re.compile(r"^(export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
@@ -19,7 +23,7 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
 
     Args:
         entry: Name of a file in `js/`.
-        read: Gives the text of a file by its name; those of the package by default.
+        read: Gives the text of a file by its name; those of the package by default, and `slopes.js`, which Python writes.
 
     Returns:
         JavaScript without imports and exports.
@@ -38,7 +42,7 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
         b();
         <BLANKLINE>
     """
-    read = read or _read
+    read = read or read_module
     texts: dict[str, str] = {}
     for name in _in_order(entry, read):
         texts[name] = read(name)
@@ -54,8 +58,20 @@ def style() -> str:
     )
 
 
-def _read(name: str) -> str:
+def read_module(name: str) -> str:
+    """The text of a module of the package."""
+    if name == "slopes.js":
+        return _slopes()
     return resources.files("linbias.explore").joinpath("js", name).read_text(encoding="utf-8")
+
+
+def _slopes() -> str:
+    """A module with the slopes of every schedule, since only `linbias.schedules` defines them."""
+    lists = {
+        name: [slopes(num_heads, name).tolist() for num_heads in range(1, MOST_HEADS + 1)]
+        for name in SCHEDULES
+    }
+    return f"export const SLOPES = {json.dumps(lists, separators=(',', ':'))};\n"
 
 
 def _in_order(entry: str, read: Callable[[str], str]) -> Iterable[str]:

@@ -3,10 +3,11 @@
 from typing import Any
 
 from linbias.example import TOKENS, K, Q, V
+from linbias.explore.bundle import MOST_HEADS
 from linbias.schedules import SCHEDULES
 
 MAX_TOKENS = 64
-MAX_HEADS = 16
+MAX_HEADS = MOST_HEADS
 
 # The character of a head by what a key at distance 10 loses, in the words of the book chapter.
 CHARACTERS = (

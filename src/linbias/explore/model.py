@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from linbias.definition import Float64
@@ -131,12 +134,14 @@ def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Wei
     Raises:
         ValueError: The model does not give its weights, or not of every layer, or they are not finite.
     """
-    if model.config._attn_implementation != "eager":
+    inputs = torch.from_numpy(ids)[None]
+    # Asked for its weights, Transformers' Falcon adds its bias twice: they are taken from what it asks of PyTorch.
+    asks = model.config.model_type != "falcon"
+    if asks and model.config._attn_implementation != "eager":
         model.set_attn_implementation("eager")  # the fused ways have no weights to give
-    with able_to_read(model, len(ids)), torch.inference_mode():
-        inputs = torch.from_numpy(ids)[None]
-        found = model(inputs, output_attentions=True, use_cache=False, return_dict=True)
-    given = getattr(found, "attentions", None) or ()
+    with able_to_read(model, len(ids)), torch.inference_mode(), _Watch() as watch:
+        found = model(inputs, output_attentions=asks, use_cache=False, return_dict=True)
+    given = (getattr(found, "attentions", None) or ()) if asks else watch.weights
     square = (len(ids), len(ids))
     if not given or any(layer is None or layer.shape[-2:] != square for layer in given):
         kind = type(model).__name__
@@ -145,6 +150,40 @@ def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Wei
     if not np.isfinite(weights).all():
         raise ValueError("explore: model must have finite attention weights, got nan")
     return weights
+
+
+class _Watch(TorchFunctionMode):
+    """Keep the weights of every call of PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            self._keep(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _keep(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        self.weights.append(scores.softmax(-1))
 
 
 def model_slopes(model: PreTrainedModel, num_tokens: int) -> Float64 | None:

@@ -1,9 +1,5 @@
 """The explorer as a widget, for notebooks; loaded when `linbias.explore.widget` is called."""
 
-from linbias import _extras
-
-_extras.require("linbias.explore.notebook")
-
 import anywidget
 import traitlets
 

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from html import escape
 
 import numpy as np
+import numpy.typing as npt
 
 from linbias import example
 from linbias.explore.data import character
 from linbias.schedules import slopes
 
 CELL, NAMES, GAP = 64, 44, 40  # sizes of the picture
+DARKEST = 0.55  # opacity of the largest weight: its number stays readable, light or dark
 
 
 def static_part() -> str:
@@ -30,7 +32,7 @@ def static_part() -> str:
     return "\n".join(parts)
 
 
-def _fixed(rows: Sequence[Sequence[float]]) -> list[list[str]]:
+def _fixed(rows: npt.NDArray[np.float64]) -> list[list[str]]:
     return [[f"{value:.4f}" for value in row] for row in rows]
 
 
@@ -54,7 +56,7 @@ def _table(
     )
 
 
-def _picture(tokens: Sequence[str], weights: np.ndarray, names: Sequence[str]) -> str:
+def _picture(tokens: Sequence[str], weights: npt.NDArray[np.float64], names: Sequence[str]) -> str:
     """The weights of each head as squares of the accent's colour, one matrix beside the other."""
     side = NAMES + CELL * len(tokens)
     width, height = len(weights) * (side + GAP) - GAP, side + 24
@@ -67,7 +69,7 @@ def _picture(tokens: Sequence[str], weights: np.ndarray, names: Sequence[str]) -
             marks.append(_label(left + NAMES - 8, top + CELL / 2 + 5, "end", tokens[t]))
             marks.append(_label(left + NAMES + (t + 0.5) * CELL, NAMES + 16, "middle", tokens[t]))
             for s, weight in enumerate(row):
-                x, share = left + NAMES + s * CELL, (weight / weights.max()) ** 0.5
+                x, share = left + NAMES + s * CELL, DARKEST * (weight / weights.max()) ** 0.5
                 marks.append(
                     f'<rect x="{x}" y="{top}" width="{CELL}" height="{CELL}" fill-opacity="{share:.3f}"/>'
                 )

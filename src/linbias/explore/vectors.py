@@ -8,7 +8,7 @@ import numpy.typing as npt
 from linbias.example import TOKENS, K, Q, V
 
 SIZE = 2  # of a head, as in the chapter
-_EXAMPLE = {
+_EXAMPLE: dict[str, dict[str, Sequence[float]]] = {
     "q": dict(zip(TOKENS, Q, strict=True)),
     "k": dict(zip(TOKENS, K, strict=True)),
     "v": dict(zip(TOKENS, V, strict=True)),

@@ -1,17 +1,13 @@
 // Attention with linear biases in float64, as linbias.definition has it. Pure functions of plain arrays.
 
+import { SLOPES } from "./slopes.js";
+
 export const VARIANTS = ["causal", "symmetric", "directional", "asymmetric"];
 
-// The slope of every head: linbias.slopes(numHeads, schedule).
+// The slope of every head: linbias.slopes(numHeads, schedule), for up to 16 heads. The numbers are Python's, bit for
+// bit: powers computed here could differ in the last one.
 export function slopes(numHeads, schedule) {
-  const geometric = (count) => Array.from({ length: count }, (_, h) => 2 ** ((-8 * (h + 1)) / count));
-  if (schedule === "halving") return Array.from({ length: numHeads }, (_, h) => 2 ** -(h + 1));
-  const below = 2 ** Math.floor(Math.log2(numHeads));
-  if (schedule === "geometric" || below === numHeads) return geometric(numHeads);
-  const twice = geometric(2 * below);
-  const [firsts, seconds] = [0, 1].map((offset) => twice.filter((_, i) => i % 2 === offset));
-  if (schedule === "mpt") return [...seconds, ...firsts].slice(0, numHeads);
-  return [...geometric(below), ...firsts.slice(0, numHeads - below)];
+  return [...SLOPES[schedule][numHeads - 1]];
 }
 
 // Slopes to the left and to the right: an infinite one hides its side. Of a directional encoder's heads, the
@@ -29,12 +25,12 @@ export function sides(variant, numHeads, schedule) {
 // What a query at position p gives to the score of the key at position s.
 export function biasAt(p, s, left, right) {
   if (s === p) return 0; // where infinity times 0 would be no number
-  return s < p ? -left * (p - s) : -right * (s - p);
+  return 0 - (s < p ? left * (p - s) : right * (s - p)); // 0 - 0 is 0, and -0 would be printed as such
 }
 
 // Every step of one head. q, k, v: rows of numbers, a row for each token; left, right: the head's slopes.
 // Matrices are [T * S], row by row; output is [T * E].
-export function attend({ q, k, v, left, right, scale = q[0].length ** -0.5 }) {
+export function attend({ q, k, v, left, right, scale = 1 / Math.sqrt(q[0].length) }) {
   const T = q.length;
   const S = k.length;
   const E = v[0].length;

@@ -5,28 +5,19 @@ import { element, setText } from "./dom.js";
 import { fixed, general, headName } from "./numbers.js";
 import { dataTable } from "./table.js";
 
-// biasTables(example) -> { elements, update(view) } with view: { state, heads, slopes, matrix, title }.
-export function biasTables(example) {
+// biasTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes, matrix, title }.
+export function biasTables(example, view) {
   const parts = [stepsPart(), outputPart(), slopePart(example), pythonPart(), matrixPart(), inputPart()];
-  let shown = null;
-  const folds = parts.map(({ title, open, body, fill }) =>
-    element(
-      "details",
-      { class: "fold", open, on: { toggle: refresh } },
-      element("summary", {}, element("h3", {}, title)),
-      body,
-    ),
+  const folds = parts.map(({ title, open, body }) =>
+    element("details", { class: "fold", open, on: { toggle: update } }, element("summary", {}, element("h3", {}, title)), body),
   );
-  function refresh() {
-    if (shown) parts.forEach((part, i) => folds[i].open && part.fill(shown));
+
+  function update() {
+    const current = view();
+    parts.forEach((part, i) => folds[i].open && part.fill(current));
   }
-  return {
-    elements: folds,
-    update(view) {
-      shown = view;
-      refresh();
-    },
-  };
+
+  return { elements: folds, update };
 }
 
 // The trace of linbias.explain for the chosen query.

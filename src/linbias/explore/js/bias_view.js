@@ -18,7 +18,7 @@ export function mountBias(root, { example }, memory) {
   const controls = biasControls({ example, change });
   const pictures = [true, false].map(() => heatmap({ onSelect: (row) => change(() => ({ row })) }));
   const bars = weightBars();
-  const tables = biasTables(example);
+  const tables = biasTables(example, currentView);
   const spoken = announcer();
   const titles = pictures.map(() => element("h3"));
   const formula = element("p", { class: "formula" });
@@ -52,7 +52,7 @@ export function mountBias(root, { example }, memory) {
     spoken.element,
   );
   const later = debounce(() => {
-    tables.update(currentView());
+    tables.update();
     memory.write(stateText(state, example));
   }, QUIET);
 
@@ -151,5 +151,5 @@ export function mountBias(root, { example }, memory) {
   }
 
   draw();
-  tables.update(currentView());
+  tables.update();
 }

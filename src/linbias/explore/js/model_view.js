@@ -36,6 +36,7 @@ export function mountModel(root, { model }) {
     onChange: (log) => change({ log }),
   });
   const reach = reachTable({ model, onSelect: (layer, head) => change({ layer, head }) });
+  const hidden = weights.matrix(0, 0).map((weight) => Number(weight === -Infinity));
   let shownMatrix = "";
   let matrix = null;
 
@@ -95,16 +96,18 @@ export function mountModel(root, { model }) {
     title.textContent = `Layer ${layer + 1}, head ${head + 1}${slope === null ? "" : `, slope ${slopeFraction(slope)}`}`;
     text.update(row, query);
     story.textContent = storyOfRow(row, query, quoted, model.causal);
-    if (shownMatrix !== `${layer} ${head}`) matrix = weights.matrix(layer, head).map((w) => (w === -Infinity ? w : Math.sqrt(w)));
+    if (shownMatrix !== `${layer} ${head}`) matrix = weights.matrix(layer, head);
     shownMatrix = `${layer} ${head}`;
     picture.update({
       label: `Weights of layer ${layer + 1}, head ${head + 1}`,
       rows: names,
       columns: names,
-      values: matrix, // roots: most weights are small, and colours should tell them apart
-      text: (root) => (root === -Infinity ? "hidden" : fixed(root * root)),
+      values: matrix,
+      hidden,
+      text: (weight) => (weight === -Infinity ? "hidden" : fixed(weight)),
       low: 0,
       high: matrix.reduce((a, b) => Math.max(a, b), 0),
+      power: 0.5, // most weights are small
       selected: query,
     });
     chart.update(rowChart(row, query, slope, quoted, state.log));

@@ -41,8 +41,9 @@ function toEven(text, tie) {
   return tie && last % 2 === 1 ? text.slice(0, -1) + (last - 1) : text;
 }
 
+// Of a text with a point.
 function trimZeros(text) {
-  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+  return text.replace(/\.?0*$/, "");
 }
 
 function special(x) {

@@ -33,14 +33,12 @@ export function dataTable({ caption, corner = "" }) {
     );
   }
 
+  const region = element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, table);
   return {
-    element: element(
-      "div",
-      { class: "scroll", role: "region", tabindex: "0", "aria-label": caption },
-      table,
-    ),
+    element: region,
     setCaption(text) {
       setText(table.caption, text);
+      region.ariaLabel = text;
     },
     update(columns, rows, chosen = -1) {
       const wanted = `${columns.length} ${rows.map((row) => row.cells.length)}`;
