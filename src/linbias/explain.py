@@ -49,6 +49,19 @@ class Explanation:
         of = f" for a batch {batch}" if batch else ""
         return f"Explanation({H} heads, {T} queries, {S} keys{of}; table() shows it)"
 
+    def _repr_html_(self) -> str:
+        """The weights of each head and the steps of the last row, for notebooks."""
+        from linbias.explain_html import html  # 200 lines that only notebooks need
+
+        return html(self)
+
+    def slopes_in_words(self, head: int) -> str:
+        """The slopes of a head, without those of a hidden side."""
+        left, right = float(self.left[..., head]), float(self.right[..., head])
+        if left == right or np.isinf(right):
+            return f"slope {left:g}"
+        return f"slope {right:g} to the right" if np.isinf(left) else f"slopes {left:g}, {right:g}"
+
     def names(self, tokens: Sequence[str] | None = None) -> list[str]:
         """Name the S keys: by the tokens given, else by those of `explain`, else by their index."""
         S = self.biased.shape[-1]
@@ -107,15 +120,9 @@ class Explanation:
         width = max([3, *map(len, names)])
         lines = []
         for h in range(H) if head is None else [range(H)[head]]:
-            left, right = self.left[..., h], self.right[..., h]
-            slope = (
-                f"slope {left:g}"
-                if left == right or np.isinf(right)
-                else f"slopes {left:g}, {right:g}"
-            )
             position = query + int(self.query_start)
             label = names[position] if 0 <= position < S else f"position {position}"
-            lines.append(f"head {h} ({slope}), query {label}")
+            lines.append(f"head {h} ({self.slopes_in_words(h)}), query {label}")
             lines.append(f"  {'key':<{width}}      q.k   scaled  penalty   biased   weight")
             steps = (self.raw, self.scaled, self.penalty, self.biased, self.weight)
             for s in range(S):

@@ -72,7 +72,7 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
 
     weights = [np.where(np.isinf(each.penalty), np.nan, each.weight) for each in (trace, plain)]
     for h in heads:
-        show(f"Weights of head {h}, {slopes_in_words(trace, h)}", names, *(w[h] for w in weights))
+        show(f"Weights of head {h}, {trace.slopes_in_words(h)}", names, *(w[h] for w in weights))
     if len(heads) == H > 1:
         hidden = np.isinf(trace.penalty).all(0)
         means = [np.where(hidden, np.nan, each.weight.mean(0)) for each in (trace, plain)]
@@ -87,14 +87,6 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
     return Group(
         *shown, Text("--query shows every step of a row, --symmetric the later keys too.", "dim")
     )
-
-
-def slopes_in_words(trace: Explanation, head: int) -> str:
-    """The slopes of a head; a hidden side is not mentioned."""
-    left, right = trace.left[..., head], trace.right[..., head]
-    if left == right or np.isinf(right):
-        return f"slope {left:g}"
-    return f"slope {right:g} to the right" if np.isinf(left) else f"slopes {left:g}, {right:g}"
 
 
 def _cell_width(matrix: Matrix) -> int:

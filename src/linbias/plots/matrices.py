@@ -115,8 +115,10 @@ def weights(
     """
     if isinstance(weights, Explanation):
         values = np.where(np.isinf(weights.penalty), np.nan, weights.weight)
-        slopes = list(zip(weights.left.ravel(), weights.right.ravel(), strict=True))
-        titles = [f"head {h}, {_slopes(*map(float, pair))}" for h, pair in enumerate(slopes)]
+        titles = [
+            f"head {h}, {_slopes(*pair)}"
+            for h, pair in enumerate(zip(weights.left.flat, weights.right.flat, strict=True))
+        ]
         tokens = weights.tokens if tokens is None else tokens
         first = int(weights.query_start) if weights.query_start.ndim == 0 else 0
     else:
