@@ -25,6 +25,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _process, priority=400)  # napoleon: 500
     app.connect("autodoc-process-docstring", _with_colons, priority=600)
     app.connect("autodoc-process-signature", _without_unknown)
+    app.connect("autodoc-skip-member", _without_aliases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -42,7 +43,8 @@ def _with_colons(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
     """`name: meaning` as in the source, where napoleon has written two hyphens for a dash."""
-    lines[:] = [re.sub(r"^((?::\w+:)?\W*\*\*.+?\*\*) -- ", r"\1: ", line) for line in lines]
+    named = re.compile(r"^((?::\w+:)?\W*\*\*.+?\*\*|:returns: .+?) -- ")
+    lines[:] = [named.sub(r"\1: ", line) for line in lines]
 
 
 def _without_unknown(
@@ -56,6 +58,13 @@ def _without_unknown(
 ) -> tuple[str | None, str | None]:
     """Leave out the parameter that only collects names to refuse."""
     return signature and signature.replace(", **unknown", ""), returned
+
+
+def _without_aliases(
+    app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out the properties of a named tuple, which stand in its signature and among its fields."""
+    return (inspect.getdoc(thing) or "").startswith("Alias for field number") or None
 
 
 def translate(lines: list[str]) -> list[str]:
@@ -123,7 +132,8 @@ def _inline(text: str) -> str:
     for at, part in enumerate(parts):
         if at % 2 == 0:
             part = re.sub(r"([\\*|])", r"\\\1", part)
-            parts[at] = re.sub(r"(?<=\w)_(?!\w)", r"\\_", part)
+            part = re.sub(r"(?<=\w)_(?!\w)", r"\\_", part)
+            parts[at] = re.sub(r"(: [A-Z])\.$", r"\1\\.", part, flags=re.MULTILINE)  # no list
         elif _NAME.match(part):
             parts[at] = f":py:obj:`{part}`"
         else:
