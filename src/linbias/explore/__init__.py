@@ -1,5 +1,7 @@
 """The explorer: attention with linear biases as a page to touch, in one file that needs no network.
 
+Its files, each with one task:
+
     data.py      what Python puts into the page as JSON: the chapter's example
     results.py   runs of `linbias extrapolate`; results.json is the README's
     model.py     the weights of a trained model
