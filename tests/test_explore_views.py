@@ -463,6 +463,25 @@ def test_a_model_is_packed_within_16_bits(shown_model, weights):
     assert shown_model["tokens"][17] == "\\xd7"  # half a letter
 
 
+def test_the_words_of_a_paper_model(tmp_path):
+    from linbias.data.dictionary import Dictionary
+    from linbias.data.words import save_word_tokenizer
+    from linbias.explore import model
+    from linbias.models import PaperConfig, PaperForCausalLM
+
+    words = Dictionary.from_counts({"a": 2, "b": 1}, padding_factor=8)
+    sizes = {"vocab_size": 8, "cutoffs": (4,), "hidden_size": 16, "num_hidden_layers": 1}
+    config = PaperConfig(**sizes, num_attention_heads=2, intermediate_size=16)
+    PaperForCausalLM(config).save_pretrained(tmp_path)
+    words.write(tmp_path / "dict.txt")
+    save_word_tokenizer(words, tmp_path)
+    (tmp_path / "text").write_text("b a\nnew\n")
+    shown = model.read(tmp_path, tmp_path / "text")
+    assert shown["tokens"] == ["b", "a", "\n", "<unk>", "\n"]
+    assert (shown["separator"], shown["cut"]) == (" ", None)
+    assert shown["slopes"] == linbias.slopes(2).tolist()
+
+
 def test_reach_is_measured_over_the_later_half_of_the_rows():
     from linbias.explore import model
 

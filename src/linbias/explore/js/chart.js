@@ -9,7 +9,7 @@
 //                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others; bars: of width
 //                1 instead of a line; stop: why the line ends before the others
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
-//   spec.start   the x at which the cursor first stands; the last one if left out
+//   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
 import { element, setText, svgElement } from "./dom.js";
 import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
@@ -25,6 +25,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   let spec = null;
   let stops = []; // the x at which the cursor can stand
   let at = null;
+  let start = null;
   let plot = null; // the scales of what is drawn
   let keys = "";
 
@@ -51,7 +52,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
     at = x;
     const lines = shownLines();
     const values = lines.map((line) => valueAt(line, at));
-    legendHead.textContent = spec.x.at(at);
+    const where = at === undefined ? "no points" : spec.x.at(at);
+    legendHead.textContent = where;
     spec.lines.forEach((line, i) => {
       const button = legendList.children[i].firstChild;
       const on = !switchedOff.has(line.key);
@@ -62,8 +64,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
     drawing.setAttribute("aria-valuemin", 0);
     drawing.setAttribute("aria-valuemax", stops.length - 1);
     drawing.setAttribute("aria-valuenow", stops.indexOf(at));
-    drawing.setAttribute("aria-valuetext", `${spec.x.at(at)}: ${described.join(", ") || "no lines"}`);
-    if (plot === null) return;
+    drawing.setAttribute("aria-valuetext", `${where}: ${described.join(", ") || "no lines"}`);
+    if (plot === null || at === undefined) return;
     const { top, bottom } = plot;
     const across = plot.x(at);
     drawing.querySelector(".cursor").replaceChildren(
@@ -133,7 +135,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
       stops = spec.lines
         .map((line) => line.points.filter(({ y }) => y !== null).map(({ x }) => x))
         .reduce((most, xs) => (xs.length > most.length ? xs : most), []);
-      if (!stops.includes(at)) at = spec.start ?? stops.at(-1);
+      if (!stops.includes(at) || spec.start !== start) at = spec.start ?? stops.at(-1);
+      start = spec.start;
       const wanted = spec.lines.map((line) => `${line.key} ${line.name}`).join();
       if (wanted !== keys) buildLegend();
       keys = wanted;

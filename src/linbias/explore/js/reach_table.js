@@ -26,12 +26,12 @@ export function reachTable({ model, onSelect }) {
       write();
     },
   });
-  const headOf = (head) => (model.slopes ? [`head ${head + 1}`, element("small", {}, `slope ${slopeFraction(model.slopes[head])}`)] : `head ${head + 1}`);
+  const headOf = (head) => (model.slopes ? [`head ${head + 1}`, element("small", {}, slopeFraction(model.slopes[head]))] : `head ${head + 1}`);
   const table = element(
     "table",
     { class: "reach" },
     element("caption", { class: "unseen" }, "Reach of every head"),
-    element("thead", {}, element("tr", {}, element("td"), heads.map((head) => element("th", { scope: "col" }, headOf(head))))),
+    element("thead", {}, element("tr", {}, element("td", {}, model.slopes && element("small", {}, "slope")), heads.map((head) => element("th", { scope: "col" }, headOf(head))))),
     element(
       "tbody",
       {},
@@ -62,7 +62,7 @@ export function reachTable({ model, onSelect }) {
       "div",
       {},
       control.element,
-      element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": "Reach of every head" }, table),
+      element("div", { class: "scroll reach-box", role: "region", tabindex: "0", "aria-label": "Reach of every head" }, table),
     ),
     choose(layer, head) {
       cells.forEach((row, l) =>

@@ -68,8 +68,8 @@ export function scientific(value, digits = 3) {
   return `${figures} \u00d7 10${superscript(Number(exponent))}`;
 }
 
-// A slope as a fraction where it is one: 1/256.
+// A slope as a fraction where it is one, 1/256, or in four digits.
 export function slopeFraction(slope) {
   const inverse = 1 / slope;
-  return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(slope);
+  return slope > 0 && slope < 1 && Math.abs(inverse - Math.round(inverse)) < 1e-9 ? `1/${Math.round(inverse)}` : general(Number(slope.toPrecision(4)));
 }

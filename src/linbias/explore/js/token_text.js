@@ -42,6 +42,12 @@ export function tokenText({ tokens, names, separator, onSelect }) {
     onSelect(Math.min(Math.max(to, 0), last));
   });
 
+  // Scrolls the box, and not the page, to the token.
+  function reveal({ offsetTop, offsetHeight }) {
+    const lowest = offsetTop + offsetHeight - box.clientHeight;
+    if (box.scrollTop > offsetTop || box.scrollTop < lowest) box.scrollTop = offsetTop - box.clientHeight / 2;
+  }
+
   return {
     element: box,
     update(row, query) {
@@ -53,6 +59,7 @@ export function tokenText({ tokens, names, separator, onSelect }) {
         span.classList.toggle("unseen-key", s >= row.length);
         span.classList.toggle("chosen-token", s === query);
       });
+      reveal(spans[query]);
       box.setAttribute("aria-valuenow", query);
       box.setAttribute("aria-valuetext", names[query]);
     },
