@@ -520,7 +520,7 @@ def test_slopes_of_other_families_are_those_of_their_attention(kind):
     np.testing.assert_allclose(found[0], expected, rtol=tolerance, atol=1e-6)
 
 
-def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(text_file, model_folder, monkeypatch):  # fmt: skip
+def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, text_file, model_folder, tmp_path, monkeypatch):  # fmt: skip
     import torch
     from transformers import BertConfig, BertLMHeadModel
 
@@ -539,6 +539,18 @@ def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(text_fi
     packed = np.frombuffer(base64.b64decode(shown["weights"]), "<u2")
     assert packed.size == 2 * 24**2
     np.testing.assert_allclose(packed.reshape(2, 24, 24).sum(-1) / 65535, 1.0, atol=24 / 65535)
+
+    path = tmp_path / "page.html"
+    path.write_text(explore.page(model=shown), encoding="utf-8")
+    _, panel = open_view(visit, path, "Model")
+    assert panel.get_by_text(shown["note"]).is_visible()
+    panel.locator("[data-token='3']").click()
+    row = packed.reshape(2, 24, 24)[0, 3] / 65535
+    away = row @ np.abs(3 - np.arange(24))
+    assert f"looks {away:.1f} tokens away on average" in panel.locator(".story").inner_text()
+    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
+    chart.press("End")  # a key after the query
+    assert chart.get_attribute("aria-valuetext").endswith(f"20 after: weight {row[23]:.4f}")
 
 
 def test_the_page_holds_so_many_weights():
