@@ -61,6 +61,7 @@ def test_tokens_are_written_as_text_and_do_not_overlap():
         "mat",
     ]
     assert [y.get_text() for y in panel.get_yticklabels()] == ["<i>", "a b", "mat"]
+    assert not any(x.get_parse_math() for x in panel.get_xticklabels())
     boxes = [label.get_window_extent() for label in panel.get_xticklabels()]
     assert not any(a.overlaps(b) for a in boxes for b in boxes if a is not b)
 
