@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour clean
+.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour wheels docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -59,6 +59,11 @@ sanitize-%:
 attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
 
+docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for any host; every warning is an error
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/site
+	@echo "build/site/index.html"
+
 first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
 	$(PYTHON) tests/first_hour.py
 
@@ -70,6 +75,9 @@ neon:  ## compile the core and its test for 64-bit Arm, and run it under qemu-us
 	  csrc/target_baseline.cpp csrc/*_test.cpp -o build/attention_test_neon
 	@if command -v qemu-aarch64 > /dev/null; then qemu-aarch64 build/attention_test_neon; \
 	else echo "build/attention_test_neon is compiled but not run: there is no qemu-aarch64 (Debian: qemu-user)"; fi
+
+wheels:  ## build the sdist and the wheels into dist/, and check them on every Python that is here (CONTRIBUTING.md: Release)
+	$(PYTHON) release/wheels.py
 
 clean:
 	rm -rf $(VENV) build dist output

@@ -53,26 +53,49 @@ struct Target {
 
 [[maybe_unused]] bool always() { return true; }
 #if defined(LINBIAS_X86)
-[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-[[maybe_unused]] bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-[[maybe_unused]] bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+// What the processor has, and which registers the system saves (XCR0). CPUID is asked directly, because not every
+// compiler's runtime fills in what __builtin_cpu_supports reads: Zig's, which builds the wheels, leaves it zero.
+struct Cpu {
+  unsigned features_c = 0, extended_b = 0, extended_d = 0, later_a = 0, saved = 0;
 
-// The tile registers are there if the CPU has them, the system saves them (bits 17 and 18 of XCR0), and, on Linux, it
-// grants them to this process, whose threads inherit the grant.
+  Cpu() {
+    constexpr unsigned kSavesExtended = 1u << 27;
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &features_c, &d) || !(features_c & kSavesExtended)) return;
+    asm("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &extended_b, &c, &extended_d) || a < 1) return;
+    __get_cpuid_count(7, 1, &later_a, &b, &c, &d);
+  }
+  static constexpr bool all(unsigned word, unsigned bits) { return (word & bits) == bits; }
+};
+
+const Cpu& cpu() {
+  static const Cpu asked;
+  return asked;
+}
+
+[[maybe_unused]] bool has_avx2() {
+  constexpr unsigned kFma = 1u << 12, kAvx = 1u << 28, kAvx2 = 1u << 5, kVectors = 3u << 1;
+  return Cpu::all(cpu().saved, kVectors) && Cpu::all(cpu().features_c, kFma | kAvx) &&
+         Cpu::all(cpu().extended_b, kAvx2);
+}
+[[maybe_unused]] bool has_avx512() {
+  constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31, kWideVectors = 7u << 5;
+  return has_avx2() && Cpu::all(cpu().saved, kWideVectors) && Cpu::all(cpu().extended_b, kF | kDq | kBw | kVl);
+}
+[[maybe_unused]] bool has_avx512_bf16() {
+  constexpr unsigned kBf16 = 1u << 5;
+  return has_avx512() && Cpu::all(cpu().later_a, kBf16);
+}
+
+// The tile registers are there if the CPU has them, the system saves them and, on Linux, grants them to this process,
+// whose threads inherit the grant.
 [[maybe_unused]] bool has_avx512_amx() {
 #if defined(__linux__)
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kSavesExtended = 1u << 27, kTileState = 3u << 17;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kTileState = 3u << 17;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  unsigned a, b, c, d;
-  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile))
-    return false;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kSavesExtended)) return false;
-  unsigned low, high;
-  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return has_avx512_bf16() && Cpu::all(cpu().extended_d, kAmxBf16 | kAmxTile) && Cpu::all(cpu().saved, kTileState) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif

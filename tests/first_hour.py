@@ -25,13 +25,22 @@ WORKING = {
     "": (),
     "torch": ("linbias.torch",),
     "jax": ("linbias.jax", "linbias.jax.flax"),
-    "lm": ("linbias.torch", "linbias.transformers", "linbias.models", "linbias.lm"),
+    "lm": (
+        *("linbias.torch", "linbias.transformers", "linbias.models", "linbias.lm"),
+        "linbias.plots",
+    ),
 }
 DOCUMENTS = {
     "": (),
-    "torch": ("README.md", "docs/torch.md", "docs/coming-from.md"),
+    "torch": (
+        *("README.md", "docs/torch.md", "docs/coming-from.md"),
+        *("docs/guides/layers.md", "docs/guides/processes.md", "docs/guides/export.md"),
+    ),
     "jax": ("docs/jax.md",),
-    "lm": ("README.md", "docs/models.md", "docs/paper.md"),
+    "lm": (
+        *("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
+        *("docs/guides/evaluation.md", "docs/guides/existing-models.md"),
+    ),
 }
 PARTS = tuple(dict.fromkeys(part for parts in WORKING.values() for part in parts))
 FIRST_RUN = (
@@ -93,6 +102,7 @@ def check_part(part: str, works: bool, doctor: str) -> None:
         "linbias.jax.flax",
         "linbias.transformers",
         "linbias.models",
+        "linbias.plots",
     ), needed
 
 

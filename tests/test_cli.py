@@ -1,5 +1,7 @@
 """The command line, in process where that tells the same, else as a person starts it."""
 
+import csv
+import io
 import json
 import os
 import random
@@ -33,8 +35,9 @@ TINY = [
 ]
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "100"})
+def run(*words: object, columns: int = 100) -> Result:
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env=environment)
 
 
 def start(*words: object, **options: object) -> subprocess.Popen[str]:
@@ -64,17 +67,69 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # explain: the numbers that the book chapter prints
 
+CHAPTER = {
+    "Weights of head 0, slope 0.5": """
+        0.2879 0.3541 0.2148 0.0642 0.0790
+        0.3791 0.1520 0.3791 0.0559 0.0339
+        0.1003 0.1653 0.5527 0.0815 0.1003
+        0.0796 0.1312 0.2163 0.3566 0.2163
+        0.0341 0.1140 0.1880 0.1528 0.5110""",
+    "Weights of head 1, slope 0.25": """
+        0.2142 0.3384 0.1299 0.2052 0.1122
+        0.3002 0.1901 0.1480 0.2338 0.1279
+        0.1077 0.2806 0.1776 0.2806 0.1534
+        0.1106 0.1421 0.0899 0.4750 0.1824
+        0.1545 0.0978 0.1256 0.3271 0.2949""",
+    "Weights, average of the 2 heads": """
+        0.2510 0.3462 0.1724 0.1347 0.0956
+        0.3397 0.1710 0.2636 0.1449 0.0809
+        0.1040 0.2229 0.3652 0.1810 0.1268
+        0.0951 0.1366 0.1531 0.4158 0.1994
+        0.0943 0.1059 0.1568 0.2400 0.4030""",
+    "Output, heads side by side": """
+        0.3274 0.3936 0.1861 0.2613
+        0.3961 0.1689 0.2120 0.2977
+        0.1504 0.2154 0.2544 0.3573
+        0.1877 0.2393 0.1811 0.5662
+        0.2896 0.3695 0.2731 0.4746""",
+}
+STANDARD_THE = ["0.1237", "0.2509", "0.2509", "0.1237", "0.2509"]  # head 0, without a bias
 
-def test_explain_prints_the_chapters_trace():
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns):
+    shown = run("explain", "--symmetric", columns=columns).stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    for block, (title, numbers) in zip(shown.split("\n\n"), CHAPTER.items(), strict=False):
+        if columns > 40:  # else the second one stands below
+            lines = [line.split() for line in block.splitlines()]
+            assert " ".join(lines[0]) == title
+            rows = [line.split() for line in numbers.strip().splitlines()]
+            size = len(rows[0])
+            assert [line[1 : 1 + size] for line in lines[3:]] == rows
+            assert [line[0] for line in lines[3:]] == ["The", "cat", "sat", "on", "mat"]
+            assert all(len(line) == 1 + 2 * size for line in lines[3:])
+    assert " ".join(STANDARD_THE) in shown
+
+
+def test_slope_0_is_standard_attention_and_hides_the_same_keys():
+    shown = run("explain", "--slope", "0", "--symmetric", "--json").stdout
+    first = json.loads(shown)["rows"][0]
+    assert [f"{weight:.4f}" for weight in first["weight"]] == STANDARD_THE
+    assert first["weight"] == first["weight_without_bias"]
+    causal = json.loads(run("explain", "--slope", "0.25,0", "--json").stdout)
+    assert causal["left"] == [0.25, 0.0]
+    assert causal["rows"][0]["weight"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert causal["rows"][0]["weight_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_explain_prints_the_trace_of_a_row():
     result = run("explain", "--query", "The", "--symmetric")
-    assert result.exit_code == 0
     head_0, head_1 = result.stdout.split("\n\n")
-    assert "slope 0.5" in head_0
-    assert "slope 0.25" in head_1
-    weights = [line.split()[-1] for line in head_0.splitlines()[2:7]]
-    assert weights == ["0.2879", "0.3541", "0.2148", "0.0642", "0.0790"]
-    weights = [line.split()[-1] for line in head_1.splitlines()[2:7]]
-    assert weights == ["0.2142", "0.3384", "0.1299", "0.2052", "0.1122"]
+    for head, (title, numbers) in zip((head_0, head_1), CHAPTER.items(), strict=False):
+        assert title.partition(", ")[2] in head
+        weights = [line.split()[-1] for line in head.splitlines()[2:7]]
+        assert weights == numbers.split()[:5]
 
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
@@ -88,15 +143,14 @@ def test_explain_finds_a_query_by_token_and_number(query):
 
 def test_explain_shows_what_the_function_of_that_name_shows():
     trace, tokens = example.trace()
-    assert run("explain", "--head", 1).stdout.rstrip() == trace.table(head=1, tokens=tokens)
+    shown = run("explain", "--query", "mat", "--head", 1).stdout
+    assert shown.rstrip() == trace.table(head=1, tokens=tokens)
     assert trace.right.tolist() == [np.inf, np.inf]  # causal, as linbias.explain and attention are
-    assert run("explain", "--query", "cat", "--head", 0).stdout.rstrip() == trace.table(
-        "cat", 0, tokens
-    )
+    assert trace.table(head=1) == trace.table(head=1, tokens=tokens)  # it carries the names
 
 
-def test_explain_all_causal_as_json_hides_later_keys():
-    found = json.loads(run("explain", "--query", "all", "--json").stdout)
+def test_explain_as_json_hides_later_keys_and_has_all_rows():
+    found = json.loads(run("explain", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
     assert found["left"] == [0.5, 0.25]
     assert len(found["rows"]) == 10
@@ -105,6 +159,26 @@ def test_explain_all_causal_as_json_hides_later_keys():
         assert all(value is None for value in row["biased"][later])
         assert not any(row["weight"][later])
         assert sum(row["weight"]) == pytest.approx(1.0)
+    last = found["all_heads"][-1]
+    assert np.round(last["average_weight"], 4).tolist() == [0.0943, 0.1059, 0.1568, 0.2400, 0.4030]
+    assert np.round(last["output"], 4).tolist() == [0.2896, 0.3695, 0.2731, 0.4746]
+
+
+def test_explain_writes_the_same_numbers_as_csv(tmp_path):
+    lines = list(csv.DictReader(io.StringIO(run("explain", "--symmetric", "--csv").stdout)))
+
+    def matrix(bias: str, quantity: str, head: str) -> list[str]:
+        chosen = [
+            x for x in lines if (x["bias"], x["quantity"], x["head"]) == (bias, quantity, head)
+        ]
+        return [f"{float(x['value']):.4f}" for x in chosen]
+
+    keys = (("weight", "0"), ("weight", "1"), ("weight", "average"), ("output", "all"))
+    for (quantity, head), numbers in zip(keys, CHAPTER.values(), strict=True):
+        assert matrix("with", quantity, head) == numbers.split()
+    assert matrix("without", "weight", "0")[:5] == STANDARD_THE
+    assert (lines[1]["query_token"], lines[1]["key_token"]) == ("The", "cat")
+    assert run("explain", "--csv", "--json").exit_code == 2
 
 
 def test_explain_reads_arrays_from_a_file(tmp_path):
@@ -114,6 +188,30 @@ def test_explain_reads_arrays_from_a_file(tmp_path):
     (row,) = json.loads(result.stdout)["rows"]
     assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
     assert row["output"] == [1.0]
+    np.savez(tmp_path / "sides.npz", q=q[:, :, :1], k=k, v=v)
+    assert run("explain", tmp_path / "sides.npz").exit_code == 2
+    np.savez(tmp_path / "sides.npz", q=q, k=k, v=v, left=[np.inf], right=[0.5])
+    found = json.loads(run("explain", tmp_path / "sides.npz", "--slope", "0.1", "--json").stdout)
+    assert (found["left"], found["right"]) == ([None], [0.1])  # a hidden side stays hidden
+
+
+def test_explain_names_tokens_as_text_and_says_when_there_are_too_many(tmp_path):
+    wide = ["[bold]x", "a\nb", "\u65e5\u672c", "averyveryverylongone"]
+    ones = np.ones((1, 4, 1))
+    np.savez(tmp_path / "arrays.npz", q=ones, k=ones, v=ones, tokens=wide)
+    lines = run("explain", tmp_path / "arrays.npz").stdout.splitlines()
+    assert "[bold]x         a\\nb" in lines[2]
+    assert "averyveryve\N{HORIZONTAL ELLIPSIS}" in lines[2]
+    many = np.ones((1, 65, 1))
+    np.savez(tmp_path / "arrays.npz", q=many, k=many, v=many)
+    shown = run("explain", tmp_path / "arrays.npz").stdout
+    assert shown.startswith("65 queries and 65 keys are too many to print.")
+
+
+def test_help_of_explain_names_the_axes_and_the_default_slopes():
+    shown = " ".join(run("explain", "--help").stdout.replace("│", " ").split())
+    assert "q, k, v, each [heads, length, size]" in shown
+    assert "default: the paper's for so many heads" in shown
 
 
 # evaluate, generate, doctor
@@ -345,6 +443,10 @@ ERRORS = [
     (["explain", "{tmp}/absent"], "arrays must be an .npz file, got {tmp}/absent (No such file or directory)"),
     (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
     (["explain", "--query", "5"], "query must be in [-5, 5), got 5"),
+    (["explain", "--slope=-1"], "slope must be at least 0 and finite, got -1"),
+    (["explain", "--slope", "nan"], "slope must be at least 0 and finite, got nan"),
+    (["explain", "--slope", "steep"], "--slope: must be numbers such as 0.5,0.25, got 'steep'"),
+    (["explain", "--slope", "1,2,3"], "slope must be one number or 2, one for each head, got 3"),
     (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """ALiBi, attention with linear biases: the definition in NumPy.
 
 The front ends are submodules that load when they are first named, and their framework with them: `linbias.torch`,
-`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays. The project's own idea, to
+`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays, `linbias.plots` draws. The project's own idea, to
 read: `linbias.near_to_far`.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
     "slopes",
 ]
 
-_LOADED_WHEN_NAMED = ("cpu", "explore", "jax", "lm", "models", "torch", "transformers")
+_LOADED_WHEN_NAMED = ("cpu", "explore", "jax", "lm", "models", "plots", "torch", "transformers")
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 

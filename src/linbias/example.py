@@ -2,11 +2,13 @@
 
 import math
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from linbias.definition import Float64
 from linbias.explain import Explanation, explain
 from linbias.schedules import slopes
 
@@ -23,13 +25,17 @@ V: list[list[float]] = [
 ]
 
 
-def trace(path: Path | None = None, causal: bool = True) -> tuple[Explanation, list[str]]:
+def trace(
+    path: Path | None = None, causal: bool = True, slope: Sequence[float] | None = None
+) -> tuple[Explanation, list[str]]:
     """Explain the book's example (slopes 1/2 and 1/4), or the arrays in a file.
 
     Args:
         path: .npz with q, k, v, each [heads, length, size]; optional left and right [heads] and
-            tokens [keys].
+            tokens [keys]. Without left, the slopes are those of the paper for so many heads.
         causal: hide the keys after the query, unless the file holds slopes for them (right).
+        slope: One for all heads, or one for each, instead of those on every side that is not
+            hidden; 0 gives standard attention.
 
     Returns:
         The trace, and a name for each key.
@@ -39,19 +45,36 @@ def trace(path: Path | None = None, causal: bool = True) -> tuple[Explanation, l
     """
     if path is None:
         q, k, v = (np.array(rows).reshape(5, 2, 2).swapaxes(0, 1) for rows in (Q, K, V))
-        return explain(q, k, v, slopes(2, "halving"), causal=causal), TOKENS
-    arrays = _read(path)
-    missing = [name for name in "qkv" if name not in arrays]
-    if missing:
+        left: Any = slopes(2, "halving")
+        right, tokens = None, TOKENS
+    else:
+        arrays = _read(path)
+        missing = [name for name in "qkv" if name not in arrays]
+        if missing:
+            raise ValueError(
+                f"explain: arrays must have q, k and v, got {', '.join(arrays)} in {path}"
+            )
+        q, k, v = (arrays[name] for name in "qkv")
+        if q.ndim != 3:
+            raise ValueError(f"explain: q must be [heads, length, size], got {list(q.shape)}")
+        tokens = [str(token) for token in arrays.get("tokens", range(k.shape[-2]))]
+        left, right = arrays.get("left"), arrays.get("right")
+    if slope is not None:
+        left = _override(slopes(len(q)) if left is None else left, slope)
+        right = None if right is None else _override(right, slope)
+    causal = causal and right is None
+    return explain(q, k, v, left, causal=causal, right=right, tokens=tokens), tokens
+
+
+def _override(side: Any, slope: Sequence[float]) -> Float64:
+    """The numbers given instead of the slopes of one side; what is hidden stays so."""
+    if len(slope) not in (1, len(side)):
         raise ValueError(
-            f"explain: arrays must have q, k and v, got {', '.join(arrays)} in {path}"
+            f"explain: slope must be one number or {len(side)}, one for each head, got {len(slope)}"
         )
-    q, k, v = (arrays[name] for name in "qkv")
-    if q.ndim != 3:
-        raise ValueError(f"explain: q must be [heads, length, size], got {list(q.shape)}")
-    tokens = [str(token) for token in arrays.get("tokens", range(k.shape[-2]))]
-    left, right = arrays.get("left"), arrays.get("right")
-    return explain(q, k, v, left, causal=causal and right is None, right=right), tokens
+    if not all(0 <= number < math.inf for number in slope):
+        raise ValueError(f"explain: slope must be at least 0 and finite, got {min(slope):g}")
+    return np.where(np.isinf(side), np.inf, np.array(slope, np.float64))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -70,11 +93,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
-    """The numbers of the queries meant by a number, a token, "all", or None for the last."""
-    num_queries = trace.biased.shape[-2]
-    if query == "all":
-        return list(range(num_queries))
-    return [trace.find(-1 if query is None else query, tokens)]
+    """The numbers of the queries meant by a number or a token; "all" and None mean every one."""
+    if query in (None, "all"):
+        return list(range(trace.biased.shape[-2]))
+    return [trace.find(query, tokens)]
 
 
 def find_heads(head: int | None, num_heads: int) -> list[int]:
@@ -86,22 +108,85 @@ def find_heads(head: int | None, num_heads: int) -> list[int]:
     return [head]
 
 
-def steps(
-    trace: Explanation, tokens: list[str], queries: list[int], heads: list[int]
+def side_by_side(heads: Float64) -> Float64:
+    """Outputs [H, T, E] as rows [T, H * E], as a layer joins its heads."""
+    joined: Float64 = np.concatenate(list(heads), axis=-1)
+    return joined
+
+
+STEPS = ("raw", "scaled", "penalty", "biased", "weight", "output")
+
+
+def to_json(
+    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
 ) -> dict[str, Any]:
-    """The chosen rows of a trace as JSON values; what is infinite (hidden keys) becomes null."""
-    names = ("raw", "scaled", "penalty", "biased", "weight", "output")
+    """The chosen rows of a trace as JSON values; what is infinite (hidden keys) becomes null.
+
+    Args:
+        trace: With the bias.
+        plain: The same without it.
+        queries, heads: Which rows; averages and joined outputs are those of all heads.
+    """
     rows = [
         {
             "head": head,
             "query": query,
-            **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in names},
+            **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in STEPS},
+            "weight_without_bias": plain.weight[head, query].tolist(),
+            "output_without_bias": plain.output[head, query].tolist(),
         }
         for query in queries
         for head in heads
     ]
+    together = [
+        {
+            "query": query,
+            "average_weight": trace.weight.mean(0)[query].tolist(),
+            "average_weight_without_bias": plain.weight.mean(0)[query].tolist(),
+            "output": side_by_side(trace.output)[query].tolist(),
+            "output_without_bias": side_by_side(plain.output)[query].tolist(),
+        }
+        for query in queries
+    ]
     left, right = (_finite(side.tolist()) for side in (trace.left, trace.right))
-    return {"tokens": tokens, "left": left, "right": right, "rows": rows}
+    return {
+        "tokens": trace.names(),
+        "left": left,
+        "right": right,
+        "rows": rows,
+        "all_heads": together,
+    }
+
+
+CSV_TITLES = ("quantity", "bias", "head", "query", "query_token", "column", "key_token", "value")
+
+
+def to_csv(
+    trace: Explanation, plain: Explanation, queries: list[int], heads: list[int]
+) -> Iterator[tuple[str | int | float, ...]]:
+    """The same numbers as lines of `CSV_TITLES`, one for each; a column is a key or an entry of the output.
+
+    Of hidden keys there is only their weight, 0.
+    """
+    names, start = trace.names(), int(trace.query_start)
+    for bias, found in (("with", trace), ("without", plain)):
+        of_heads: list[tuple[str, int | str, Float64]] = [
+            (name, head, getattr(found, name)[head])
+            for head in heads
+            for name in (STEPS if bias == "with" else ("weight", "output"))
+        ]
+        together: list[tuple[str, int | str, Float64]] = [
+            ("weight", "average", found.weight.mean(0)),
+            ("output", "all", side_by_side(found.output)),
+        ]
+        for quantity, head, matrix in [*of_heads, *together]:
+            for query in queries:
+                position = start + query
+                asking = names[position] if 0 <= position < len(names) else ""
+                for column, value in enumerate(matrix[query].tolist()):
+                    if math.isfinite(value):
+                        key = "" if quantity == "output" else names[column]
+                        yield quantity, bias, head, query, asking, column, key, value
 
 
 def _finite(values: list[float]) -> list[float | None]:

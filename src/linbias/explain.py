@@ -10,6 +10,11 @@ import numpy.typing as npt
 from linbias.definition import Float64, Options, compute, prepare
 
 
+def printable(token: str) -> str:
+    """A token on one line: line ends, tabs and what else has no picture, as Python writes them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """Every step of attention for every head, query and key. Made by `explain`.
@@ -24,6 +29,7 @@ class Explanation:
         lse: [..., H, T].
         left, right: [H] or [B, H], the slopes (right is inf for causal attention).
         query_start: [...], the position of query 0.
+        tokens: S names for the keys, or None.
     """
 
     raw: Float64
@@ -36,24 +42,47 @@ class Explanation:
     left: Float64
     right: Float64
     query_start: npt.NDArray[np.int64]
+    tokens: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         *batch, H, T, S = self.biased.shape
         of = f" for a batch {batch}" if batch else ""
         return f"Explanation({H} heads, {T} queries, {S} keys{of}; table() shows it)"
 
-    def find(self, query: int | str, tokens: Sequence[str]) -> int:
+    def _repr_html_(self) -> str:
+        """The weights of each head and the steps of the last row, for notebooks."""
+        from linbias.explain_html import html  # 200 lines that only notebooks need
+
+        return html(self)
+
+    def slopes_in_words(self, head: int) -> str:
+        """The slopes of a head, without those of a hidden side."""
+        left, right = float(self.left[..., head]), float(self.right[..., head])
+        if left == right or np.isinf(right):
+            return f"slope {left:g}"
+        return f"slope {right:g} to the right" if np.isinf(left) else f"slopes {left:g}, {right:g}"
+
+    def names(self, tokens: Sequence[str] | None = None) -> list[str]:
+        """Name the S keys: by the tokens given, else by those of `explain`, else by their index."""
+        S = self.biased.shape[-1]
+        tokens = self.tokens if tokens is None else tokens
+        found = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
+        if len(found) != S:
+            raise ValueError(f"explain: tokens must name the {S} keys, got {len(found)}")
+        return found
+
+    def find(self, query: int | str, tokens: Sequence[str] | None = None) -> int:
         """Find the index of a query by a number, negative from the end, or by the token at its position.
 
         Args:
             query: A number, in digits too, or one of the tokens.
-            tokens: S names for the keys.
+            tokens: As for `names`.
 
         Raises:
             ValueError: There is no such query.
         """
         T = self.biased.shape[-2]
-        names = [str(token) for token in tokens]
+        names = self.names(tokens)
         if isinstance(query, str) and query in names:
             number = names.index(query) - int(self.query_start)
             in_range = 0 <= number < T
@@ -77,7 +106,7 @@ class Explanation:
         Args:
             query: Index of the query, negative from the end, or the token at its position; the last by default.
             head: Only this head; None means all.
-            tokens: S names for the keys; None means their index.
+            tokens: As for `names`.
 
         Raises:
             ValueError: There is a batch axis, no such query, or tokens has another length than the keys.
@@ -86,22 +115,14 @@ class Explanation:
         if self.biased.ndim != 3:
             raise ValueError(f"table: needs arrays without a batch axis, got {self.biased.shape}")
         H, _, S = self.biased.shape
-        names = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
-        if len(names) != S:
-            raise ValueError(f"table: tokens must name the {S} keys, got {len(names)}")
-        query = self.find(query, names)
+        query = self.find(query, tokens)
+        names = [printable(name) for name in self.names(tokens)]
         width = max([3, *map(len, names)])
         lines = []
         for h in range(H) if head is None else [range(H)[head]]:
-            left, right = self.left[..., h], self.right[..., h]
-            slope = (
-                f"slope {left:g}"
-                if left == right or np.isinf(right)
-                else f"slopes {left:g}, {right:g}"
-            )
             position = query + int(self.query_start)
             label = names[position] if 0 <= position < S else f"position {position}"
-            lines.append(f"head {h} ({slope}), query {label}")
+            lines.append(f"head {h} ({self.slopes_in_words(h)}), query {label}")
             lines.append(f"  {'key':<{width}}      q.k   scaled  penalty   biased   weight")
             steps = (self.raw, self.scaled, self.penalty, self.biased, self.weight)
             for s in range(S):
@@ -112,8 +133,9 @@ class Explanation:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every array as nested lists, ready for JSON but for inf (hidden keys)."""
-        return {name: getattr(self, name).tolist() for name in self.__dataclass_fields__}
+        """Return every array as nested lists, ready for JSON but for inf (hidden keys), and the tokens."""
+        arrays = {name: value.tolist() for name, value in vars(self).items() if name != "tokens"}
+        return {**arrays, "tokens": None if self.tokens is None else list(self.tokens)}
 
 
 def explain(
@@ -121,18 +143,21 @@ def explain(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     left: npt.ArrayLike | None = None,
+    *,
+    tokens: Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
     """Compute `attention` and keep every step on the way.
 
     Args:
         q, k, v, left, options: As for `attention`.
+        tokens: S names for the keys, to be shown.
 
     Returns:
         An `Explanation`: arrays per head, query and key, and `table()` to read them.
 
     Raises:
-        TypeError, ValueError: As `attention`.
+        TypeError, ValueError: As `attention`; or tokens has another length than the keys.
 
     Example:
         >>> trace = explain(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1)), [0.5])
@@ -146,10 +171,14 @@ def explain(
     Source: the step-by-step trace of the book chapter among the project's seed documents.
     """
     inputs = prepare("explain", q, k, v, left, **options)
-    steps = {name: inputs.restore(step) for name, step in compute(inputs)._asdict().items()}
+    S = inputs.k.shape[2]
+    if tokens is not None and len(tokens) != S:
+        raise ValueError(f"explain: tokens must name the {S} keys, got {len(tokens)}")
+    steps = compute(inputs)
     return Explanation(
-        **steps,
+        **{name: inputs.restore(getattr(steps, name)) for name in steps._fields},
         left=inputs.left,
         right=inputs.right,
         query_start=inputs.restore(inputs.query_start),
+        tokens=None if tokens is None else tuple(map(str, tokens)),
     )

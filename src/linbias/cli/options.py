@@ -202,3 +202,11 @@ def parse_numbers(option: str, words: str | None) -> tuple[int, ...] | None:
         raise ValueError(
             f"{option}: must be whole numbers such as 128,256, got {words!r}"
         ) from None
+
+
+def parse_floats(option: str, words: str) -> tuple[float, ...]:
+    """0.5,0.25 as numbers."""
+    try:
+        return tuple(float(word) for word in words.split(","))
+    except ValueError:
+        raise ValueError(f"{option}: must be numbers such as 0.5,0.25, got {words!r}") from None

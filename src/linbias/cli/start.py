@@ -1,5 +1,6 @@
 """The commands to start with: explain, extrapolate, doctor."""
 
+import csv
 import shlex
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ from linbias.cli.options import (
     VocabSize,
     budget,
     parse_fields,
+    parse_floats,
     parse_numbers,
 )
 
@@ -41,37 +43,57 @@ def explain(
     arrays: Annotated[
         Path | None,
         typer.Argument(
-            help="An .npz file with q, k, v, each [heads, length, size], and optionally left, "
-            "right (slopes) and tokens (names). Default: 'The cat sat on mat'."
+            help=r"An .npz file with q, k, v, each \[heads, length, size], and optionally left, "
+            "right (slopes; default: the paper's for so many heads) and tokens (names). Without a "
+            "file: 'The cat sat on mat', 2 heads with the slopes 1/2 and 1/4."
         ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option(help="A query's number or token, or 'all'. Default: the last.")
+        str | None,
+        typer.Option(help="Every step for a query: its number or token, or 'all'."),
     ] = None,
     head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
+    slope: Annotated[
+        str | None,
+        typer.Option(help="Other slopes: one, or one for each head; 0 is standard attention."),
+    ] = None,
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="Show the keys after the query, too.")
     ] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print all numbers as CSV, one in a line.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every step of attention: q.k, scaled, minus the penalty, softmax, output.
+    """Show the weights and the output of attention, with the bias and without; or every step of one row.
 
     \b
     [dim]linbias explain[/]
+    [dim]linbias explain --symmetric --slope 0.25[/]
     [dim]linbias explain --query cat --head 0[/]
-    [dim]linbias explain --query cat --symmetric[/]
-    [dim]linbias explain arrays.npz --query all --json[/]
+    [dim]linbias explain arrays.npz --csv > numbers.csv[/]
     """
     from linbias import example
+    from linbias.cli import matrices
 
-    trace, tokens = example.trace(arrays, causal=not symmetric)
+    slopes = None if slope is None else parse_floats("--slope", slope)
+    trace, tokens = example.trace(arrays, causal=not symmetric, slope=slopes)
+    plain, _ = example.trace(arrays, causal=not symmetric, slope=[0.0])
     queries = example.find(query, trace, tokens)
     heads = example.find_heads(head, len(trace.weight))
+    if as_csv and as_json:
+        raise ValueError("--csv: must stand without --json")
     if as_json:
-        print_json(example.steps(trace, tokens, queries, heads))
-        return
-    blocks = [trace.table(query=q, head=h, tokens=tokens) for q in queries for h in heads]
-    out.print("\n\n".join(blocks), markup=False, soft_wrap=True)
+        print_json(example.to_json(trace, plain, queries, heads))
+    elif as_csv:
+        lines = csv.writer(sys.stdout, lineterminator="\n")
+        lines.writerow(example.CSV_TITLES)
+        lines.writerows(example.to_csv(trace, plain, queries, heads))
+    elif query is None:
+        out.print(matrices.of(trace, plain, heads))
+    else:
+        blocks = [trace.table(query=q, head=h, tokens=tokens) for q in queries for h in heads]
+        out.print("\n\n".join(blocks), markup=False, soft_wrap=True)
 
 
 def extrapolate(

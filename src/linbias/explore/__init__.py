@@ -1,14 +1,16 @@
 """The explorer: attention with linear biases as a page to touch, in one file that needs no network.
 
-data.py      what Python puts into the page as JSON: the chapter's example
-results.py   runs of `linbias extrapolate`; results.json is the README's
-model.py     the weights of a trained model
-bundle.py    the modules of js/ as one script
-page.html    the frame; style.css and views.css its look, light and dark
-static.py    what is left of it without scripts
-vectors.py   q, k and v for texts of the reader's
-notebook.py  the page inside a notebook
-js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views
+Its files, each with one task:
+
+    data.py      what Python puts into the page as JSON: the chapter's example
+    results.py   runs of `linbias extrapolate`; results.json is the README's
+    model.py     the weights of a trained model
+    bundle.py    the modules of js/ as one script
+    page.html    the frame; style.css and views.css its look, light and dark
+    static.py    what is left of it without scripts
+    vectors.py   q, k and v for texts of the reader's
+    notebook.py  the page inside a notebook
+    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views
 """
 
 import base64

@@ -34,9 +34,24 @@ _TITLE: dict[str, Any] = {
 }
 _WIDTH, _HEIGHT = 4.7, 4.2  # of a panel in inches, where two stand side by side
 _ALONE_WIDTH = 8.0
-_LABEL_INCHES = 0.19  # height of a line of labels
-_TICK_INCHES = 0.5  # width of a tick's label
 _NARROW_WIDTH, _NARROW_HEIGHT = 3.9, 3.5
+
+
+class Sizes(NamedTuple):
+    """How large everything in a panel is, in points unless said otherwise."""
+
+    name: float  # of letters: names beside lines
+    note: float
+    line: float
+    marker: float
+    name_inches: float  # height of a line of names
+    tick_inches: float  # width of a tick's label
+
+
+PAGE = Sizes(name=10, note=9, line=2.2, marker=5, name_inches=0.19, tick_inches=0.5)
+COLUMN = Sizes(
+    name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32
+)  # of a paper
 
 
 class _LineEnd(NamedTuple):
@@ -53,24 +68,33 @@ def loss_by_length(evaluations: Sequence[EvaluationRecord], *, narrow: bool = Fa
     train_lengths = findings.train_lengths(evaluations)
     figure, panels = _panels(len(train_lengths), narrow)
     for axes, train_length in zip(panels, train_lengths, strict=True):
-        ends = []
-        for method in findings.methods(evaluations):
-            points = findings.curve(evaluations, method, train_length)
-            if not points:
-                continue
-            x = [point.test_length / train_length for point in points]
-            mean = [point.mean for point in points]
-            colour = COLOURS[method]
-            axes.plot(x, mean, "-o", color=colour, linewidth=2.2, markersize=5, clip_on=False)
-            low, high = [p.low for p in points], [p.high for p in points]
-            axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-            ends.append(_LineEnd(x[-1], mean[-1], f"{NAMES[method]}  {mean[-1]:.2f}", colour))
-        lengths = findings.test_lengths(evaluations, train_length)
-        ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
-        _finish(axes, ticks, ends, trained_at=1.0)
+        draw_loss_by_length(axes, evaluations, train_length, PAGE)
         axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
-        _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
     return figure
+
+
+def draw_loss_by_length(
+    axes: Axes, evaluations: Sequence[EvaluationRecord], train_length: int, sizes: Sizes
+) -> None:
+    """The lines of one training length."""
+    ends = []
+    for method in findings.methods(evaluations):
+        points = findings.curve(evaluations, method, train_length)
+        if not points:
+            continue
+        x = [point.test_length / train_length for point in points]
+        mean = [point.mean for point in points]
+        colour = COLOURS[method]
+        axes.plot(
+            x, mean, "-o", color=colour, linewidth=sizes.line, markersize=sizes.marker, clip_on=False
+        )  # fmt: skip
+        low, high = [p.low for p in points], [p.high for p in points]
+        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        ends.append(_LineEnd(x[-1], mean[-1], f"{NAMES[method]}  {mean[-1]:.2f}", colour))
+    lengths = findings.test_lengths(evaluations, train_length)
+    ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
+    _finish(axes, ticks, ends, 1.0, sizes)
+    _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
 
 
 def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
@@ -83,13 +107,15 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
         for method in findings.methods(records):
             same = [record for record in records if record.method == method]
             positions, bits = findings.loss_by_position(same)
-            axes.plot(positions, bits, "-", color=COLOURS[method], linewidth=2.2, clip_on=False)
+            axes.plot(
+                positions, bits, "-", color=COLOURS[method], linewidth=PAGE.line, clip_on=False
+            )
             if positions:
                 ends.append(_LineEnd(positions[-1], bits[-1], NAMES[method], COLOURS[method]))
         longest = max(record.test_length for record in records)
         powers = range(int(math.log(longest, 4)) + 1)
         ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
-        _finish(axes, ticks, ends, trained_at=float(train_length))
+        _finish(axes, ticks, ends, float(train_length), PAGE)
         axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
         _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per token")
     return figure
@@ -145,14 +171,17 @@ def _finish(
     ticks: dict[float, str],
     ends: list[_LineEnd],
     trained_at: float,
+    sizes: Sizes,
 ) -> None:
     """Adds what both plots have: the axis in powers of two, the training length, names of lines."""
     axes.set_xscale("log", base=2)
-    shown = _with_room(list(ticks), axes)
+    shown = _with_room(list(ticks), axes, sizes)
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([ticks[x] for x in shown])
-    axes.axvline(trained_at, color=_FRAME, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.axvline(
+        trained_at, color=_FRAME, linewidth=sizes.line / 2.2, linestyle=(0, (4, 3)), zorder=0
+    )
     axes.annotate(
         "training length",
         (trained_at, 1.0),
@@ -160,7 +189,7 @@ def _finish(
         xytext=(4, -3),
         textcoords="offset points",
         color=_FRAME,
-        fontsize=9,
+        fontsize=sizes.note,
         verticalalignment="top",
     )
     for side in ("top", "right"):
@@ -171,12 +200,12 @@ def _finish(
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(y=0.08)  # room for the words "training length"
-    _label_ends(axes, ends)
+    _label_ends(axes, ends, sizes)
 
 
-def _with_room(ticks: list[float], axes: Axes) -> list[float]:
+def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
     """The ticks that leave each other room for their labels, the largest first."""
-    room = math.log2(max(ticks) / min(ticks)) * _TICK_INCHES / (0.5 * _panel_inches(axes)[0])
+    room = math.log2(max(ticks) / min(ticks)) * sizes.tick_inches / (0.5 * _panel_inches(axes)[0])
     shown: list[float] = []
     for tick in sorted(ticks, reverse=True):
         if not shown or math.log2(shown[-1] / tick) >= room:
@@ -187,27 +216,29 @@ def _with_room(ticks: list[float], axes: Axes) -> list[float]:
 def _panel_inches(axes: Axes) -> tuple[float, float]:
     """Width and height of a panel with everything around it."""
     figure, grid = axes.get_figure(root=True), axes.get_gridspec()
-    assert figure is not None and grid is not None
+    assert figure is not None
     width, height = figure.get_size_inches()
+    if grid is None:  # axes of a user's, in no grid
+        return width * axes.get_position().width, height * axes.get_position().height
     return width / grid.ncols, height / grid.nrows
 
 
-def _label_ends(axes: Axes, ends: list[_LineEnd]) -> None:
+def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
     """Writes each name beside the end of its line; names that would overlap share the room around them."""
     low, high = axes.get_ylim()
-    line_height = _LABEL_INCHES / (0.68 * _panel_inches(axes)[1]) * (high - low)
+    line_height = sizes.name_inches / (0.68 * _panel_inches(axes)[1]) * (high - low)
     for (x, _, name, colour), height in _without_overlap(ends, line_height):
         axes.annotate(
             name,
             (x, height),
-            fontsize=10,
-            xytext=(9, 0),
+            fontsize=sizes.name,
+            xytext=(0.9 * sizes.name, 0),
             textcoords="offset points",
             color=colour,
             fontweight="bold",
             verticalalignment="center",
             annotation_clip=False,
-            path_effects=[withStroke(linewidth=3, foreground=_BACKGROUND)],
+            path_effects=[withStroke(linewidth=0.3 * sizes.name, foreground=_BACKGROUND)],
         )
 
 

@@ -1,0 +1,208 @@
+"""An `Explanation` as HTML for notebooks: the weights of each head, and every step of its last row.
+
+It stands on its own: no scripts, nothing loaded. Letters keep the notebook's colour and shades are translucent, so
+that both fit a light and a dark notebook. Tokens are text and never markup.
+"""
+
+import base64
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from linbias.definition import Float64
+
+if TYPE_CHECKING:
+    from linbias.explain import Explanation
+
+_MOST_CELLS = 12  # keys and queries of a table; larger matrices are pictures
+_MOST_PIXELS = 256
+_MOST_KEYS = 16  # of a row's table
+_MOST_HEADS = 8  # that are open from the start
+_SHADE = (58, 124, 200)
+_DARKEST = 0.75  # opacity of weight 1: letters stay legible on light and on dark
+
+_STYLE = """
+.linbias-explain { font-variant-numeric: tabular-nums; line-height: 1.3; overflow-x: auto; }
+.linbias-explain .heads { display: flex; flex-wrap: wrap; gap: 1em 2em; }
+.linbias-explain table { border-collapse: collapse; margin: 0; width: auto; font-size: 0.85em; }
+.linbias-explain caption { text-align: left; font-weight: bold; padding: 0.3em 0; caption-side: top; color: inherit; }
+.linbias-explain th, .linbias-explain td { padding: 0.2em 0.5em; text-align: right; border: 0; color: inherit; }
+.linbias-explain th { font-weight: normal; opacity: 0.75; }
+.linbias-explain td.hidden { text-align: center; opacity: 0.4; }
+.linbias-explain img { width: 14em; image-rendering: pixelated; border: 1px solid rgba(128, 128, 128, 0.5); }
+.linbias-explain figure { margin: 0; font-size: 0.85em; }
+.linbias-explain figcaption { font-weight: bold; padding: 0.3em 0; }
+.linbias-explain p { margin: 0.5em 0; }
+"""
+_STEPS = (("q.k", "raw"), ("scaled", "scaled"), ("penalty", "penalty"), ("biased", "biased"))
+
+
+def html(explanation: "Explanation") -> str:
+    """The whole picture, as one <div>."""
+    *batch, H, T, S = explanation.biased.shape
+    of = f", the first of a batch {batch}" if batch else ""
+    if batch:
+        explanation = _first_of_batch(explanation)
+    if not (H and T and S):
+        return f"<p>{escape(repr(explanation))}</p>"
+    names, queries = explanation.names(), _query_names(explanation)
+    draw = _table_of_weights if max(T, S) <= _MOST_CELLS else _picture_of_weights
+    heads = [draw(explanation, head, names, queries) for head in range(H)]
+    rows = [_table_of_row(explanation, head, names, queries[-1]) for head in range(H)]
+    return (
+        f'<div class="linbias-explain"><style>{_STYLE}</style>'
+        f"<p>Attention with linear biases: {H} heads, {T} queries (rows), {S} keys (columns){of}.</p>"
+        f"{_some_open(heads)}"
+        f"<p>Every step of the last row:</p>{_some_open(rows)}</div>"
+    )
+
+
+def _first_of_batch(explanation: "Explanation") -> "Explanation":
+    first = (0,) * (explanation.biased.ndim - 3)
+    changed: dict[str, Any] = {
+        name: getattr(explanation, name)[first]
+        for name in (
+            "raw",
+            "scaled",
+            "penalty",
+            "biased",
+            "weight",
+            "output",
+            "lse",
+            "query_start",
+        )
+    }
+    for name in ("left", "right"):
+        side = getattr(explanation, name)
+        changed[name] = side[0] if side.ndim == 2 else side
+    return replace(explanation, **changed)
+
+
+def _query_names(explanation: "Explanation") -> list[str]:
+    names, (T, S) = explanation.names(), explanation.biased.shape[-2:]
+    positions = range(int(explanation.query_start), int(explanation.query_start) + T)
+    return [names[p] if 0 <= p < S else f"position {p}" for p in positions]
+
+
+def _some_open(parts: Sequence[str]) -> str:
+    """The first parts side by side, and the rest to be opened."""
+    first, rest = "".join(parts[:_MOST_HEADS]), "".join(parts[_MOST_HEADS:])
+    more = f"<details><summary>{len(parts) - _MOST_HEADS} more</summary>"
+    tail = f'{more}<div class="heads">{rest}</div></details>' if rest else ""
+    return f'<div class="heads">{first}</div>{tail}'
+
+
+def _name(token: str) -> str:
+    from linbias.explain import printable
+
+    return f"<bdi>{escape(printable(token))}</bdi>"
+
+
+def _heading(explanation: "Explanation", head: int) -> str:
+    return escape(f"head {head}, {explanation.slopes_in_words(head)}")
+
+
+def _table_of_weights(
+    explanation: "Explanation", head: int, names: Sequence[str], queries: Sequence[str]
+) -> str:
+    columns = "".join(f'<th scope="col">{_name(name)}</th>' for name in names)
+    rows = "".join(
+        f'<tr><th scope="row">{_name(query)}</th>{"".join(_cells(explanation, head, t))}</tr>'
+        for t, query in enumerate(queries)
+    )
+    return (
+        f"<table><caption>{_heading(explanation, head)}</caption>"
+        f"<thead><tr><th></th>{columns}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+def _cells(explanation: "Explanation", head: int, t: int) -> Iterator[str]:
+    for weight, penalty in zip(
+        explanation.weight[head, t], explanation.penalty[head, t], strict=True
+    ):
+        yield _weight_cell(weight, hidden=bool(np.isinf(penalty)))
+
+
+def _weight_cell(weight: float, hidden: bool) -> str:
+    if hidden:
+        return '<td class="hidden" title="hidden">&middot;</td>'
+    red, green, blue = _SHADE
+    shade = f"background: rgba({red}, {green}, {blue}, {_DARKEST * weight:.3f})"
+    return f'<td style="{shade}">{weight:.4f}</td>'
+
+
+def _picture_of_weights(
+    explanation: "Explanation", head: int, names: Sequence[str], queries: Sequence[str]
+) -> str:
+    weight = explanation.weight[head]
+    T, S = weight.shape
+    step = -(-max(T, S) // _MOST_PIXELS)
+    # A pixel shows the largest weight of its block, so that nothing is lost in an average.
+    rows, columns = -(-T // step), -(-S // step)
+    padded = np.zeros((rows * step, columns * step))
+    padded[:T, :S] = weight
+    pixels = padded.reshape(rows, step, columns, step).max((1, 3))
+    block = "" if step == 1 else f" A pixel is the largest of {step} x {step}."
+    text = f"Weights of {_heading(explanation, head)}, {T} queries by {S} keys."
+    return (
+        f"<figure><figcaption>{_heading(explanation, head)}</figcaption>"
+        f'<img alt="{text}" title="{text}{block}" src="data:image/png;base64,{_png(pixels)}"></figure>'
+    )
+
+
+def _png(weight: Float64) -> str:
+    """The shade, as opaque as the weight: a PNG in base64."""
+    height, width = weight.shape
+    pixels = np.empty((height, 1 + 4 * width), np.uint8)
+    pixels[:, 0] = 0  # each line begins with its filter: none
+    colours = pixels[:, 1:].reshape(height, width, 4)
+    colours[..., :3] = _SHADE
+    # The root shows small weights, too: most are.
+    colours[..., 3] = np.round(255 * np.sqrt(weight.clip(0, 1)))
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    header = struct.pack(
+        ">IIBBBBB", width, height, 8, 6, 0, 0, 0
+    )  # 8 bits of red, green, blue, alpha
+    data = chunk(b"IDAT", zlib.compress(pixels.tobytes(), 9))
+    whole = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b"")
+    return base64.b64encode(whole).decode()
+
+
+def _table_of_row(explanation: "Explanation", head: int, names: Sequence[str], query: str) -> str:
+    """The last row's steps, of all keys or of those with the most weight."""
+    weight = explanation.weight[head, -1]
+    keys = np.sort(np.argsort(-weight, kind="stable")[:_MOST_KEYS])
+    lines = []
+    for s in keys:
+        hidden = bool(np.isinf(explanation.penalty[head, -1, s]))
+        steps = [getattr(explanation, step)[head, -1, s] for _, step in _STEPS]
+        numbers = "".join(f"<td>{_number(value)}</td>" for value in steps)
+        lines.append(
+            f'<tr><th scope="row">{_name(names[s])}</th>{numbers}{_weight_cell(weight[s], hidden)}</tr>'
+        )
+    titles = [*(title for title, _ in _STEPS), "weight"]
+    columns = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    rest = len(weight) - len(keys)
+    others = f"<p>The other {rest:,} keys hold {1 - weight[keys].sum():.4f}.</p>" if rest else ""
+    values = " ".join(f"{value:.4f}" for value in explanation.output[head, -1][:_MOST_KEYS])
+    dots = " ..." if explanation.output.shape[-1] > _MOST_KEYS else ""
+    return (
+        f"<div><table><caption>{_heading(explanation, head)}, query {_name(query)}</caption>"
+        f'<thead><tr><th scope="col">key</th>{columns}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        f"{others}<p>output [{values}{dots}]</p></div>"
+    )
+
+
+def _number(value: float) -> str:
+    if np.isinf(value):
+        return "&infin;" if value > 0 else "&minus;&infin;"
+    return f"{value:.4f}"

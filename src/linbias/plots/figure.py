@@ -1,0 +1,91 @@
+"""What all figures share: their width, their letters, and how they are saved and shown."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from linbias.explain import printable
+
+SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.9  # inches: what most two-column papers have
+
+STYLE = {
+    "font.size": 7,
+    "axes.titlesize": 7,
+    "axes.labelsize": 7,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "legend.fontsize": 6,
+    "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3,
+    "hatch.linewidth": 0.4,
+    "hatch.color": "#BBBBBB",
+}
+# Letters stay letters, which a reader can search and a publisher accepts.
+_FILES = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "savefig.dpi": 300}
+
+
+class PaperFigure(Figure):
+    """A figure that notebooks show by themselves, though `pyplot` does not know it."""
+
+    def _repr_svg_(self) -> str:
+        buffer = io.StringIO()
+        self.savefig(buffer, format="svg")
+        return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file: vectors for .pdf, .svg and .eps, 300 dots per inch for .png.
+
+    Letters stay letters (no outlines, no fonts of type 3), so that they can be searched and set again.
+
+    Args:
+        figure: Any Matplotlib figure.
+        path: Its ending says the format.
+
+    Raises:
+        ValueError: Matplotlib does not know the format.
+
+    Example:
+        >>> from linbias.plots import bias
+        >>> save(bias([0.5, 0.25], 8), tmp_path / "bias.pdf")
+    """
+    with rc_context(_FILES):
+        figure.savefig(Path(path))
+
+
+def inches(function: str, width: float | str) -> float:
+    """A width in inches from a number of them, or from the name of a column."""
+    named = {"single": SINGLE_COLUMN, "double": DOUBLE_COLUMN}
+    if isinstance(width, str):
+        if width not in named:
+            raise ValueError(
+                f"{function}: width must be 'single', 'double' or inches, got {width!r}"
+            )
+        return named[width]
+    if not width > 0:
+        raise ValueError(f"{function}: width must be positive, got {width}")
+    return float(width)
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The figure that axes belong to, or the outermost one of theirs."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure
+
+
+def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
+    """Write a token at each tick of an axis, as text and never as mathematics."""
+    place = ax.set_xticks if axis == "x" else ax.set_yticks
+    place(range(len(names)), [printable(name) for name in names], parse_math=False, **options)

@@ -1,0 +1,103 @@
+"""Loss by test length: the paper's figure, from the records of `linbias extrapolate`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
+
+if TYPE_CHECKING:
+    from linbias.lm.records import EvaluationRecord
+
+
+def loss_by_length(
+    results: "str | os.PathLike[str] | Sequence[EvaluationRecord]",
+    *,
+    train_length: int | None = None,
+    width: float | str = "single",
+    ax: Axes | None = None,
+) -> Figure:
+    """Draw bits per byte against test length, a line per position method, the training length marked.
+
+    Lines are means over the seeds, bands their range. The names stand beside the lines' ends.
+
+    Args:
+        results: The folder of a `linbias extrapolate`, or evaluation records (`ExtrapolationResults.evaluations`).
+        train_length: Which training length, where several were compared; None means a panel for each.
+        width: Of the figure: "single" or "double" column, or inches.
+        ax: Draw one training length into these axes, in your own settings.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ModuleNotFoundError: What `linbias.lm` needs is not installed.
+        ValueError: The folder holds no finished results, nothing was trained at train_length, or width is unknown.
+
+    Example:
+        >>> loss_by_length("output/extrapolate")  # doctest: +SKIP
+        >>> save(loss_by_length(run.evaluations, width=3.0), "loss.pdf")  # doctest: +SKIP
+
+    Source: Press, Smith and Lewis, ICLR 2022, figure 4.
+    """
+    from linbias.lm import figures, findings
+
+    records = _read(results) if isinstance(results, str | os.PathLike) else list(results)
+    if not records:
+        raise ValueError("plots.loss_by_length: results must hold an evaluation, got none")
+    lengths = findings.train_lengths(records)
+    if train_length is not None:
+        if train_length not in lengths:
+            raise ValueError(
+                f"plots.loss_by_length: train_length must be one of {lengths}, got {train_length}"
+            )
+        lengths = [train_length]
+    if ax is not None:
+        if len(lengths) != 1:
+            raise ValueError(
+                f"plots.loss_by_length: ax takes one training length, got {lengths}: choose with train_length"
+            )
+        figures.draw_loss_by_length(ax, records, lengths[0], figures.COLUMN)
+        return figure_of(ax)
+    across = inches("plots.loss_by_length", width)
+    columns = min(len(lengths), max(1, int(across / 2.6)))
+    rows = -(-len(lengths) // columns)
+    with rc_context(STYLE):
+        size = (across, rows * min(2.4, 0.72 * across / columns))
+        figure = PaperFigure(figsize=size, layout="constrained")
+        panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+        for number, panel in enumerate(panels):
+            if number < len(lengths):
+                figures.draw_loss_by_length(panel, records, lengths[number], figures.COLUMN)
+                if len(lengths) > 1:
+                    panel.set_title(f"trained on {lengths[number]:,} tokens")
+            else:
+                panel.remove()
+    return figure
+
+
+def _read(folder: str | os.PathLike[str]) -> "list[EvaluationRecord]":
+    """The evaluations of a finished experiment."""
+    import json
+
+    from linbias.lm.records import ExtrapolationResults
+
+    path = Path(folder) / "results.json"
+    try:
+        return list(
+            ExtrapolationResults.from_dict(json.loads(path.read_text("utf-8"))).evaluations
+        )
+    except OSError as error:
+        raise ValueError(
+            f"plots.loss_by_length: results must be the folder of a finished linbias extrapolate, got {folder}"
+            f" ({path.name}: {error.strerror})"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"plots.loss_by_length: results must be those of linbias extrapolate, got {path} ({error})"
+        ) from error

@@ -1,0 +1,243 @@
+"""The bias and the weights as matrices: queries downwards, keys to the right, a panel per head."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+import linbias.definition
+from linbias.definition import Float64
+from linbias.explain import Explanation, printable
+from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, write_tokens
+
+_COLOURS = "Blues"  # dark is much weight; grey prints keep the order
+_RASTERED_FROM = 100  # keys: beyond, so many rectangles make files large
+_MOST_TOKENS = 40  # names along an axis
+_MOST_NUMBERS = 8  # keys, for numbers written into the cells
+_LETTER = 0.055  # inches: the width of one in names
+
+
+def bias(
+    left: npt.ArrayLike,
+    T: int,
+    S: int | None = None,
+    *,
+    causal: bool = True,
+    right: npt.ArrayLike | None = None,
+    heads: Sequence[int] | None = None,
+    tokens: Sequence[str] | None = None,
+    width: float | str = "double",
+    ax: Axes | None = None,
+) -> Figure:
+    """Draw what the bias adds to the scores: a matrix [T, S] for each head, hidden keys hatched.
+
+    All panels share one scale of colours, so that steep heads and flat ones can be compared.
+
+    Args:
+        left: [H], the slopes, as for `linbias.bias`.
+        T: Number of queries.
+        S: Number of keys, at least 1; None means T.
+        causal: Hide the keys after the query.
+        right: Like left: slopes towards later keys, with causal=False; None means symmetric.
+        heads: Only these, counted from 0.
+        tokens: S names for the keys; written where there is room.
+        width: Of the figure: "single" or "double" column, or inches.
+        ax: Draw one head (choose it with heads) into these axes, in your own settings.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: A slope, head or width breaks its rule, or right contradicts causal.
+
+    Example:
+        >>> figure = bias(linbias.slopes(4), 32, width="single")
+        >>> [panel.get_title() for panel in figure.axes[:2]]
+        ['head 0, slope 0.25', 'head 1, slope 0.0625']
+    """
+    if causal and right is not None:
+        raise ValueError("plots.bias: right needs causal=False, got both")
+    slopes = np.asarray(left, np.float64)
+    if slopes.ndim != 1 or not len(slopes):
+        raise ValueError(f"plots.bias: left must be [H], got {list(slopes.shape)}")
+    sides = np.full_like(slopes, np.inf) if causal else right
+    values = linbias.definition.bias(slopes, T, T if S is None else S, sides)
+    to_right = None if sides is None else np.broadcast_to(np.asarray(sides, float), slopes.shape)
+    titles = [
+        f"head {h}, {_slopes(s, s if to_right is None else to_right[h])}"
+        for h, s in enumerate(slopes)
+    ]
+    finite = values[np.isfinite(values)]
+    scale = Normalize(min(float(finite.min(initial=0.0)), -1e-9), 0.0)
+    matrices = _Matrices(values, titles, tokens, values.shape[2] - T, "bias", scale)
+    return _draw("plots.bias", matrices, heads, width, ax)
+
+
+def weights(
+    weights: Explanation | npt.ArrayLike,
+    *,
+    heads: Sequence[int] | None = None,
+    average: bool = False,
+    tokens: Sequence[str] | None = None,
+    width: float | str = "double",
+    ax: Axes | None = None,
+) -> Figure:
+    """Draw attention weights: a matrix [T, S] for each head, with numbers in the cells of small ones.
+
+    Args:
+        weights: What `linbias.explain` gives, or an array [H, T, S] or [T, S], as from
+            `linbias.attention_weights`; hidden keys are hatched where it is known that they are.
+        heads: Only these, counted from 0.
+        average: Add a panel with the average over all heads.
+        tokens: S names for the keys; written where there is room. None means those of the explanation.
+        width: Of the figure: "single" or "double" column, or inches.
+        ax: Draw one head (choose it with heads) into these axes, in your own settings.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ValueError: The weights have a batch axis, or a head or width breaks its rule.
+
+    Example:
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4))
+        >>> figure = weights(linbias.explain(q, k, v), average=True, tokens="The cat sat on mat".split())
+        >>> [panel.get_title() for panel in figure.axes[:3]]
+        ['head 0, slope 0.0625', 'head 1, slope 0.00391', 'average']
+    """
+    if isinstance(weights, Explanation):
+        values = np.where(np.isinf(weights.penalty), np.nan, weights.weight)
+        titles = [
+            f"head {h}, {_slopes(*pair)}"
+            for h, pair in enumerate(zip(weights.left.flat, weights.right.flat, strict=True))
+        ]
+        tokens = weights.tokens if tokens is None else tokens
+        first = int(weights.query_start) if weights.query_start.ndim == 0 else 0
+    else:
+        values = np.asarray(weights, np.float64)
+        values = values[None] if values.ndim == 2 else values
+        titles = [f"head {h}" for h in range(len(values))]
+        first = values.shape[-1] - values.shape[-2]
+    if values.ndim != 3:
+        raise ValueError(f"plots.weights: weights must be [H, T, S], got {list(values.shape)}")
+    if average:
+        chosen = range(len(values)) if heads is None else heads
+        hidden = np.isnan(values).all(0)
+        mean = np.where(hidden, np.nan, np.nan_to_num(values).mean(0))
+        heads = [*chosen, len(values)]
+        values, titles = np.concatenate([values, mean[None]]), [*titles, "average"]
+    matrices = _Matrices(values, titles, tokens, first, "weight", Normalize(0.0, 1.0))
+    return _draw("plots.weights", matrices, heads, width, ax)
+
+
+def _slopes(left: float, right: float) -> str:
+    if left == right or np.isinf(right):
+        return f"slope {left:.3g}"
+    return f"slope {right:.3g} right" if np.isinf(left) else f"slopes {left:.3g}, {right:.3g}"
+
+
+class _Matrices(NamedTuple):
+    """What is drawn: a matrix for each head, NaN or -inf where a key is hidden."""
+
+    values: Float64  # [H, T, S]
+    titles: list[str]
+    tokens: Sequence[str] | None  # of the keys
+    query_start: int
+    quantity: str
+    scale: Normalize
+
+
+def _draw(
+    function: str,
+    matrices: _Matrices,
+    heads: Sequence[int] | None,
+    width: float | str,
+    ax: Axes | None,
+) -> Figure:
+    """Panels of equal size with one colour bar, or one panel in axes that are given."""
+    H, T, S = matrices.values.shape
+    tokens, chosen = matrices.tokens, list(range(H) if heads is None else heads)
+    if not T or not S:
+        raise ValueError(f"{function}: there must be a query and a key, got T={T}, S={S}")
+    if tokens is not None and len(tokens) != S:
+        raise ValueError(f"{function}: tokens must name the {S} keys, got {len(tokens)}")
+    if not chosen or not all(0 <= head < H for head in chosen):
+        raise ValueError(f"{function}: heads must be in [0, {H}), got {chosen}")
+    if ax is not None:
+        if len(chosen) != 1:
+            raise ValueError(
+                f"{function}: ax takes one head, got {len(chosen)}: choose with heads"
+            )
+        cell = ax.get_position().width * figure_of(ax).get_size_inches()[0] / S
+        _panel(ax, matrices, chosen[0], cell)
+        return figure_of(ax)
+    across = inches(function, width)
+    columns = min(len(chosen), max(1, int(across / 1.6)))
+    rows = math.ceil(len(chosen) / columns)
+    each = 0.8 * across / columns  # the rest is for ticks and the colour bar
+    height = min(max(each * T / S, 0.5), 3 * each) + 0.3
+    with rc_context(STYLE):
+        figure = PaperFigure(figsize=(across, rows * height + 0.2), layout="constrained")
+        panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+        for panel, head in zip(panels, chosen, strict=False):
+            image = _panel(panel, matrices, head, each / S)
+            panel.label_outer()
+        for number in range(len(chosen), len(panels)):
+            panels[number].set_axis_off()
+            panels[number - columns].tick_params(labelbottom=True)
+        bar = figure.colorbar(
+            image, ax=panels, label=matrices.quantity, aspect=14 * rows, pad=0.02
+        )
+        bar.outline.set_visible(False)
+        if tokens is None:
+            figure.supxlabel("key", fontsize=7)
+            figure.supylabel("query", fontsize=7)
+    return figure
+
+
+def _panel(ax: Axes, matrices: _Matrices, head: int, cell: float) -> QuadMesh:
+    """One matrix, whose cells are so many inches wide; returns what a colour bar needs."""
+    values = np.ma.masked_invalid(matrices.values[head])
+    T, S = values.shape
+    ax.patch.set(facecolor="#F6F6F6", edgecolor="#CCCCCC", hatch="//////")
+    image = ax.pcolormesh(
+        np.arange(S + 1) - 0.5,
+        np.arange(T + 1) - 0.5,
+        values,
+        cmap=_COLOURS,
+        norm=matrices.scale,
+        rasterized=S > _RASTERED_FROM,
+        edgecolors="face",
+        linewidth=0.1,  # closes the hair lines that viewers draw between rectangles
+    )
+    ax.set(xlim=(-0.5, S - 0.5), ylim=(T - 0.5, -0.5), aspect="equal", title=matrices.titles[head])
+    tokens, first = matrices.tokens, matrices.query_start
+    if tokens is not None and S <= _MOST_TOKENS:
+        upright = max(len(printable(token)) for token in tokens) * _LETTER > cell
+        write_tokens(ax, "x", tokens, rotation=90 if upright else 0)
+        positions = range(first, first + T)
+        write_tokens(ax, "y", [tokens[p] if 0 <= p < S else str(p) for p in positions])
+        ax.tick_params(length=0)
+    else:
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    if S <= _MOST_NUMBERS and T <= _MOST_NUMBERS:
+        _write_numbers(ax, values, matrices.scale, cell)
+    return image
+
+
+def _write_numbers(ax: Axes, values: np.ma.MaskedArray, scale: Normalize, cell: float) -> None:
+    shown = np.argwhere(~np.ma.getmaskarray(values))
+    texts = {(t, s): f"{values[t, s]:.2f}".replace("-", "\N{MINUS SIGN}") for t, s in shown}
+    size = min(6, 88 * cell / max(map(len, texts.values()), default=1))
+    for (t, s), text in texts.items():
+        colour = "white" if scale(values[t, s]) > 0.6 else "#222222"
+        ax.text(s, t, text, ha="center", va="center", fontsize=size, color=colour)

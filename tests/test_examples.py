@@ -1,0 +1,71 @@
+"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/test_flax.py.)"""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = "--steps 2 --test-lengths 8 16 --test-bytes 64"
+SIZES = {
+    "existing_model": f"{TINY} --length 8 --batch 2 --width 8 --layers 1",
+    "nanogpt": f"{TINY} --length 8 --batch 2 --width 8 --heads 2 --layers 1",
+    "trainer": f"{TINY} --width 8 --layers 1",
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+def test_an_example_trains_and_reads_beyond_its_length(name, capsys, monkeypatch):
+    example = load(name)
+    assert f"\n    python examples/{name}.py" in example.__doc__
+    results = example.main(SIZES[name].split())
+    assert list(results) == [8, 16]
+    assert all(math.isfinite(bits) and 2 < bits < 12 for bits in results.values())
+    assert capsys.readouterr().out
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SIZES, "flax_extrapolation"}
+
+
+def test_the_existing_model_reads_padded_rows_as_alone():
+    example = load("existing_model")
+    torch.manual_seed(0)
+    model = example.build(8, 2, trained_length=4).eval()
+    tokens = torch.randint(1, 256, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0  # padding on the left
+    with torch.no_grad():
+        both = model(tokens, attention_mask=mask).logits
+        alone = model(tokens[1:, 3:]).logits
+    torch.testing.assert_close(both[1:, 3:], alone)
+    written = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)  # fmt: skip
+    with torch.no_grad():
+        again = model(written, attention_mask=torch.cat([mask, mask[:, :3]], dim=1)).logits
+    assert torch.equal(again[:, 8:11].argmax(-1)[0], written[0, 9:])
+
+
+def test_the_existing_model_is_the_definition():
+    """GPT-2 with the bias in a mask, as its own attention takes one."""
+    example = load("existing_model")
+    torch.manual_seed(0)
+    model = example.build(8, 1, trained_length=4).eval()
+    tokens = torch.randint(1, 256, (1, 9))
+    from linbias import bias, slopes
+
+    mask = torch.tensor(bias(slopes(4), 9, 9, [math.inf] * 4), dtype=torch.float32)[None]
+    with torch.no_grad():
+        ours = model(tokens).logits
+        model.set_attn_implementation("eager")
+        theirs = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(ours, theirs)

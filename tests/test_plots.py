@@ -1,0 +1,172 @@
+"""The figures of `linbias.plots` show the numbers, in a column's width, with letters that do not overlap."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from numpy.testing import assert_allclose
+
+import linbias
+from linbias import example, near_to_far, plots
+from linbias.lm.records import ExtrapolationResults
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.plots.reach import tokens_read, tokens_that_hold
+from linbias.runs.files import write_json
+from test_lm_findings import record
+
+NAMES = ("$a$b$", "c\nd", "<i>", "a b", "mat")
+
+
+def cells(panel):
+    """What a panel's matrix shows."""
+    (mesh,) = panel.collections
+    return mesh.get_array()
+
+
+def test_weights_are_those_of_the_explanation_and_hidden_keys_are_left_open():
+    trace, _ = example.trace()
+    figure = plots.weights(trace, average=True)
+    *panels, average, _bar = figure.axes
+    for panel, weight in zip(panels, trace.weight, strict=True):
+        assert_allclose(cells(panel).filled(0.0), weight)
+        assert (np.ma.getmaskarray(cells(panel)) == np.triu(np.ones((5, 5), bool), 1)).all()
+    assert_allclose(cells(average).filled(0.0), trace.weight.mean(0))
+    assert [text.get_text() for text in average.texts][:2] == ["1.00", "0.66"]
+
+
+def test_bias_is_that_of_the_definition_on_one_scale_of_colours():
+    left, right = [0.5, np.inf], [np.inf, 0.25]
+    figure = plots.bias(left, 3, 4, causal=False, right=right)
+    expected = linbias.bias(left, 3, 4, right)
+    for panel, values in zip(figure.axes[:2], expected, strict=True):
+        assert_allclose(cells(panel).filled(-np.inf), values)
+        assert panel.collections[0].norm.vmin == expected[np.isfinite(expected)].min()
+    titles = [panel.get_title() for panel in figure.axes[:2]]
+    assert titles == ["head 0, slope 0.5", "head 1, slope 0.25 right"]
+
+
+def test_tokens_are_written_as_text_and_do_not_overlap():
+    q = np.ones((2, 3, 2))
+    k = np.ones((2, 5, 2))
+    figure = plots.weights(linbias.explain(q, k, k), tokens=NAMES, width="single")
+    figure.draw_without_rendering()
+    panel = figure.axes[0]
+    assert [x.get_text() for x in panel.get_xticklabels()] == [
+        "$a$b$",
+        "c\\nd",
+        "<i>",
+        "a b",
+        "mat",
+    ]
+    assert [y.get_text() for y in panel.get_yticklabels()] == ["<i>", "a b", "mat"]
+    assert not any(x.get_parse_math() for x in panel.get_xticklabels())
+    boxes = [label.get_window_extent() for label in panel.get_xticklabels()]
+    assert not any(a.overlaps(b) for a in boxes for b in boxes if a is not b)
+
+
+def test_reach_says_within_which_distance_the_weight_lies():
+    # Weights 1/2, 1/4, 1/8 ... by distance: half of a row lies on its own position, 90 percent on the nearest 4.
+    flat = np.zeros((1, 64, 1))
+    found = tokens_that_hold(flat, flat, np.log([2.0]), [0.49, 0.9, 0.99], {"causal": True})
+    assert found[:, 0].tolist() == [1, 4, 7]
+    both = tokens_that_hold(flat, flat, np.log([2.0]), [0.3, 0.99], {"causal": False})
+    assert both[:, 0].tolist() == [1, 8]  # 1/3 on the own position, then 1/6 on each side, ...
+
+
+def test_reach_marks_where_near_to_far_stops():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 2, 256, 8))
+    left = np.array([1.0, 0.0])
+    read = tokens_read(q[:, 128:], k, left, 2**-24, {"causal": True})
+    tiles = near_to_far.attention(q[:, 128:], k, k, left, rows=2, keys=2).tiles[0]
+    middle = np.median([255 - 127 + t.first_row + 1.5 - 1 - t.first for t in tiles[0]])
+    assert abs(read[0] - middle) <= 2
+    assert read[1] == np.median(np.arange(129, 257))  # slope 0: everything
+    figure = plots.reach(q, k, left)
+    (marks,) = figure.axes[0].lines
+    assert_allclose(marks.get_xdata(), read)
+    assert not plots.reach(q, k, left, tolerance=0).axes[0].lines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What an experiment leaves."""
+    evaluations = tuple(
+        record(method, length, bits + seed / 10, seed)
+        for method, bits in (("alibi", 3.0), ("rotary", 3.02))
+        for length in (4, 16, 64)
+        for seed in (0, 1)
+    )
+    settings = ExtrapolateSettings(training=TrainSettings(steps=1))
+    write_json(
+        tmp_path / "results.json", ExtrapolationResults({}, settings, (), evaluations).to_dict()
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", ["single", 6.9])
+def test_loss_by_length_shows_means_in_a_column(folder, width):
+    figure = plots.loss_by_length(folder, width=width)
+    (panel,) = figure.axes
+    lines = [line for line in panel.lines if len(line.get_xdata()) == 3]
+    assert lines[0].get_xdata().tolist() == [1.0, 4.0, 16.0]
+    assert_allclose(lines[0].get_ydata(), 3.05)
+    figure.draw_without_rendering()
+    names = [text for text in panel.texts if text.get_text() != "training length"]
+    boxes = [name.get_window_extent() for name in names]
+    assert len(boxes) == 2 and not boxes[0].overlaps(boxes[1])
+    assert all(box.x1 <= figure.get_size_inches()[0] * figure.dpi for box in boxes)
+
+
+def test_figures_are_saved_with_letters_as_letters_and_shown_in_notebooks(tmp_path):
+    figure = plots.bias([0.5], 4, width="single")
+    assert figure.get_size_inches()[0] == plots.SINGLE_COLUMN
+    plots.save(figure, tmp_path / "bias.pdf")
+    assert b"/Type3" not in (tmp_path / "bias.pdf").read_bytes()
+    plots.save(figure, tmp_path / "bias.svg")
+    assert ">head 0, slope 0.5</text>" in Path(tmp_path / "bias.svg").read_text()
+    assert figure._repr_svg_().startswith("<?xml")
+
+
+def test_all_draw_into_axes_of_ones_own(folder):
+    q = np.ones((1, 8, 2))
+    figure = Figure()
+    axes = [figure.add_axes((0.1, 0.1, 0.8, 0.8)) for _ in range(4)]
+    drawn = [
+        plots.bias([0.5, 0.25], 4, heads=[1], ax=axes[0]),
+        plots.weights(np.eye(4), ax=axes[1]),
+        plots.reach(q, q, ax=axes[2]),
+        plots.loss_by_length(folder, ax=axes[3]),
+    ]
+    assert all(one is figure for one in drawn)
+    assert all(panel.has_data() for panel in axes)
+    assert axes[0].get_title() == "head 1, slope 0.25"
+
+
+ONES = np.ones((1, 3, 2))
+REFUSED = [
+    (lambda: plots.bias([0.5], 3, right=[0.5]), "plots.bias: right needs causal=False, got both"),
+    (lambda: plots.bias(0.5, 3), "plots.bias: left must be [H], got []"),
+    (lambda: plots.bias([0.5], 0), "plots.bias: there must be a query and a key, got T=0, S=0"),
+    (lambda: plots.bias([0.5], 3, heads=[1]), "plots.bias: heads must be in [0, 1), got [1]"),
+    (lambda: plots.bias([0.5], 3, tokens="ab"), "plots.bias: tokens must name the 3 keys, got 2"),
+    (lambda: plots.bias([0.5], 3, width="wide"), "plots.bias: width must be 'single', 'double' or inches, got 'wide'"),
+    (lambda: plots.weights(ONES[None]), "plots.weights: weights must be [H, T, S], got [1, 1, 3, 2]"),
+    (lambda: plots.weights(np.ones((2, 3, 3)), ax=Figure().subplots()), "plots.weights: ax takes one head, got 2: choose with heads"),
+    (lambda: plots.reach(ONES[None], ONES), "plots.reach: q must be [H, T, D], got [1, 1, 3, 2]"),
+    (lambda: plots.reach(ONES, ONES, shares=[0.9, 0.5]), "plots.reach: shares must be one to four, rising, got [0.9, 0.5]"),
+    (lambda: plots.reach(ONES, ONES, shares=[1.0]), "plots.reach: shares must be in (0, 1), got [1.0]"),
+    (lambda: plots.loss_by_length([]), "plots.loss_by_length: results must hold an evaluation, got none"),
+    (lambda: plots.loss_by_length([record("alibi", 4, 3.0)], train_length=8), "plots.loss_by_length: train_length must be one of [4], got 8"),
+    (lambda: plots.loss_by_length("absent"), "plots.loss_by_length: results must be the folder of a finished linbias extrapolate, got absent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED]
+)
+def test_bad_calls_are_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
