@@ -70,6 +70,20 @@ def test_chapter_output():
     np.testing.assert_array_equal(direct, trace.output)
 
 
+def test_the_chapters_own_layout_is_split_into_heads():
+    found = linbias.attention(Q, K, V, [0.5, 0.25], causal=False, num_heads=2)
+    np.testing.assert_array_equal(found, chapter().output.transpose(1, 0, 2).reshape(5, 4))
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 5, 24)), rng.normal(size=(3, 7, 12)), rng.normal(size=(3, 7, 10))
+    out, lse = linbias.attention(q, k, v, num_heads=4, return_lse=True)  # two heads of k and v
+    apart = [
+        x.reshape(3, -1, n, x.shape[-1] // n).swapaxes(1, 2) for x, n in ((q, 4), (k, 2), (v, 2))
+    ]
+    expected, expected_lse = linbias.attention(*apart, return_lse=True)
+    np.testing.assert_array_equal(out, expected.swapaxes(1, 2).reshape(3, 5, 20))
+    np.testing.assert_array_equal(lse, expected_lse)
+
+
 def test_chapter_steps():
     trace = chapter()
     raw = [[0, 1, 1, 0, 1], [2, 0, 2, 0, 0], [1, 1, 2, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]

@@ -51,6 +51,7 @@ PUBLIC += [
         "merge",
         "visited",
         "MultiheadAttention",
+        "replace_attention",
     )
 ]
 PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]

@@ -22,7 +22,9 @@ def call(q=(2, 4, 5, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), left=None, **options):
 
 
 MESSAGES = [
-    (dict(q=(4, 5, 8)), ValueError, r"attention: q must have 4 axes, .*, got \[4, 5, 8\]"),
+    (dict(q=(4, 5, 8)), ValueError, r"attention: q must have 4 axes, \[B, H, T, D\]: batch, heads, length, size, got \[4, 5, 8\]; q\[None\] is a batch of one$"),
+    (dict(k=(5, 8)), ValueError, r"k must have 4 axes, .*, got \[5, 8\]; k\[None, None\] is a batch of one with one head$"),
+    (dict(v=(8,)), ValueError, r"v must have 4 axes, .*, got \[8\]$"),
     (dict(q=[[1.0]]), TypeError, "attention: q must be a torch.Tensor, got list"),
     (dict(v=torch.ones(2, 2, 7, 3, dtype=INT)), TypeError, "v must be one of .*, got int64"),
     (dict(k=torch.ones(2, 2, 7, 8, dtype=torch.half)), TypeError, "k is float16 but q is float32"),
@@ -127,7 +129,12 @@ def test_attention_varlen_says_what_is_wrong(arguments, words):
 
 ONES = np.ones((2, 3, 4))
 NUMPY_MESSAGES = [
-    (lambda: linbias.attention(ONES[0], ONES, ONES), ValueError, r"attention: q must have at least 3 axes, .*, got \[3, 4\]"),
+    (lambda: linbias.attention(ONES[0], ONES, ONES), ValueError, r"attention: q must have at least 3 axes, .*, got \[3, 4\]; num_heads= splits the last of 2"),
+    (lambda: linbias.attention(ONES[0], ONES[0], ONES[0], num_heads=3), ValueError, r"attention: q must be \[..., length, heads \* size\] with a multiple of 3 columns, got \[3, 4\]"),
+    (lambda: linbias.attention(ONES[0], ONES[0, :, :3], ONES[0], num_heads=2), ValueError, "attention: k has head size 3 but q has 2"),
+    (lambda: linbias.attention(ONES[0], ONES[0], ONES[0, :, :3], num_heads=2), ValueError, r"attention: v must be .* with a multiple of 2 columns, got \[3, 3\]"),
+    (lambda: linbias.attention(ONES[0], ONES[0], ONES[0], num_heads=0), ValueError, "attention: num_heads must be an integer of at least 1, got 0"),
+    (lambda: linbias.attention(1.0, ONES[0], ONES[0], num_heads=2), ValueError, r"attention: q must be .*, got \[\]"),
     (lambda: linbias.attention(ONES > 0, ONES, ONES), TypeError, "attention: q must hold real numbers, got bool"),
     (lambda: linbias.attention(ONES * 1j, ONES, ONES), TypeError, "attention: q must hold real numbers, got complex128"),
     (lambda: linbias.explain(ONES, (ONES * 1j).tolist(), ONES), TypeError, "explain: k must hold real numbers, got complex128"),

@@ -253,7 +253,7 @@ def test_mha_alibi_is_the_seed_documents_closure():
         )
         return layer.apply(layer.init(jax.random.PRNGKey(seed), x), x).ravel()
 
-    out = mha_alibi(3, jnp.asarray(X[0]), num_heads=6, qkv_features=12)
+    out = mha_alibi(3, X[0].tolist(), num_heads=6, qkv_features=12)
     np.testing.assert_allclose(out, closure(3, X[0], 6, 12), atol=1e-6)
 
 

@@ -204,7 +204,7 @@ def call(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=(2, 7, 2, 3), left=None, **options):
 
 
 MESSAGES = [
-    (dict(q=(5, 4, 8)), ValueError, r"attention: q must have 4 axes, batch, length, heads, size, got \[5, 4, 8\]"),
+    (dict(q=(5, 4, 8)), ValueError, r"attention: q must have 4 axes, \[B, T, H, D\]: batch, length, heads, size, got \[5, 4, 8\]; q\[None\]"),
     (dict(q=[[1.0]]), TypeError, "attention: q must be a jax.Array or numpy.ndarray, got list"),
     (dict(v=np.ones((2, 7, 2, 3), int)), TypeError, "v must be one of .*, got int64"),
     (dict(v=np.ones((2, 7, 2, 3))), TypeError, "v must be at most float32 while jax_enable_x64 is off, got float64"),

@@ -153,6 +153,7 @@ def test_public_names():
         "attention_varlen",
         "attention_weights",
         "MultiheadAttention",
+        "replace_attention",
     }
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "merge"}
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)

@@ -442,7 +442,7 @@ BAD_SETTINGS = [
      "use_cache$", {"model": {"depth": 3}}),
     (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
      "are", {"model": {"heads": 3}}),
-    (r"model must be .* got 'hiden_size' \(perhaps hidden_size\);", {"model": {"hiden_size": 3}}),
+    (r"model must be .* got 'hiden_size' \(perhaps hidden_size or head_size\);", {"model": {"hiden_size": 3}}),
     ("validate_steps must be at least 0, got -1", {"validate_steps": -1}),
 ]  # fmt: skip
 

@@ -1,11 +1,14 @@
 """The configurations of both families: what is filled in, and every refusal."""
 
+import copy
 import math
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
-from linbias.models import PaperConfig
+from linbias.models import LinbiasConfig, PaperConfig
 from small_models import settings
 
 
@@ -21,6 +24,8 @@ from small_models import settings
         ({"train_length": -1}, r"train_length must be an integer of at least 1, got -1"),
         ({"intermediate_size": 0}, r"intermediate_size must be an integer of at least 1, got 0"),
         ({"hidden_size": 30}, r"hidden_size must be a multiple of 4 heads, got 30"),
+        ({"head_size": 0}, r"head_size must be an integer of at least 1, got 0"),
+        ({"head_size": 10**6}, r"head_size must be at most 16384, got 1000000"),
         (
             {"num_key_value_heads": 3},
             r"num_attention_heads must be a multiple of 3 key/value heads, got 4",
@@ -31,14 +36,14 @@ from small_models import settings
         ),
         (
             {"hidden_size": 12, "position": "rotary"},
-            r"hidden_size must be even per head .*, got 12",
+            r"head_size must be even for position='rotary', got 3",
         ),
         (
             {"hidden_size": 5, "num_attention_heads": 1, "position": "sinusoidal"},
             r"hidden_size must be even for position='sinusoidal', got 5",
         ),
         ({"position": "rope"}, r"position must be one of \('alibi', .* got 'rope'"),
-        ({"block": "serial"}, r"block must be one of \('sequential', 'parallel'\), got 'serial'"),
+        ({"block": "serial"}, r"block must be one of \('sequential', .*, got 'serial'"),
         ({"slope_schedule": "steep"}, r"slope_schedule must be one of \('paper', .* got 'steep'"),
         (
             {"slope_scale": 0.0},
@@ -83,11 +88,35 @@ def test_bad_settings_are_named(changes: dict[str, Any], message: str) -> None:
         settings(**changes)
 
 
+def test_unknown_fields_are_refused_in_python_and_kept_of_a_file(tmp_path) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"^LinbiasConfig: there is no field num_layers; did you mean num_hidden_layers\?",
+    ):
+        settings(num_layers=2)
+    with pytest.raises(
+        TypeError, match=r"^PaperConfig: there is no field wings; there are activation_dropout, "
+    ):
+        PaperConfig(wings=2)
+    config = settings(
+        num_labels=3, bos_token_id=2, torch_dtype="float64", attn_implementation="sdpa"
+    )
+    assert config.num_labels == 3 and config.bos_token_id == 2 and config.dtype == torch.float64
+    config.written_by = "somebody else"
+    config.save_pretrained(tmp_path)
+    for family in (AutoConfig, LinbiasConfig):
+        assert family.from_pretrained(tmp_path).written_by == "somebody else"
+        assert "_of_a_file" not in family.from_pretrained(tmp_path).to_dict()
+    assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
 def test_settings_left_open_are_filled_in() -> None:
     assert settings().num_key_value_heads == 4
     assert settings(block="parallel").num_key_value_heads == 1
     assert settings(block="parallel", num_key_value_heads=2).num_key_value_heads == 2
     assert settings().intermediate_size == 128
+    assert settings(block="parallel_fused").num_key_value_heads == 1
+    assert settings().head_size == 8 and settings(hidden_size=30, head_size=5).head_size == 5
 
 
 @pytest.mark.parametrize(
@@ -121,7 +150,10 @@ def test_settings_left_open_are_filled_in() -> None:
         ({"slope_schedule": "steep"}, "slope_schedule must be one of .*, got 'steep'"),
         ({"slope_scale": -1}, "slope_scale must be None, 'interpolate' or a positive number"),
         ({"attention_implementation": None}, "must be the name of an implementation, got None"),
-        ({"position": "rotary", "hidden_size": 24}, "even per head for position='rotary'"),
+        (
+            {"position": "rotary", "hidden_size": 24},
+            "head_size must be even for position='rotary', got 3",
+        ),
         ({"position": "sinusoidal", "hidden_size": 2, "num_attention_heads": 1}, "at least 4"),
         ({"t5_max_distance": 16}, "t5_max_distance must be above half of t5_num_buckets, 16"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 2048, got 1000000"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+import linbias
 from linbias.models import LinbiasForCausalLM
 from linbias.models.config import POSITIONS
 from linbias.models.positions import METHODS
@@ -64,6 +65,45 @@ def test_order_of_earlier_tokens_matters_only_where_positions_are_known(position
     difference = (model(ids).logits - model(swapped).logits)[:, -1].abs().max()
     # One layer without positions sees a bag of tokens.
     assert difference < 1e-12 if position == "none" else difference > 1e-6
+
+
+def restated(config, weights, ids):
+    """The parallel block of the discussions in the paper's repository, and what is around it, in plain steps."""
+    heads, size, inner = config.num_attention_heads, config.head_size, config.intermediate_size
+    T = ids.shape[1]
+    bias = torch.from_numpy(linbias.slopes(heads))[:, None, None] * torch.arange(T)
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+    def normed(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
+
+    x = weights["embed_tokens.weight"][ids]
+    for layer in range(config.num_hidden_layers):
+        own = f"layers.{layer}"
+        product = normed(x, f"{own}.norm.weight") @ weights[f"{own}.fused.weight"].T
+        q, k, v, ff = product.split((heads * size, size, size, 2 * inner), dim=-1)
+        q = q.unflatten(-1, (heads, size)) * size**-0.5
+        sim = torch.einsum("bihd,bjd->bhij", q, k).masked_fill(later, -math.inf) + bias
+        out = torch.einsum("bhij,bjd->bihd", sim.softmax(-1), v).flatten(2)
+        wide, gate = ff.chunk(2, dim=-1)
+        swiglu = wide * gate * gate.sigmoid()
+        x = x + out @ weights[f"{own}.attention.out.weight"].T
+        x = x + swiglu @ weights[f"{own}.narrow.weight"].T
+    return normed(x, "norm.weight") @ weights["embed_tokens.weight"].T
+
+
+@torch.no_grad()
+def test_the_fused_block_is_that_of_the_discussion() -> None:
+    model = build(block="parallel_fused", head_size=5, intermediate_size=40)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(1.0, 0.3)
+    assert model.config.num_key_value_heads == 1
+    a_block = 32 + 32 * (4 * 5 + 5 + 5 + 2 * 40) + 4 * 5 * 32 + 40 * 32
+    assert model.num_parameters() == VOCAB * 32 + 2 * a_block + 32
+    ids = tokens(2, 9)
+    logits = model(ids).logits
+    assert_same(logits, restated(model.config, model.model.state_dict(), ids))
 
 
 @torch.no_grad()

@@ -133,8 +133,9 @@ def check(
         raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != 4:
+            axes = f"[{', '.join(layout)}]: {LAYOUTS[layout]}"
             raise ValueError(
-                f"{function}: {name} must have 4 axes, {LAYOUTS[layout]}, got {array}"
+                f"{function}: {name} must have 4 axes, {axes}, got {array}{_missing_axes(name, array, layout)}"
             )
         if array.dtype not in FLOATS:
             raise TypeError(f"{function}: {name} must be one of {FLOATS}, got {array.dtype}")
@@ -199,6 +200,16 @@ def check(
         mask=mask is not None,
         **asked,
     )
+
+
+def _missing_axes(name: str, array: Described, layout: str) -> str:
+    """What to write where the axes of the batch, or of the heads too, were left out."""
+    if len(array.shape) == 3:
+        return f"; {name}[None] is a batch of one"
+    if len(array.shape) == 2:
+        index = "None, None" if layout == "BHTD" else "None, :, None"
+        return f"; {name}[{index}] is a batch of one with one head"
+    return ""
 
 
 def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:

@@ -132,6 +132,7 @@ def attention(
     v: npt.ArrayLike,
     left: npt.ArrayLike | None = ...,
     *,
+    num_heads: int | None = ...,
     return_lse: Literal[True],
     **options: Unpack[MaskedOptions],
 ) -> tuple[Array, Float64]: ...
@@ -142,6 +143,7 @@ def attention(
     v: npt.ArrayLike,
     left: npt.ArrayLike | None = ...,
     *,
+    num_heads: int | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[MaskedOptions],
 ) -> Array: ...
@@ -157,6 +159,7 @@ def attention(
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
+    num_heads: int | None = None,
     return_lse: bool = False,
     **unknown: object,
 ) -> Array | tuple[Array, Float64]:
@@ -194,10 +197,13 @@ def attention(
             too. None means that the last query stands at the last key of the range (of the range that ends last,
             where heads have their own).
         mask: Broadcasts to [..., H, T, S], bool: True takes part. It hides further keys, whose entries must still be finite.
+        num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
+            v [..., S, G * E].
         return_lse: Also return lse.
 
     Returns:
-        [..., H, T, E] in the dtype of q (float64 for integers); with return_lse also lse [..., H, T], float64.
+        [..., H, T, E], or [..., T, H * E] with num_heads, in the dtype of q (float64 for integers); with return_lse also
+        lse [..., H, T], float64.
 
     Raises:
         TypeError, ValueError: A shape, dtype or value breaks a rule above.
@@ -209,15 +215,22 @@ def attention(
         [1.0, 1.5, 2.3333]
         >>> attention(q, k, v, [np.inf]).ravel().tolist()
         [1.0, 2.0, 4.0]
+        >>> attention(q[0], k[0], v[0].repeat(2, 1), [np.inf, 0.0], num_heads=2).round(4).tolist()
+        [[1.0, 1.0], [2.0, 1.5], [4.0, 2.3333]]
 
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
+    if num_heads is not None:
+        q, k, v = _split_heads(num_heads, q, k, v)
     inputs = prepare(
         "attention", q, k, v, left,
         causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start, mask=mask, **unknown,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
+    if num_heads is not None:
+        out = out.swapaxes(-2, -3)
+        out = out.reshape(*out.shape[:-2], math.prod(out.shape[-2:]))
     return (out, inputs.restore(steps.lse)) if return_lse else out
 
 
@@ -530,8 +543,9 @@ def real_arrays(
     for name, argument in (("q", q), ("k", k), ("v", v)):
         array = _checks.real_array(function, name, argument)
         if array.ndim < 3:
+            hint = "; num_heads= splits the last of 2" if function == "attention" else ""
             raise ValueError(
-                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}"
+                f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}{hint}"
             )
         arrays.append(array)
     batch = arrays[0].shape[:-3]
@@ -541,6 +555,32 @@ def real_arrays(
                 f"{function}: {name} has batch axes {list(array.shape[:-3])} but q has {list(batch)}"
             )
     return arrays, batch
+
+
+def _split_heads(
+    num_heads: int, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
+) -> tuple[Array, Array, Array]:
+    """[..., length, heads * size] -> [..., heads, length, size]; keys have the size of queries, k and v as many heads."""
+    if not isinstance(num_heads, int | np.integer) or num_heads < 1:
+        raise ValueError(f"attention: num_heads must be an integer of at least 1, got {num_heads}")
+    q = _as_heads("q", q, num_heads)
+    size = max(1, q.shape[-1])  # no columns are refused later
+    columns = _checks.as_array("attention", "k", k).shape[-1:]
+    num_kv_heads = max(1, sum(columns) // size)
+    k, v = (_as_heads(name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
+    return q, k, v
+
+
+def _as_heads(name: str, values: npt.ArrayLike, num_heads: int) -> Array:
+    array = _checks.real_array("attention", name, values)
+    if array.ndim < 2 or array.shape[-1] % num_heads:
+        raise ValueError(
+            f"attention: {name} must be [..., length, heads * size] with a multiple of {num_heads} columns,"
+            f" got {list(array.shape)}"
+        )
+    return array.reshape(*array.shape[:-1], num_heads, array.shape[-1] // num_heads).swapaxes(
+        -2, -3
+    )
 
 
 def flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:

@@ -6,6 +6,7 @@ the commands, so that `linbias --help` is quick.
 
     start     explain, extrapolate, doctor
     models    train, evaluate, generate
+    encoders  convert
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
     console   what they share: output, errors, progress, tables
     options   the options that they have in common
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import models, paper, start
+from linbias.cli import encoders, models, paper, start
 from linbias.cli.console import new_group, out
 
 app = new_group()
@@ -26,6 +27,7 @@ for name, panel, command in (
     ("train", "Models", models.train),
     ("evaluate", "Models", models.evaluate),
     ("generate", "Models", models.generate),
+    ("convert", "Models", encoders.convert),
 ):
     app.command(name, rich_help_panel=panel)(command)
 app.add_typer(paper.app, name="paper", rich_help_panel="The paper")

@@ -26,6 +26,11 @@ def training_option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Training")
 
 
+def recipe_option(help: str, original: str) -> Any:
+    """An option of the paper's recipe, with the flag of its code."""
+    return training_option(f"{help} [dim]({original})[/]")
+
+
 # For every command
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]

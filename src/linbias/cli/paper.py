@@ -12,6 +12,7 @@ from rich.table import Table
 
 from linbias.cli.console import (
     bar,
+    err,
     is_first_process,
     mebibytes,
     new_group,
@@ -36,6 +37,7 @@ from linbias.cli.options import (
     Split,
     Workers,
     parse_fields,
+    recipe_option,
     text_option,
     training_option,
 )
@@ -118,16 +120,57 @@ def train(
     output: RunFolder,
     preset: Preset = "L512",
     position: PaperPosition = "alibi",
-    length: Annotated[int | None, training_option("Tokens per block.")] = None,
-    max_tokens: Annotated[int | None, training_option("Most tokens in a batch.")] = None,
+    length: Annotated[
+        int | None, recipe_option("Tokens per block.", "--tokens-per-sample")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, recipe_option("Most tokens in a batch.", "--max-tokens")
+    ] = None,
+    rows_multiple: Annotated[
+        int | None,
+        recipe_option(
+            "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of"
+            " August 2021, 1 as in later ones.",
+            "--required-batch-size-multiple",
+        ),
+    ] = None,
     batches_per_step: Annotated[
-        int | None, training_option("Batches per step, over all processes together.")
+        int | None,
+        recipe_option("Batches per step, over all processes.", "--update-freq x GPUs"),
     ] = None,
     steps: PresetSteps = None,
     warmup_steps: Annotated[
-        int | None, training_option("Steps that raise the learning rate.")
+        int | None, recipe_option("Steps that raise the learning rate.", "--warmup-updates")
     ] = None,
-    learning_rate: Annotated[float | None, training_option("Peak of the schedule.")] = None,
+    learning_rate: Annotated[
+        float | None, recipe_option("Peak of the schedule.", "--lr, or --max-lr in 2021")
+    ] = None,
+    initial_learning_rate: Annotated[
+        float | None, recipe_option("Where the warmup starts.", "--warmup-init-lr")
+    ] = None,
+    min_learning_rate: Annotated[
+        float | None,
+        recipe_option("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
+    ] = None,
+    period: Annotated[
+        int | None, recipe_option("Steps of the first cosine.", "--lr-period-updates")
+    ] = None,
+    t_mult: Annotated[
+        float | None, recipe_option("Factor on the length of each further cosine.", "--t-mult")
+    ] = None,
+    shrink: Annotated[
+        float | None, recipe_option("Factor on the height of each further cosine.", "--lr-shrink")
+    ] = None,
+    clip: Annotated[
+        float | None, recipe_option("Largest norm of the gradient.", "--clip-norm")
+    ] = None,
+    momentum: Annotated[
+        float | None, recipe_option("Of Nesterov's accelerated gradient.", "--momentum")
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        recipe_option("Share of a weight that a step takes away.", "--weight-decay"),
+    ] = None,
     fields: Fields = None,
     precision: Annotated[
         str | None, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")
@@ -151,7 +194,9 @@ def train(
 
     The presets L64 to L3072 are the rows of the paper's table. A step reads
     what eight GPUs of the original read, and any number of processes may
-    share that work. Options that are not given have the preset's value.
+    share that work. Options that are not given have the preset's value; the
+    original's flags stand in brackets, and [bold]linbias paper translate[/] turns
+    its commands into these.
 
     \b
     [dim]linbias paper train data -o wt2 --preset tiny[/]
@@ -166,9 +211,18 @@ def train(
         position=position,
         length=length,
         max_tokens=max_tokens,
+        rows_multiple=rows_multiple,
         batches_per_step=batches_per_step,
         warmup_steps=warmup_steps,
         learning_rate=learning_rate,
+        initial_learning_rate=initial_learning_rate,
+        min_learning_rate=min_learning_rate,
+        period=period,
+        t_mult=t_mult,
+        shrink=shrink,
+        clip=clip,
+        momentum=momentum,
+        weight_decay=weight_decay,
         precision=precision,
         seed=seed,
         validate_steps=validate_steps,
@@ -187,6 +241,30 @@ def train(
         return
     out.print(_training_summary(metrics), soft_wrap=True)
     print_path("model in", output)
+
+
+@app.command()
+def translate(
+    command: Annotated[str, typer.Argument(help="A command of the original, in quotes.")],
+    as_json: Json = False,
+) -> None:
+    """Print our command for one of the original's README, and name what it leaves out.
+
+    \b
+    [dim]linbias paper translate 'fairseq-train data --arch transformer_lm_wiki103 --max-update 286000 ...'[/]
+    [dim]linbias paper translate 'l=1024; fairseq-eval-lm data --path best.pt --tokens-per-sample $l'[/]
+    """
+    from linbias.paper.translate import translate as to_ours
+
+    found = to_ours(command)
+    if as_json:
+        print_json({"command": found.command, "notes": found.notes, "unknown": found.unknown})
+        return
+    out.print(found.command, markup=False, highlight=False, soft_wrap=True)
+    for line in found.notes:
+        err.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    for line in found.unknown:
+        err.print(f"not known here: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

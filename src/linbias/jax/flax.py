@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from linbias import _extras
 from linbias.jax.functional import Slopes, prepare, run
@@ -138,14 +139,14 @@ def attention_fn(
     return attend
 
 
-def mha_alibi(seed: int, x: Array, num_heads: int, qkv_features: int) -> Array:
+def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Array:
     """Attend with a fresh Flax multi-head attention and symmetric ALiBi: the exercise of the Flax seed document.
 
         slopes[h] = 2 ** (-8 * (h + 1) / H)        bias[h, i, j] = -slopes[h] * |i - j|
 
     Args:
         seed: Of the parameters.
-        x: [T, width].
+        x: [T, width], an array or lists.
         num_heads: H.
         qkv_features: Width of queries, keys and values; a multiple of num_heads.
 
@@ -163,6 +164,7 @@ def mha_alibi(seed: int, x: Array, num_heads: int, qkv_features: int) -> Array:
     """
     from flax import linen  # takes a second to import, and attention_fn does without
 
+    x = jnp.asarray(x)
     if x.ndim != 2:
         raise ValueError(f"mha_alibi: x must have 2 axes, length, width, got {list(x.shape)}")
     if num_heads < 1 or qkv_features % num_heads:

@@ -98,7 +98,7 @@ class TrainSettings:
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
             from linbias.models.config import LinbiasConfig
-            from linbias.models.fields import own_fields
+            from linbias.transformers.fields import own_fields
 
             known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
             for name in self.model:

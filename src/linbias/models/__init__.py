@@ -1,6 +1,7 @@
-"""Language models: importing this makes both families known to Transformers' Auto classes.
+"""Language models: importing this makes all families known to Transformers' Auto classes.
 
-`LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's.
+`LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's, and
+`BaichuanForCausalLM` reads the released Baichuan models with ALiBi.
 """
 
 from linbias import _extras
@@ -9,6 +10,7 @@ _extras.require("linbias.models")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
 from linbias.models.config import LinbiasConfig
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasModel
 from linbias.models.paper import PaperForCausalLM, PaperModel
@@ -17,12 +19,16 @@ from linbias.models.paper_config import PaperConfig
 for _config, _base, _language_model in (
     (LinbiasConfig, LinbiasModel, LinbiasForCausalLM),
     (PaperConfig, PaperModel, PaperForCausalLM),
+    (BaichuanConfig, BaichuanModel, BaichuanForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _base, exist_ok=True)
     AutoModelForCausalLM.register(_config, _language_model, exist_ok=True)
 
 __all__ = [
+    "BaichuanConfig",
+    "BaichuanForCausalLM",
+    "BaichuanModel",
     "LinbiasConfig",
     "LinbiasForCausalLM",
     "LinbiasModel",

@@ -2,32 +2,32 @@
 
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
-
-from linbias.models import fields
+from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
-BLOCKS = ("sequential", "parallel")
+BLOCKS = ("sequential", "parallel", "parallel_fused")
 
 
-class LinbiasConfig(PreTrainedConfig):
+class LinbiasConfig(fields.CheckedConfig):
     """Describe a decoder-only language model and how it learns the order of its tokens.
 
-    The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads and
-    intermediate_size given as None are filled in.
+    The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads, head_size
+    and intermediate_size given as None are filled in.
 
     Args:
         vocab_size: Number of token ids; 256 reads bytes.
-        hidden_size: Width of the residual stream, a multiple of num_attention_heads.
+        hidden_size: Width of the residual stream; without head_size, a multiple of num_attention_heads.
         num_hidden_layers: Number of blocks.
         num_attention_heads: Query heads H.
         num_key_value_heads: Key/value heads G, of which H is a multiple. None means H, or 1
-            (multi-query) where block is "parallel".
+            (multi-query) where block is "parallel" or "parallel_fused".
+        head_size: Numbers per head, D. None means hidden_size // num_attention_heads.
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
         position: "alibi", "sinusoidal", "learned", "rotary", "t5" or "none"; see
             `linbias.models.positions`.
-        block: "sequential" (attention, then feed-forward) or "parallel" (both read the same normed
-            input).
+        block: "sequential" (attention, then feed-forward), "parallel" (both read the same normed
+            input), or "parallel_fused" (so, from one product, with SwiGLU, and RMS norms in all of
+            the model).
         train_length: Tokens per training sequence: the rows of the learned table, and the length
             from which slope_scale="interpolate" acts.
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
@@ -51,6 +51,7 @@ class LinbiasConfig(PreTrainedConfig):
         use_cache: Keep keys and values for decoding when the model is not training.
 
     Raises:
+        TypeError: There is no such field.
         ValueError: A field breaks its rule; the message names the field, the rule and the value.
 
     Example:
@@ -66,6 +67,7 @@ class LinbiasConfig(PreTrainedConfig):
     num_hidden_layers: int = 4
     num_attention_heads: int = 6
     num_key_value_heads: int = None  # type: ignore[assignment]  # __post_init__ fills it in
+    head_size: int = None  # type: ignore[assignment]  # likewise
     intermediate_size: int = None  # type: ignore[assignment]  # likewise
     position: str = "alibi"
     block: str = "sequential"
@@ -85,8 +87,10 @@ class LinbiasConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
-        heads = 1 if self.block == "parallel" else self.num_attention_heads
+        heads = self.num_attention_heads if self.block == "sequential" else 1
         self._fill("num_key_value_heads", heads)
+        if self._fill("head_size", self.hidden_size // self.num_attention_heads):
+            fields.check_shared_width(self)
         self._fill("intermediate_size", 4 * self.hidden_size)
         fields.check_fields(self, _RULES_ONCE_FILLED)
         fields.check_sizes(self)
@@ -100,14 +104,12 @@ class LinbiasConfig(PreTrainedConfig):
             fields.require(self, "hidden_size", self.hidden_size % 2 == 0, rule)
         super().__post_init__(**kwargs)
 
-    def _fill(self, name: str, value: int) -> None:
-        if getattr(self, name) is None:
+    def _fill(self, name: str, value: int) -> bool:
+        """Fill in a field that was left open; say whether it was."""
+        is_open = getattr(self, name) is None
+        if is_open:
             setattr(self, name, value)
-
-    @property
-    def head_size(self) -> int:
-        """Numbers per head, D."""
-        return self.hidden_size // self.num_attention_heads
+        return is_open
 
 
 _RULES = {
@@ -118,4 +120,6 @@ _RULES = {
     "initializer_range": fields.POSITIVE,
     "tie_word_embeddings": fields.FLAG,
 }
-_RULES_ONCE_FILLED = dict.fromkeys(("num_key_value_heads", "intermediate_size"), fields.COUNT)
+_RULES_ONCE_FILLED = dict.fromkeys(
+    ("num_key_value_heads", "head_size", "intermediate_size"), fields.COUNT
+)

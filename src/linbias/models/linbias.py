@@ -2,13 +2,14 @@
 
 Read from the bottom up to follow a token: `LinbiasForCausalLM` (logits and loss) calls
 `LinbiasModel` (embedding, blocks, final norm; its forward is `decoder.Decoder.forward`), which calls
-`DecoderBlock`s, which call `SelfAttention` and `FeedForward`.
+`DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers import Cache, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -25,16 +26,21 @@ class SelfAttention(decoder.SelfAttention):
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
-        q_width, kv_width = config.hidden_size, config.num_key_value_heads * config.head_size
-        self.widths = (q_width, kv_width, kv_width)
+        self.widths = _widths(config)
         self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
 
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.qkv(hidden).split(self.widths, dim=-1)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         return self.out(gathered)
+
+
+def _widths(config: LinbiasConfig) -> tuple[int, int, int]:
+    """Numbers in the queries, keys and values of a token."""
+    kv_width = config.num_key_value_heads * config.head_size
+    return config.num_attention_heads * config.head_size, kv_width, kv_width
 
 
 class FeedForward(nn.Sequential):
@@ -83,10 +89,64 @@ class DecoderBlock(GradientCheckpointingLayer):
         return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden))), weights
 
 
+class SplitAttention(decoder.SelfAttention):
+    """Attention over queries, keys and values that lie side by side."""
+
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.widths = _widths(config)
+        self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
+
+    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return hidden.split(self.widths, dim=-1)
+
+    def project_out(self, gathered: Tensor) -> Tensor:
+        return self.out(gathered)
+
+
+class FusedBlock(GradientCheckpointingLayer):
+    """Attention and feed-forward side by side, from one product.
+
+        q, k, v, wide, gate = split(fused(rms_norm(hidden)))
+        hidden + out(attention(q, k, v)) + narrow(wide * silu(gate))
+
+    Source: the parallel block in the discussions of the paper's repository.
+    """
+
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.norm = nn.RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = SplitAttention(config, layer_index)
+        self.widths = (sum(self.attention.widths), inner, inner)
+        self.fused = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.narrow = nn.Linear(inner, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        padding: Padding,
+        keep: int,
+        output_attentions: bool = False,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `DecoderBlock.forward`."""
+        skipped = hidden.shape[1] - keep
+        qkv, wide, gate = self.fused(self.norm(hidden)).split(self.widths, dim=-1)
+        attended, weights = self.attention(
+            qkv, position, padding, keep, output_attentions, past_key_values
+        )
+        fed = self.narrow(wide[:, skipped:] * silu(gate[:, skipped:]))
+        return hidden[:, skipped:] + self.dropout(attended + fed), weights
+
+
 class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
     """What the two models below share."""
 
     config_class = LinbiasConfig
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "FusedBlock"]
 
 
 class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
@@ -105,10 +165,12 @@ class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = METHODS[config.position](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        fused = config.block == "parallel_fused"
+        block, norm = (FusedBlock, nn.RMSNorm) if fused else (DecoderBlock, nn.LayerNorm)
         self.layers = nn.ModuleList(
-            DecoderBlock(config, index) for index in range(config.num_hidden_layers)
+            block(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.norm = norm(config.hidden_size, config.layer_norm_eps)
         self.post_init()
 
     def after_layers(self, hidden: Tensor) -> Tensor:

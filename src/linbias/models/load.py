@@ -30,8 +30,8 @@ from linbias.data.dictionary import Dictionary
 from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
-from linbias.models.fields import check_sizes
 from linbias.models.paper_config import PaperConfig
+from linbias.transformers.fields import check_sizes
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:

@@ -3,15 +3,13 @@
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
-
-from linbias.models import fields
+from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 _MOST_BANDS = 64
 
 
-class PaperConfig(PreTrainedConfig):
+class PaperConfig(fields.CheckedConfig):
     """Describe the language model of the paper; the defaults are its WikiText-103 model.
 
     Ids are frequency ranks, cut into bands: `cutoffs` (20000, 60000) of 267744 types make the bands
@@ -48,6 +46,7 @@ class PaperConfig(PreTrainedConfig):
         bos_token_id, pad_token_id, eos_token_id: The ids of <s>, <pad> and </s> in the dictionary.
 
     Raises:
+        TypeError: There is no such field.
         ValueError: A field breaks its rule; the message names the field, the rule and the value.
 
     Example:
@@ -90,6 +89,7 @@ class PaperConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
         fields.check_sizes(self)
+        fields.check_shared_width(self)
         fields.check_positions(self)
         if self.position == "sinusoidal":
             even = self.hidden_size % 2 == 0 and self.hidden_size >= 4

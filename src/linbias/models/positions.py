@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
-from linbias.models.slopes import ModelSlopes
+from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
+from linbias.transformers.slopes import ModelSlopes
 
 
 class AttendOptions(NamedTuple):
@@ -102,8 +103,7 @@ class Alibi(Position):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
         self.slopes = ModelSlopes(
-            config.num_attention_heads,
-            config.slope_schedule,
+            slopes(config.num_attention_heads, config.slope_schedule).tolist(),
             config.slope_scale,
             config.train_length,
         )

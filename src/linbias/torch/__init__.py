@@ -7,6 +7,7 @@ _extras.require("linbias.torch")
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.merge import merge
 from linbias.torch.nn import MultiheadAttention
+from linbias.torch.replace import replace_attention
 from linbias.torch.varlen import attention_varlen
 from linbias.torch.visited import Visited, visited
 
@@ -17,5 +18,6 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "merge",
+    "replace_attention",
     "visited",
 ]

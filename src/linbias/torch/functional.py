@@ -1,5 +1,6 @@
 """`attention`: check, choose an implementation, call it."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
@@ -226,6 +227,26 @@ def attention_weights(
     )
     with without_autocast(inputs.q.device):
         return dense.attention_weights(inputs)[0]
+
+
+def attention_added(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: Slopes | None,
+    added: Tensor,
+    *,
+    need_weights: bool = False,
+    implementation: str = "auto",
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attention`, and its weights if wanted, where numbers that broadcast to [B, H, T, S] are added to the scores."""
+    inputs, problem = prepare("attention", q, k, v, left, **options)
+    inputs, problem = inputs._replace(mask=added), dataclasses.replace(problem, mask=True)
+    chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
+    with without_autocast(inputs.q.device):
+        out, _ = chosen.attention(inputs, False)
+        return out, dense.attention_weights(inputs)[0] if need_weights else None
 
 
 def prepare(

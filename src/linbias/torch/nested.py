@@ -32,6 +32,15 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def as_jagged(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """Nested tensors of the older layout in the jagged one; the same tensor stays the same."""
+    made: dict[int, Tensor] = {}
+    for x in arrays:
+        if id(x) not in made:
+            made[id(x)] = torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
+    return tuple(made[id(x)] for x in arrays)
+
+
 def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of all sequences end to end [total, heads, size], and where each begins."""
     way = "torch.nested.nested_tensor([...], layout=torch.jagged).transpose(1, 2), or attention_varlen"

@@ -6,13 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from linbias import _checks
+from linbias.torch import masks, nested
 from linbias.torch.constant import constant
-from linbias.torch.functional import Placement, attention, attention_weights
+from linbias.torch.functional import attention, attention_added, attention_weights
+from linbias.torch.theirs import NoMatrix, take_weights
 from linbias.variants import is_causal, variant_slopes
 
 
 class MultiheadAttention(nn.Module):
     """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
+
+    It takes the place of one in `torch.nn.TransformerEncoderLayer`, `TransformerDecoderLayer` and `Transformer`;
+    `replace_attention` does so for a whole model, and `from_torch` and `load_state_dict` take over the weights.
 
     | variant       | slopes (left, right)                                 | for                             |
     |---------------|------------------------------------------------------|---------------------------------|
@@ -25,7 +30,8 @@ class MultiheadAttention(nn.Module):
     | `none_causal` | (0, inf)                                             | comparison                      |
 
     m is `linbias.slopes(H, schedule, max_bias)`. Cross-attention has no bias by default: positions of two
-    sequences have no distance, and the author of the method recommends none there.
+    sequences have no distance, and the author of the method recommends none there. Masks of a call hide further
+    keys: with a causal one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
 
     The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (`.weight` [out, in], and `.bias`), and for
     learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
@@ -64,6 +70,10 @@ class MultiheadAttention(nn.Module):
     Source: Press, Smith and Lewis, ICLR 2022; encoder and cross-attention variants: the discussion "Modifying ALiBi
     for Encoder-Attention or Cross-Attention" in the paper's repository.
     """
+
+    # What PyTorch's encoders ask for; with another answer they warn, or fail, instead of leaving attention to this layer.
+    in_proj_weight = in_proj_bias = NoMatrix()
+    _qkv_same_embed_dim = True
 
     def __init__(
         self,
@@ -136,6 +146,57 @@ class MultiheadAttention(nn.Module):
         """[H]: slopes towards later keys; None for causal attention."""
         return None if self.causal else self._slopes("right")
 
+    @classmethod
+    def from_torch(
+        cls, theirs: nn.MultiheadAttention, variant: str | None = None, **options: Any
+    ) -> "MultiheadAttention":
+        """Make a layer with the sizes, settings and weights of one of PyTorch's, copied.
+
+        Args:
+            theirs: Without add_bias_kv and add_zero_attn.
+            variant: As above; None means `none` with cross_attention and `symmetric` without: what is seen, masks say.
+            options: cross_attention, learned, schedule, max_bias or implementation, as above.
+
+        Returns:
+            A layer on the same device, in the same dtype and mode.
+
+        Raises:
+            ValueError: theirs has a key or value beside those of the sequence.
+
+        Example:
+            >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+            >>> layer, x = MultiheadAttention.from_torch(theirs, "none"), torch.randn(1, 3, 8)
+            >>> torch.allclose(layer(x)[0], theirs(x, x, x)[0], atol=1e-6)
+            True
+        """
+        added = {"add_bias_kv": theirs.bias_k is not None, "add_zero_attn": theirs.add_zero_attn}
+        for name, has in added.items():
+            if has:
+                raise ValueError(f"from_torch: theirs must have no {name}, which is not built")
+        weight = theirs.out_proj.weight
+        variant = variant or ("none" if options.get("cross_attention") else "symmetric")
+        layer = cls(
+            theirs.embed_dim,
+            theirs.num_heads,
+            theirs.dropout,
+            theirs.in_proj_bias is not None,
+            kdim=theirs.kdim,
+            vdim=theirs.vdim,
+            batch_first=theirs.batch_first,
+            variant=variant,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        layer.load_state_dict(theirs.state_dict())
+        inner = (
+            theirs.in_proj_weight if theirs.in_proj_weight is not None else theirs.q_proj_weight
+        )
+        for part in (layer.q_proj, layer.k_proj, layer.v_proj):
+            part.requires_grad_(inner.requires_grad)
+        layer.out_proj.requires_grad_(weight.requires_grad)
+        return layer.train(theirs.training)
+
     def forward(
         self,
         query: Tensor,
@@ -143,24 +204,42 @@ class MultiheadAttention(nn.Module):
         value: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
+        attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
+        A causal attn_mask is recognised, and padding at the ends of rows: neither is then in memory as a mask of
+        scores. Others are, and run by `sdpa` (with dropout by `dense`). Under `torch.compile` no attn_mask is
+        recognised, say is_causal; and a key_padding_mask must lie at the ends of rows, which is checked.
+
         Args:
-            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch.
+            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch. Query,
+                key and value may be nested tensors [B, lengths, width] with batch_first, without masks and weights.
             key: [S, B, kdim] (likewise); None means query.
             value: [S, B, vdim] (likewise); None means key.
-            key_padding_mask: [B, S] (or [S]), bool, True where a key is padding. The real keys of a row must be
-                contiguous. Padding may lie on the left or, where T = S or there is no bias, on the right.
+            key_padding_mask: [B, S] (or [S]), bool, True where a key is padding, or floating point, added to the
+                scores. Where T != S and the bias or the variant depends on where queries stand, the last key of a row
+                must not be padding.
             need_weights: Also return the weights [B, T, S] ([B, H, T, S] without averaging), before dropout.
+            attn_mask: [T, S] or [B * H, T, S], bool, True for what a query may not see, or floating point, added to
+                the scores.
             average_attn_weights: Average the weights over the heads.
+            is_causal: Hide the keys after the query; attn_mask, if given, is the mask that does so and is not read
+                (but where T != S).
+            mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as the annotated transformers of
+                labml have it. In the place of attn_mask.
 
         Returns:
-            The output in the shape of query, and the weights or None. Outputs at padded queries mean nothing.
+            The output in the shape of query, and the weights or None. Outputs at padded queries mean nothing; a query
+            that sees no key gathers zeros.
 
         Raises:
-            ValueError: A shape breaks a rule above, or padding lies inside a sequence.
+            TypeError: A mask has another dtype.
+            ValueError: A shape breaks a rule above, or it is not known where the queries of a padded row stand.
 
         Example:
             >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6, batch_first=True)
@@ -169,6 +248,9 @@ class MultiheadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        if nested.is_nested(query, key, value):
+            given = (key_padding_mask, attn_mask, mask, need_weights or None)
+            return self._attend_nested(query, key, value, given, is_causal), None
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             raise ValueError(
@@ -180,7 +262,9 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        out, weights = self._attend(query, key, value, key_padding_mask, need_weights)
+        sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+        seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
+        out, weights = self._attend(query, key, value, sizes, seen, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -208,64 +292,89 @@ class MultiheadAttention(nn.Module):
         hidden = log_slope == torch.inf
         return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
 
+    def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
+        """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
+        return tuple(
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection, x in zip(
+                (self.q_proj, self.k_proj, self.v_proj), sequences, strict=True
+            )
+        )
+
+    def _options(self, causal: bool) -> dict[str, Any]:
+        """Keywords of `attention`."""
+        causal = causal or self.causal
+        return {"causal": causal, "right": None if causal else self.right}
+
+    def _running(self) -> dict[str, Any]:
+        return {
+            "dropout": self.dropout if self.training else 0.0,
+            "implementation": self.implementation,
+        }
+
     def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        padding: Tensor | None,
+        sizes: masks.Sizes,
+        seen: masks.Seen,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        (B, T, _), S = query.shape, key.shape[1]
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection, x in (
-                (self.q_proj, query),
-                (self.k_proj, key),
-                (self.v_proj, value),
-            )
-        )
-        placement: Placement = {"causal": self.causal, "right": self.right}
-        if padding is not None:
-            placement |= self._read_padding(padding, B, T, S)
-        out = attention(
-            q,
-            k,
-            v,
-            self.left,
-            dropout=self.dropout if self.training else 0.0,
-            implementation=self.implementation,
-            **placement,
-        )
-        weights = attention_weights(q, k, self.left, **placement) if need_weights else None
-        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
-
-    def _read_padding(self, padding: Tensor, B: int, T: int, S: int) -> Placement:
-        """Turn a padding mask into a key range; where T = S, query t stands at key t on whichever side padding lies."""
-        if padding.shape != (B, S) or padding.dtype != torch.bool:
-            raise ValueError(
-                f"MultiheadAttention: key_padding_mask must be bool [B, S] = {[B, S]},"
-                f" got {padding.dtype} {list(padding.shape)}"
-            )
-        real = ~padding
-        first = real.int().argmax(1)
-        end = first + real.sum(1)
-        placement: Placement = {"key_range": torch.stack([first, end], dim=1)}
-        if T == S:
-            placement["query_start"] = torch.zeros_like(first)
-        if torch.compiler.is_compiling():  # values are not to be read
-            return placement
-        keys = torch.arange(S, device=padding.device)
-        if not torch.equal(real, (keys >= first[:, None]) & (keys < end[:, None])):
-            raise ValueError(
-                "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous"
-            )
-        if T != S and self.variant != "none" and (end < S).any():
+        B, _, T, S = sizes
+        if seen.ends_early and T != S and self.variant != "none":
             raise ValueError(
                 "MultiheadAttention: padding on the right needs as many queries as keys"
                 f" (T = {T}, S = {S}): where do the queries stand?"
             )
-        return placement
+        q, k, v = self._project(query, key, value)
+        options = self._options(seen.causal)
+        if seen.key_range is not None:  # by itself it would move the queries to its end
+            start = seen.key_range.new_full((B,), S - T)
+            options |= {"key_range": seen.key_range, "query_start": start}
+        weights = None
+        if seen.mask is not None and seen.mask.dtype != torch.bool:
+            out, weights = attention_added(
+                q,
+                k,
+                v,
+                self.left,
+                seen.mask,
+                need_weights=need_weights,
+                **options,
+                **self._running(),
+            )
+        else:
+            options["mask"] = seen.mask
+            out = attention(q, k, v, self.left, **options, **self._running())
+            if need_weights:
+                weights = attention_weights(q, k, self.left, **options)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _attend_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], causal: bool
+    ) -> Tensor:
+        """Attend within each sequence of nested tensors [B, lengths, width]."""
+        if not self.batch_first or any(x is not None for x in given):
+            raise ValueError(
+                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor weights"
+            )
+        strided = query.layout == torch.strided
+        if strided:
+            query, key, value = nested.as_jagged(query, key, value)
+        q, k, v = self._project(query, key, value)
+        out = attention(q, k, v, self.left, **self._options(causal), **self._running())
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Take weights of `torch.nn.MultiheadAttention`, too; they say nothing of slopes, which then stay as they are."""
+        if take_weights(state_dict, prefix):
+            for name, slope in self.named_parameters(recurse=False):
+                state_dict.setdefault(prefix + name, slope.detach())
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
     slope_gradients: bool = False  # backward: those of left and right are asked for
     mask: Tensor | None = (
-        None  # bool, broadcasts to [B, H, T, S]; near-to-far implementations are never given one
+        None  # broadcasts to [B, H, T, S], bool, or added to the scores; near-to-far implementations are never given one
     )
 
 

@@ -26,7 +26,11 @@ def bias_of(inputs: Inputs) -> Tensor:
     if key_range is not None:
         inside = per_query_head(_inside(key_range, S), inputs)
         bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
-    return bias if inputs.mask is None else bias.masked_fill(~inputs.mask, -torch.inf)
+    if inputs.mask is None:
+        return bias
+    if inputs.mask.dtype != torch.bool:
+        return bias + inputs.mask
+    return bias.masked_fill(~inputs.mask, -torch.inf)
 
 
 def _inside(key_range: Tensor, S: int) -> Tensor:

@@ -1,5 +1,7 @@
 """What a Transformers model needs around attention, so that it can use `linbias.torch.attention`.
 
+`fuse` runs existing BLOOM, Falcon and MPT models on it, and `from_pretrained` loads the ALiBi encoders whose own code no
+longer runs. The rest is for models of one's own:
 `padding` turns an `attention_mask` into positions and ranges of keys; `packing` tells the texts of a packed row
 apart; `cache` keeps the keys and values of earlier tokens, and how large the keys are.
 """
@@ -9,16 +11,35 @@ from linbias import _extras
 _extras.require("linbias.transformers")
 
 from linbias.transformers.cache import GrowingLayer, key_bound, use_growing_layers
+from linbias.transformers.encoders import (
+    LinbiasBertConfig,
+    LinbiasBertForMaskedLM,
+    LinbiasBertForSequenceClassification,
+    LinbiasBertForTokenClassification,
+    LinbiasBertModel,
+    convert,
+    from_pretrained,
+)
+from linbias.transformers.fused import fuse, unfuse
 from linbias.transformers.packing import Packing, attend_packed, packed_weights
 from linbias.transformers.padding import Padding, read_attention_mask
 
 __all__ = [
     "GrowingLayer",
+    "LinbiasBertConfig",
+    "LinbiasBertForMaskedLM",
+    "LinbiasBertForSequenceClassification",
+    "LinbiasBertForTokenClassification",
+    "LinbiasBertModel",
     "Packing",
     "Padding",
     "attend_packed",
+    "convert",
+    "from_pretrained",
+    "fuse",
     "key_bound",
     "packed_weights",
     "read_attention_mask",
+    "unfuse",
     "use_growing_layers",
 ]

@@ -5,12 +5,14 @@ Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
 """
 
 import dataclasses
+import difflib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from linbias._checks import LARGEST_DROPOUT
 from linbias.schedules import SCHEDULES
@@ -52,6 +54,10 @@ ATTENTION_DROPOUT = Rule(
     "a number in [0, 1 - 2^-32]",
     lambda value: _is_number(value) and 0 <= value <= LARGEST_DROPOUT,
 )
+ACTIVATION = Rule(
+    "the name of an activation of Transformers",
+    lambda value: isinstance(value, str) and value in ACT2FN,
+)
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 
 # Building a model of absurd size takes minutes or all memory before anything fails. Each is several
@@ -61,6 +67,7 @@ MAXIMA: Mapping[str, int] = {
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "hidden_size": 2**17,
+    "head_size": 2**14,
     "intermediate_size": 2**20,
     "vocab_size": 2**24,
     "train_length": 2**30,
@@ -98,6 +105,40 @@ def own_fields(family: type[PreTrainedConfig]) -> set[str]:
     return {field.name for field in dataclasses.fields(family)} & set(family.__annotations__)
 
 
+class CheckedConfig(PreTrainedConfig):
+    """A configuration that refuses unknown fields, which Transformers would keep without a word, but for those of a file."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        return super().from_dict({**config_dict, _OF_A_FILE: True}, **options)
+
+    def __post_init__(self, **others: Any) -> None:
+        """Take the fields that are none of the family's.
+
+        Raises:
+            TypeError: Transformers does not know one either.
+        """
+        if not others.pop(_OF_A_FILE, False):
+            for name in others:
+                if not (hasattr(type(self), name) or name in _OF_TRANSFORMERS or name[0] == "_"):
+                    known = sorted(own_fields(type(self)))
+                    near = difflib.get_close_matches(name, known, n=1)
+                    advice = (
+                        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                    )
+                    raise TypeError(f"{type(self).__name__}: there is no field {name}; {advice}")
+        super().__post_init__(**others)
+
+
+# What Transformers takes beside the fields that all configurations have.
+_OF_TRANSFORMERS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "auto_map"),
+    *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "quantization_config", "per_layer_config"),
+}
+_OF_A_FILE = "_of_a_file"
+
+
 def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
     """Check each field by its own rule, in the order of `rules`.
 
@@ -119,17 +160,24 @@ def check_sizes(config: PreTrainedConfig) -> None:
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 
 
+def check_shared_width(config: PreTrainedConfig) -> None:
+    """Check that the heads share the width of the model evenly.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    heads = config.num_attention_heads
+    require(config, "hidden_size", config.hidden_size % heads == 0, f"a multiple of {heads} heads")
+
+
 def check_positions(config: PreTrainedConfig) -> None:
     """Check the fields of the position methods against each other.
 
     Raises:
         ValueError: As `check_fields`.
     """
-    size, heads = config.hidden_size, config.num_attention_heads
-    require(config, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
     if config.position == "rotary":
-        words = f"even per head for position='rotary' ({heads} heads)"
-        require(config, "hidden_size", size // heads % 2 == 0, words)
+        require(config, "head_size", config.head_size % 2 == 0, "even for position='rotary'")
     require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
     half = config.t5_num_buckets // 2
     words = f"above half of t5_num_buckets, {half}"

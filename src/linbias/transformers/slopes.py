@@ -1,20 +1,20 @@
-"""The ALiBi slopes of a model: from the names in its configuration to the tensor that attention takes."""
+"""The ALiBi slopes of a model: from numbers to the tensor that attention takes, scaled by length if asked."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from linbias.schedules import slopes
 from linbias.torch.constant import constant
 
 
 class ModelSlopes:
-    """The slopes of a model's heads, scaled as its configuration asks.
+    """The slopes of a model's heads, scaled as asked.
 
     They are kept as Python floats: a buffer would be rounded by `model.to(torch.bfloat16)`.
 
     Args:
-        num_heads: Query heads H.
-        schedule: A name known to `linbias.slopes`.
+        slopes: [H], of the query heads.
         scale: None, a positive factor, or "interpolate": the factor train_length / S wherever a row has
             S > train_length keys.
         train_length: Tokens per training sequence; only "interpolate" uses it.
@@ -22,21 +22,23 @@ class ModelSlopes:
     Source of "interpolate": Al-Khateeb, Dey, Soboleva and Hestness, arXiv 2310.13017.
 
     Example:
-        >>> double = ModelSlopes(2, scale=2.0)
+        >>> double = ModelSlopes([0.0625, 0.00390625], scale=2.0)
         >>> double.left(torch.zeros(1, 2, 1, 4), num_keys=1)
         tensor([0.1250, 0.0078])
     """
 
     def __init__(
         self,
-        num_heads: int,
-        schedule: str = "paper",
+        slopes: Sequence[float],
         scale: str | float | None = None,
         train_length: int = 1,
     ) -> None:
-        self._slopes = slopes(num_heads, schedule).tolist()
+        self._slopes = tuple(map(float, slopes))
         self._scale = scale
         self._train_length = train_length
+
+    def __len__(self) -> int:
+        return len(self._slopes)
 
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
         """Return the slopes of one call of attention.

@@ -1,0 +1,45 @@
+"""Existing ALiBi encoders, without their remote code: jina-embeddings-v2, MosaicBERT, DNABERT-2.
+
+config.py     what they disagree on
+model.py      one encoder and its heads
+rows.py       a batch without its padding
+original.py   the names and configurations of the original folders
+load.py       from_pretrained
+"""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from linbias.transformers.encoders.config import LinbiasBertConfig
+from linbias.transformers.encoders.convert import convert
+from linbias.transformers.encoders.load import from_pretrained
+from linbias.transformers.encoders.model import (
+    LinbiasBertForMaskedLM,
+    LinbiasBertForSequenceClassification,
+    LinbiasBertForTokenClassification,
+    LinbiasBertModel,
+)
+
+AutoConfig.register(LinbiasBertConfig.model_type, LinbiasBertConfig, exist_ok=True)
+for _auto, _class in (
+    (AutoModel, LinbiasBertModel),
+    (AutoModelForMaskedLM, LinbiasBertForMaskedLM),
+    (AutoModelForSequenceClassification, LinbiasBertForSequenceClassification),
+    (AutoModelForTokenClassification, LinbiasBertForTokenClassification),
+):
+    _auto.register(LinbiasBertConfig, _class, exist_ok=True)
+
+__all__ = [
+    "LinbiasBertConfig",
+    "LinbiasBertForMaskedLM",
+    "LinbiasBertForSequenceClassification",
+    "LinbiasBertForTokenClassification",
+    "LinbiasBertModel",
+    "convert",
+    "from_pretrained",
+]

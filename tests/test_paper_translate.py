@@ -1,0 +1,158 @@
+"""`linbias paper translate`: the commands of the paper's README, old and new, and what has no counterpart."""
+
+from dataclasses import replace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from linbias import cli
+from linbias.paper import train as training
+from linbias.paper.recipe import PRESETS
+from linbias.paper.translate import translate
+
+# What the commands of all READMEs have in common.
+SHARED = (
+    "--task language_modeling data-bin/wikitext-103 --save-dir wt103/ --arch transformer_lm_wiki103 --max-update 286000"
+    " --t-mult 2 --lr-period-updates 270000 --lr-scheduler cosine --lr-shrink 0.75 --warmup-updates 16000"
+    " --warmup-init-lr 1e-07 --optimizer nag --clip-norm 0.1 --criterion adaptive_loss --seed 1 --fp16"
+    " --sample-break-mode none --skip-invalid-size-inputs-valid-test"
+)
+AUGUST_2021 = (
+    f"fairseq-train {SHARED} --max-lr 1.0 --lr 0.0001 --min-lr 1e-09 --ddp-backend=no_c10d --no-epoch-checkpoints"
+    " --tokens-per-sample 512 --max-tokens 9216 --update-freq 1"
+)
+LATER = (
+    f"python train.py {SHARED} --lr 1.0 --min-lr 0.0001 --stop-min-lr 1e-09 --ddp-backend=legacy_ddp"
+    " --required-batch-size-multiple 1"
+)
+
+
+def recipe_of(command, monkeypatch):
+    """What our command for one of the original trains, and what it was told beside."""
+    found = translate(command)
+    given = []
+    monkeypatch.setattr(training, "train", lambda *a, **_: given.append(a) or exit())
+    assert found.words[:3] == ["linbias", "paper", "train"]
+    CliRunner().invoke(cli.app, found.words[1:], catch_exceptions=False)
+    ((data, output, recipe),) = given
+    assert (str(data), str(output)) == ("data-bin/wikitext-103", "wt103")
+    return recipe, found
+
+
+def test_the_commands_of_the_readme_are_our_presets(monkeypatch):
+    recipe, found = recipe_of(AUGUST_2021, monkeypatch)
+    assert recipe == replace(PRESETS["L512"], rows_multiple=8)
+    assert found.command.endswith("--preset L512 --rows-multiple 8")
+    assert found.unknown == [] and found.notes[0].startswith("8 GPUs are assumed")
+    for length, tokens, frequency in ((512, 9216, 1), (2048, 9216, 1), (3072, 3072, 3)):
+        sizes = f" --tokens-per-sample {length} --max-tokens {tokens} --update-freq {frequency}"
+        recipe, found = recipe_of(LATER + sizes, monkeypatch)
+        assert recipe == PRESETS[f"L{length}"] and found.unknown == []
+
+
+def test_what_differs_is_said_and_comes_to_the_recipe_that_is_meant(monkeypatch):
+    changed = (
+        f"CUDA_VISIBLE_DEVICES=0,1 {LATER.replace('286000', '5000').replace('--fp16', '')} --tokens-per-sample 100"
+        " --max-sentences 4 --update-freq 3 --weight-decay 0.01 --momentum 0.9 --validate-interval-updates 700"
+        " --decoder-layers 4 --adaptive-softmax-cutoff 1000,5000 --decoder-embed-dim=64"
+    )
+    recipe, found = recipe_of(changed, monkeypatch)
+    expected = replace(
+        PRESETS["L512"], length=100, max_tokens=400, batches_per_step=6, steps=5000, period=270_000, precision="fp32",
+        weight_decay=0.01, momentum=0.9, validate_steps=700,
+        model={"num_hidden_layers": 4, "cutoffs": [1000, 5000], "hidden_size": 64},
+    )  # fmt: skip
+    assert recipe == expected and found.notes == []
+    bare = LATER
+    for flag in (
+        "--lr-period-updates 270000",
+        "--clip-norm 0.1",
+        "--t-mult 2",
+        "--lr-shrink 0.75",
+    ):
+        bare = bare.replace(flag, "")
+    bare += " --tokens-per-sample 512 --max-tokens 9216 --distributed-world-size 4 --disable-validation"
+    recipe, found = recipe_of(bare, monkeypatch)
+    defaults = {
+        "clip": 1e9,
+        "t_mult": 1.0,
+        "shrink": 0.1,
+        "batches_per_step": 4,
+        "validate_steps": 0,
+    }
+    assert recipe == replace(PRESETS["L512"], **defaults)
+    assert found.notes == [
+        "the original does not clip gradients without --clip-norm, nor does --clip 1e9"
+    ]
+
+
+def test_what_is_not_known_is_named():
+    command = LATER.replace("nag", "adam").replace("--arch transformer_lm_wiki103", "")
+    found = translate(
+        f"{command} --max-tokens 4096 --adam-eps 1e-8 --reset-optimizer --stop-min-lr 0.1 extra"
+    )
+    assert found.unknown == [
+        "no --arch: here it is transformer_lm_wiki103",
+        "--optimizer adam: here it is nag",
+        "--stop-min-lr 0.1",
+        "--adam-eps 1e-8",
+        "--reset-optimizer",
+        "extra",
+    ]
+
+
+@pytest.mark.parametrize(("window", "ours"), (("0", ""), ("$((l-1))", " --context-window 1023")))
+def test_evaluation(window, ours):
+    found = translate(
+        "l=1024; fairseq-eval-lm data-bin/wikitext-103/ --path wt103/checkpoint_best.pt --sample-break-mode none"
+        " --gen-subset valid --max-sentences 1 --model-overrides \"{'max_tokens':$l, 'tokens_per_sample':$l}\""
+        f" --tokens-per-sample $l --max-tokens ${{l}} --max-target-positions $l --context-window {window}"
+    )
+    words = "linbias paper evaluate wt103/checkpoint_best.pt data-bin/wikitext-103/ --split valid --length 1024"
+    assert found.command == words + ours and found.unknown == []
+
+
+def test_preparation_keeps_the_variables_of_the_shell():
+    found = translate(
+        "fairseq-preprocess \\\n --only-source \\\n --trainpref $TEXT/wiki.train.tokens --testpref 'a b' \\\n"
+        " --destdir data-bin/wikitext-103 --srcdict dict.txt --workers 20"
+    )
+    assert found.command == (
+        "linbias paper prepare --train $TEXT/wiki.train.tokens --test 'a b' -o data-bin/wikitext-103 --workers 20"
+        " --dict dict.txt"
+    )
+    assert translate("fairseq-preprocess").unknown[0].startswith("no --only-source")
+
+
+MESSAGES = [
+    ("ls", "must call one of fairseq-train, train.py"),
+    ("fairseq-train 'd", "must be a line for the shell, got No closing quotation"),
+    ("fairseq-train --max-update 5 --max-tokens 512", "must name the folder of the data"),
+    ("fairseq-train d --max-tokens 512", "must have --max-update"),
+    ("fairseq-train d --max-update 5", "must have --max-tokens or --batch-size"),
+    ("fairseq-train d --max-update five", "--max-update must be a number, got 'five'"),
+    ("fairseq-eval-lm d", "must have --path, the model"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), MESSAGES)
+def test_what_cannot_be_translated_says_why(command, words):
+    with pytest.raises(ValueError, match=f"translate: .*{words}"):
+        translate(command)
+
+
+def test_the_command_prints_ours_and_what_is_not_known():
+    done = CliRunner().invoke(
+        cli.app, ["paper", "translate", f"{LATER} --max-tokens 9216 --foo 3"]
+    )
+    assert done.stdout.startswith("linbias paper train data-bin/wikitext-103 -o wt103/ --preset ")
+    assert "not known here: --foo 3" in done.stderr and "--foo" not in done.stdout
+
+
+def test_every_flag_of_the_readme_stands_in_the_help_of_its_option():
+    shown = typer.main.get_command(cli.app).commands["paper"].commands["train"]
+    words = " ".join(option.help or "" for option in shown.params)
+    for flag in ("t-mult", "lr-period-updates", "lr-shrink", "warmup-init-lr", "min-lr", "clip-norm", "warmup-updates",
+                 "required-batch-size-multiple", "update-freq", "tokens-per-sample", "max-tokens"):  # fmt: skip
+        assert f"--{flag}" in words

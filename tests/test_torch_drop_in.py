@@ -1,0 +1,469 @@
+"""`MultiheadAttention` in the place of PyTorch's: the same results without a bias, the dense definition with one."""
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import linbias
+from linbias.torch import MultiheadAttention, masks, replace_attention
+
+B, H, T, S, WIDTH = 2, 4, 7, 5, 16
+INF = float("inf")
+
+
+def transformer(**options):
+    torch.manual_seed(0)
+    sizes = dict(d_model=WIDTH, nhead=H, num_encoder_layers=2, num_decoder_layers=2)
+    return nn.Transformer(
+        **sizes,
+        dim_feedforward=24,
+        **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options,
+    )
+
+
+def padding(side, length):
+    hidden = torch.zeros(B, length, dtype=torch.bool)
+    hidden[1, {"left": slice(0, 2), "right": slice(-2, None), "holes": slice(1, 4, 2)}[side]] = (
+        True
+    )
+    return hidden
+
+
+def random_mask(*shape):
+    """Hide keys at random, but from each query its own."""
+    torch.manual_seed(1)
+    hidden = torch.rand(shape) < 0.5
+    return hidden & ~torch.eye(*shape[-2:], dtype=torch.bool)
+
+
+def causal(length):
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def added(hidden):
+    return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -INF)
+
+
+# Source and target of `nn.Transformer`: S and T tokens.
+MASKS = {
+    "none": {},
+    "causal": {"tgt_mask": causal(T)},
+    "causal, as numbers": {"tgt_mask": added(causal(T)), "src_mask": added(causal(S))},
+    "causal, said": {"tgt_mask": causal(T), "tgt_is_causal": True},
+    "any": {"src_mask": random_mask(S, S), "tgt_mask": random_mask(B * H, T, T)},
+    "any, of two sequences": {"memory_mask": random_mask(T, S)},
+    "numbers": {"src_mask": torch.randn(S, S).double(), "tgt_mask": torch.randn(B * H, T, T).double()},
+    "padding on the left": {"src_key_padding_mask": padding("left", S), "tgt_key_padding_mask": padding("left", T)},
+    "padding on the right": {"src_key_padding_mask": padding("right", S), "memory_key_padding_mask": padding("right", S)},
+    "padding with holes": {"src_key_padding_mask": padding("holes", S), "memory_key_padding_mask": padding("holes", S)},
+    "causal and padding": {"tgt_mask": causal(T), "tgt_key_padding_mask": padding("right", T)},
+    "any and padding": {"src_mask": random_mask(S, S), "src_key_padding_mask": padding("holes", S)},
+    "numbers and padding": {"src_mask": torch.randn(S, S).double(), "src_key_padding_mask": added(padding("left", S))},
+    "padding, as numbers": {"src_key_padding_mask": torch.randn(B, S).double()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.filterwarnings("ignore:.*nested tensor", "ignore:.*NestedTensor")
+def test_without_bias_a_transformer_gives_what_pytorchs_gives(name, training):
+    theirs = transformer().train(training)
+    ours = copy.deepcopy(theirs)
+    replace_attention(ours, "none")
+    source, target = torch.randn(B, S, WIDTH).double(), torch.randn(B, T, WIDTH).double()
+    real = torch.ones(B, T, dtype=torch.bool)
+    if "tgt_key_padding_mask" in MASKS[name]:
+        real = ~MASKS[name]["tgt_key_padding_mask"]
+    found = []
+    for model in (theirs, ours):
+        inputs = source.clone().requires_grad_(), target.clone().requires_grad_()
+        out = model(*inputs, **MASKS[name])[real]
+        gradients = torch.autograd.grad(out.square().sum(), (*inputs, *model.parameters()))
+        weights = zip((n for n, _ in model.named_parameters()), gradients[2:], strict=True)
+        found.append([out, *gradients[:2], *as_ours(dict(weights)).values()])
+    for mine, other in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, other)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(source, target, **MASKS[name])[real], found[0][0])
+
+
+def as_ours(theirs):
+    """Gradients by the names of our parameters, in their order."""
+    found = {}
+    for name, array in theirs.items():
+        if "in_proj" not in name:
+            found[name] = array
+            continue
+        for letter, part in zip("qkv", array.chunk(3), strict=True):
+            found[name.replace("in_proj_", f"{letter}_proj.")] = part
+    ours = transformer()
+    replace_attention(ours)
+    return {name: found[name] for name, _ in ours.named_parameters()}
+
+
+def dense(theirs, x, hidden=None):
+    """PyTorch's layer with the symmetric bias, in memory, as its mask, and the weights."""
+    length = x.shape[1]
+    bias = torch.from_numpy(linbias.bias(linbias.slopes(H), length, length)).repeat(B, 1, 1)
+    if hidden is not None:
+        bias = bias.masked_fill(hidden, -INF)
+    return theirs(x, x, x, attn_mask=bias, average_attn_weights=False)
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(WIDTH, H, batch_first=True, dtype=torch.float64)
+    return theirs, MultiheadAttention.from_torch(theirs, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "hidden"),
+    (
+        ({"attn_mask": causal(T)}, causal(T)),
+        ({"attn_mask": random_mask(T, T)}, random_mask(T, T)),
+        ({"attn_mask": added(random_mask(B * H, T, T))}, random_mask(B * H, T, T)),
+        ({"is_causal": True, "attn_mask": causal(T)}, causal(T)),
+        ({"key_padding_mask": padding("right", T)}, padding("right", T)),
+        ({"key_padding_mask": padding("holes", T)}, padding("holes", T)),
+        ({"key_padding_mask": padding("holes", T), "attn_mask": causal(T)}, "both"),
+    ),
+)
+def test_with_the_bias_a_masked_call_is_the_dense_definition(given, hidden):
+    theirs, ours = pair()
+    x = torch.randn(B, T, WIDTH).double()
+    if hidden is not None and not isinstance(hidden, str) and len(hidden) == B:
+        hidden = hidden.repeat_interleave(H, 0)[:, None]
+    if isinstance(hidden, str):
+        hidden = causal(T) | padding("holes", T).repeat_interleave(H, 0)[:, None]
+    expected = dense(theirs, x, hidden)
+    found = ours(x, need_weights=True, average_attn_weights=False, **given)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def by_definition(layer, query, key, added):
+    """Output and weights of a layer from the bias of section 1 and what is added to the scores, [B, H, T, S]."""
+    parts = (layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, key)
+    q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for f, x in parts)
+    right = [INF] * H if layer.right is None else layer.right.detach()
+    bias = linbias.bias(layer.left.detach(), q.shape[2], k.shape[2], right=right)
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * layer.head_dim**-0.5 + torch.from_numpy(bias) + added
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return layer.out_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_asked_for_at_once_is_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    variant = rng.choice(
+        ["causal", "symmetric", "directional", "asymmetric", "none", "none_causal"]
+    )
+    queries, keys = (T, T) if rng.random() < 0.5 else (S, T)
+    layer = MultiheadAttention(
+        WIDTH, H, batch_first=True, variant=variant, num_kv_heads=2, dtype=torch.float64
+    )
+    if layer.learned:
+        torch.nn.init.normal_(layer.log_right)
+    x, given = torch.randn(B, keys, WIDTH).double(), {}
+    kind = rng.choice(["nothing", "is_causal", "causal", "hidden", "per head", "numbers"])
+    shape = (B * H, queries, keys) if kind == "per head" else (queries, keys)
+    mask = torch.rand(shape) < (0.0 if kind == "nothing" else 0.4)
+    if kind.endswith("causal"):
+        mask = torch.ones(shape, dtype=torch.bool).triu(1 + keys - queries)
+    scores = torch.randn(shape).double() if kind == "numbers" else added(mask)
+    if kind == "is_causal":
+        given["is_causal"] = True
+    else:
+        given["attn_mask"] = scores if kind == "numbers" or rng.random() < 0.5 else mask
+    scores = scores.view(B, H, queries, keys) if kind == "per head" else scores
+    side = rng.choice(["none", "left", "holes", "numbers"] + ["right"] * (queries == keys))
+    if side != "none":
+        pad = torch.randn(B, keys).double() if side == "numbers" else padding(side, keys)
+        given["key_padding_mask"] = pad
+        scores = scores + (pad if side == "numbers" else added(pad))[:, None, None]
+    query = x[:, keys - queries :]
+    found = layer(query, x, need_weights=True, average_attn_weights=False, **given)
+    for mine, wanted in zip(found, by_definition(layer, query, x, scores), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def encoder(by_hand, **options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, H, 24, 0.0, batch_first=True)
+    if by_hand:
+        layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, "symmetric")
+        return nn.TransformerEncoder(layer, 2, **options)
+    whole = nn.TransformerEncoder(layer, 2, **options)
+    replace_attention(whole)
+    return whole
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mask_check", (True, False))
+@pytest.mark.parametrize("by_hand", (True, False))
+def test_pytorchs_fast_path_never_bypasses_the_bias(by_hand, mask_check):
+    model, x, hidden = (
+        encoder(by_hand, mask_check=mask_check),
+        torch.randn(B, T, WIDTH),
+        padding("right", T),
+    )
+    expected = model.train()(x, src_key_padding_mask=hidden)[~hidden]
+    alone = model(x)
+    model.eval()
+    assert model.use_nested_tensor  # PyTorch would take it
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            found = model(x, src_key_padding_mask=hidden)[~hidden]
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(model(x), alone)
+            torch.testing.assert_close(model.layers[1](model.layers[0](x)), alone)
+    plain = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, H, 24, 0.0, batch_first=True), 2
+    )
+    plain.layers.load_state_dict(weights_of_theirs(model))
+    assert (plain.eval()(x) - alone).abs().max() > 0.01  # that the bias shows at all
+
+
+def weights_of_theirs(model):
+    found = {}
+    for name, array in model.layers.state_dict().items():
+        for kind in ("weight", "bias"):
+            if name.endswith(f"q_proj.{kind}"):
+                parts = [
+                    model.layers.state_dict()[name.replace("q_proj", f"{c}_proj")] for c in "qkv"
+                ]
+                found[name.replace(f"q_proj.{kind}", f"in_proj_{kind}")] = torch.cat(parts)
+        if not any(f"{c}_proj" in name for c in "qkv"):
+            found[name] = array
+    return found
+
+
+def test_pytorchs_kernel_refuses_what_stands_for_the_weights():
+    layer = encoder(True).layers[0]
+    with pytest.raises(TypeError, match="there is no in_proj_weight"):
+        torch._native_multi_head_attention(
+            *[torch.randn(1, 3, WIDTH)] * 3, WIDTH, H, layer.self_attn.in_proj_weight,
+            layer.self_attn.in_proj_bias, layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias,
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", (torch.jagged, torch.strided))
+def test_nested_tensors_are_their_sequences(layout):
+    model = encoder(True).eval()
+    parts = [torch.randn(n, WIDTH) for n in (T, 1, S)]
+    with torch.no_grad():
+        out = model(torch.nested.nested_tensor(parts, layout=layout))
+        assert out.is_nested and out.layout == layout
+        for part, alone in zip(out.unbind(), parts, strict=True):
+            torch.testing.assert_close(part, model(alone[None])[0])
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Which masks were read."""
+    read, found = masks._kind, []
+    monkeypatch.setattr(masks, "_kind", lambda mask: found.append(mask.shape) or read(mask))
+    return found
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """What `attention` was given."""
+    module, given = linbias.torch.nn, []
+    attend = module.attention
+    monkeypatch.setattr(module, "attention", lambda *a, **o: given.append(o) or attend(*a, **o))
+    return given
+
+
+@pytest.mark.parametrize("mask", (causal(T), added(causal(T))))
+def test_a_causal_mask_costs_nothing_and_is_read_once(mask, reads, options):
+    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
+    mask = mask.clone()
+    expected = layer(x, is_causal=True)[0]
+    for _ in range(3):
+        assert torch.equal(layer(x, attn_mask=mask)[0], expected)
+    assert len(reads) == 1
+    assert all(given["causal"] and given["mask"] is None for given in options)
+    mask[0, 1:] = 0  # now the first query sees all
+    out = layer(x, attn_mask=mask)[0]
+    assert len(reads) == 2
+    torch.testing.assert_close(out[:, 1:], expected[:, 1:])
+    assert not torch.allclose(out[:, 0], expected[:, 0])
+    num = len(masks._answers)
+    del mask, options[:]
+    gc.collect()
+    assert len(masks._answers) == num - 1
+
+
+def test_padding_at_the_ends_of_rows_needs_no_mask(options):
+    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
+    for hidden in (padding("left", T), padding("right", T), added(padding("right", T))):
+        layer(x, key_padding_mask=hidden)
+        assert options[-1]["mask"] is None and options[-1]["key_range"] is not None
+    layer(x, key_padding_mask=torch.zeros(B, T, dtype=torch.bool))
+    assert "key_range" not in options[-1]
+
+
+def test_of_fewer_queries_the_last_stands_at_the_last_key(options):
+    layer, x, hidden = pair()[1], torch.randn(B, T, WIDTH).double(), padding("left", T)
+    whole = layer(x, attn_mask=causal(T), key_padding_mask=hidden)[0]
+    part = layer(x[:, 4:], x, attn_mask=causal(T)[4:], key_padding_mask=hidden)[0]
+    torch.testing.assert_close(part, whole[:, 4:])
+    assert options[-1]["causal"] and options[-1]["mask"] is None
+    other = causal(T)[:3]  # the first query at the first key: then is_causal does not say it
+    given = [layer(x[:, 4:], x, attn_mask=other, is_causal=said)[0] for said in (True, False)]
+    assert torch.equal(*given) and not torch.allclose(given[0], part)
+
+
+def test_a_mask_that_is_learned_gets_its_gradient():
+    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
+    mask = torch.zeros(T, T, dtype=torch.float64, requires_grad=True)
+    layer(x, attn_mask=mask)[0].square().sum().backward()
+    assert mask.grad.abs().max() > 0
+
+
+def test_a_masked_layer_drops_and_learns():
+    layer, x = pair(learned=True)[1].train(), torch.randn(B, T, WIDTH).double()
+    layer.dropout = 0.5
+    for mask in (random_mask(T, T), torch.randn(T, T).double()):
+        layer.zero_grad()
+        out = layer(x, attn_mask=mask)[0]
+        assert not torch.equal(out, layer(x, attn_mask=mask)[0])
+        out.square().sum().backward()
+        assert layer.log_left.grad.abs().max() > 0 and layer.log_right.grad.abs().max() > 0
+
+
+@pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor is True"
+)  # PyTorch's layers have no biases
+def test_replacing_takes_over_everything_and_old_weights_still_load():
+    theirs = transformer(bias=False).eval()
+    saved = theirs.state_dict()
+    shared = theirs.encoder.layers[1].self_attn = theirs.encoder.layers[0].self_attn
+    shared.in_proj_weight.requires_grad_(False)
+    ours = copy.deepcopy(theirs)
+    names = replace_attention(ours, "asymmetric")
+    assert len(names) == 6 and not [m for m in ours.modules() if type(m) is nn.MultiheadAttention]
+    first, second = (ours.encoder.layers[i].self_attn for i in (0, 1))
+    assert first is second and first.variant == "asymmetric" and not first.training
+    assert [first.q_proj.weight.requires_grad, first.out_proj.weight.requires_grad] == [
+        False,
+        True,
+    ]
+    assert first.q_proj.weight.dtype == torch.float64 and first.out_proj.bias is None
+    assert ours.decoder.layers[0].multihead_attn.variant == "none"
+    assert not any("multihead" in name for name, _ in ours.named_parameters() if "log_" in name)
+    fresh = transformer(bias=False)
+    replace_attention(fresh, "asymmetric")
+    fresh.load_state_dict(saved, assign=True)  # that of PyTorch's layers
+    weight = fresh.encoder.layers[0].self_attn.q_proj.weight
+    assert weight.untyped_storage().nbytes() == weight.nbytes  # which safetensors asks for
+    again = copy.deepcopy(fresh)
+    again.load_state_dict(fresh.state_dict())
+    wanted = saved["decoder.layers.1.self_attn.in_proj_weight"]
+    layer = again.decoder.layers[1].self_attn
+    assert torch.equal(torch.cat([getattr(layer, f"{c}_proj").weight for c in "qkv"]), wanted)
+
+
+def test_layers_of_other_widths_are_cross_attention():
+    assert pair(cross_attention=True)[1].variant == "none"
+    theirs = nn.Sequential(nn.MultiheadAttention(WIDTH, H, kdim=7, vdim=5, batch_first=True))
+    ours = copy.deepcopy(theirs)
+    assert replace_attention(ours) == ["0"] and ours[0].variant == "none"
+    query, key, value = torch.randn(B, T, WIDTH), torch.randn(B, S, 7), torch.randn(B, S, 5)
+    torch.testing.assert_close(ours[0](query, key, value)[0], theirs[0](query, key, value)[0])
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+@pytest.mark.parametrize("training", (True, False))
+def test_an_encoder_compiles_whole(training):
+    model, x, hidden = encoder(True).train(training), torch.randn(B, T, WIDTH), padding("right", T)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    given = {"src_key_padding_mask": hidden}
+    torch.testing.assert_close(compiled(x, **given)[~hidden], model(x, **given)[~hidden])
+    if training:
+        for given in (
+            {"mask": causal(T), "is_causal": True},
+            {"mask": random_mask(T, T), "is_causal": False},
+        ):
+            torch.testing.assert_close(compiled(x, **given), model(x, **given))
+    with pytest.raises(RuntimeError, match="contiguous where the layer is compiled"):
+        compiled(x, src_key_padding_mask=padding("holes", T))
+
+
+def test_under_autocast_masked_layers_run_in_sixteen_bits():
+    model, x = encoder(False), torch.randn(B, T, WIDTH)
+    given = {"mask": random_mask(T, T)}, {"src_key_padding_mask": padding("holes", T)}
+    for masked in given:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x, **masked)
+        torch.testing.assert_close(out.float(), model(x, **masked), atol=0.05, rtol=0.05)
+        out.float().square().sum().backward()
+
+
+def test_under_transforms_masks_are_taken_as_they_are():
+    layer, x = pair()[1], torch.randn(3, B, T, WIDTH).double()
+    hidden = padding("holes", T)
+    run = torch.func.vmap(lambda x, mask: layer(x, attn_mask=mask, key_padding_mask=hidden)[0])
+    each = torch.stack([causal(T), random_mask(T, T), ~causal(T)])
+    expected = [run(row[None], mask[None])[0] for row, mask in zip(x, each, strict=True)]
+    torch.testing.assert_close(run(x, each), torch.stack(expected))
+    alone = layer(x[0], attn_mask=each[0], key_padding_mask=hidden)[0]
+    torch.testing.assert_close(expected[0], alone)
+
+
+def test_the_annotated_interface(monkeypatch):
+    from labml_nn.transformers import MultiHeadAttention, mha
+
+    monkeypatch.setattr(mha.tracker, "debug", lambda *_: None, raising=False)
+    torch.manual_seed(0)
+    theirs = MultiHeadAttention(H, WIDTH, dropout_prob=0.0)
+    ours = MultiheadAttention(WIDTH, H, variant="none")
+    for mine, other in zip(
+        (ours.q_proj, ours.k_proj, ours.v_proj, ours.out_proj),
+        (theirs.query.linear, theirs.key.linear, theirs.value.linear, theirs.output),
+        strict=True,
+    ):
+        mine.load_state_dict(other.state_dict())
+    x, memory = torch.randn(T, B, WIDTH), torch.randn(S, B, WIDTH)
+    for key, mask in (
+        (x, ~causal(T)[..., None]),
+        (x, (~random_mask(B, T, T)).movedim(0, 2).long()),
+        (memory, ~padding("holes", S).mT[None]),
+    ):
+        found = ours(query=x, key=key, value=key, mask=mask)[0]
+        torch.testing.assert_close(found, theirs(query=x, key=key, value=key, mask=mask))
+
+
+MESSAGES = [
+    (dict(attn_mask=torch.ones(T, S) > 0), ValueError, r"attn_mask must be \[T, S\] or \[B \* H, T, S\] = \[7, 7\] or \[8, 7, 7\], got \[7, 5\]"),
+    (dict(attn_mask=torch.ones(T, T).long()), TypeError, "attn_mask must hold bool, .*, got torch.int64"),
+    (dict(mask=torch.ones(T, T)), ValueError, r"mask must be \[T, S, B\] = \[7, 7, 2\], T and B may be 1, got \[7, 7\]"),
+    (dict(mask=torch.ones(T, T, 1), attn_mask=causal(T)), ValueError, "either attn_mask or mask, not both"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), MESSAGES)
+def test_masks_say_what_is_wrong(arguments, error, words):
+    with pytest.raises(error, match=f"MultiheadAttention: .*{words}"):
+        pair()[1](torch.randn(B, T, WIDTH).double(), **arguments)
+
+
+def test_what_cannot_be_replaced_says_so():
+    with pytest.raises(ValueError, match=r"must hold a torch\.nn\.MultiheadAttention, got Linear"):
+        replace_attention(nn.Linear(1, 1))
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match=f"from_torch: theirs must have no {option}"):
+            MultiheadAttention.from_torch(nn.MultiheadAttention(WIDTH, H, **{option: True}))
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="nested tensors need batch_first=True"):
+        MultiheadAttention(WIDTH, H)(nested)

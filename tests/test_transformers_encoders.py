@@ -1,0 +1,490 @@
+"""Existing encoders against a plain restatement of the original code and its golden data; folders of both forms."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForMaskedLM
+from typer.testing import CliRunner
+
+import linbias
+from linbias import cli
+from linbias.transformers import (
+    LinbiasBertConfig,
+    LinbiasBertForMaskedLM,
+    LinbiasBertForSequenceClassification,
+    LinbiasBertForTokenClassification,
+    LinbiasBertModel,
+    convert,
+    from_pretrained,
+)
+from linbias.transformers.encoders.original import to_original, to_ours
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
+VOCABULARY, SIZE, INNER, HEADS, LAYERS = 97, 48, 64, 6, 2
+needs_golden = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason="the data of the original code is not here"
+)
+FAMILIES = ("mosaic", "jina", "jina-code")
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def original_config(family: str, **changes: Any) -> dict[str, Any]:
+    config = {
+        **{"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": INNER},
+        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "type_vocab_size": 2},
+        **{"hidden_act": "gelu", "layer_norm_eps": 1e-12, "initializer_range": 0.02},
+        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
+        **{"model_type": "bert", "id2label": {"0": "a", "1": "b", "2": "c"}},
+    }
+    if family == "mosaic":
+        config |= {"alibi_starting_size": 64, "position_embedding_type": "absolute"}
+    else:
+        config |= {"position_embedding_type": "alibi", "feed_forward_type": "reglu"}
+        config |= {"max_position_embeddings": 1024}
+    return config | changes
+
+
+def original_weights(family: str, masked: bool = True, prefix: str = "bert.") -> dict[str, Tensor]:
+    """Random weights under the names of the original code, and the heads that it may have."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (VOCABULARY, SIZE),
+        "embeddings.token_type_embeddings.weight": (2, SIZE),
+    }
+    norms = ["embeddings.LayerNorm"]
+    linears = {"pooler.dense": (SIZE, SIZE)}
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}."
+        norms.append(at + "attention.output.LayerNorm")
+        linears[at + "attention.output.dense"] = (SIZE, SIZE)
+        if family == "mosaic":
+            linears[at + "attention.self.Wqkv"] = (3 * SIZE, SIZE)
+        else:
+            for part in ("query", "key", "value"):
+                linears[at + f"attention.self.{part}"] = (SIZE, SIZE)
+        if family == "jina-code":
+            norms += [at + "attention.self.layer_norm_q", at + "attention.self.layer_norm_k"]
+            norms += [at + "layer_norm_1", at + "layer_norm_2"]
+            shapes[at + "mlp.up_gated_layer.weight"] = (2 * INNER, SIZE)
+            linears[at + "mlp.down_layer"] = (SIZE, INNER)
+        else:
+            norms.append(at + "mlp.layernorm")
+            shapes[at + "mlp.gated_layers.weight"] = (2 * INNER, SIZE)
+            linears[at + "mlp.wo"] = (SIZE, INNER)
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (SIZE,), f"{name}.bias": (SIZE,)}
+    weights = {prefix + name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    head = {"classifier.weight": torch.randn(3, SIZE), "classifier.bias": torch.randn(3)}
+    if masked:
+        bias = "decoder.bias" if family == "mosaic" else "bias"
+        head = {
+            "cls.predictions.transform.dense.weight": torch.randn(SIZE, SIZE) * 0.3,
+            "cls.predictions.transform.dense.bias": torch.randn(SIZE),
+            "cls.predictions.transform.LayerNorm.weight": torch.randn(SIZE),
+            "cls.predictions.transform.LayerNorm.bias": torch.randn(SIZE),
+            f"cls.predictions.{bias}": torch.randn(VOCABULARY),
+        }
+    return weights | head
+
+
+def plain(
+    weights: dict[str, Tensor], family: str, ids: Tensor, types: Tensor
+) -> dict[str, Tensor]:
+    """The original model on one text [T], in float64 and the plainest words."""
+    w = {name.removeprefix("bert."): tensor.double() for name, tensor in weights.items()}
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (SIZE,), w[name + ".weight"], w[name + ".bias"], 1e-12)
+
+    embedded = w["embeddings.word_embeddings.weight"][ids]
+    hidden = norm(
+        "embeddings.LayerNorm", embedded + w["embeddings.token_type_embeddings.weight"][types]
+    )
+    place = torch.arange(len(ids))
+    distance = (place[:, None] - place).abs()
+    bias = -torch.tensor(linbias.slopes(HEADS))[:, None, None] * distance
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}."
+        if family == "mosaic":
+            q, k, v = linear(at + "attention.self.Wqkv", hidden).split(SIZE, dim=-1)
+        else:
+            q, k, v = (
+                linear(at + f"attention.self.{x}", hidden) for x in ("query", "key", "value")
+            )
+        if family == "jina-code":
+            q = norm(at + "attention.self.layer_norm_q", q)
+            k = norm(at + "attention.self.layer_norm_k", k)
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in (q, k, v))
+        probabilities = (q @ k.mT / (SIZE // HEADS) ** 0.5 + bias).softmax(-1)
+        attended = linear(
+            at + "attention.output.dense", (probabilities @ v).transpose(0, 1).flatten(1)
+        )
+        normed = norm(at + "attention.output.LayerNorm", hidden + attended)
+        if family == "jina-code":
+            normed = norm(at + "layer_norm_1", hidden + normed)
+            value, gate = linear(at + "mlp.up_gated_layer", normed).split(INNER, dim=-1)
+            fed = linear(at + "mlp.down_layer", F.relu(gate) * value)
+            hidden = norm(at + "layer_norm_2", normed + fed)
+        else:
+            gate, value = linear(at + "mlp.gated_layers", normed).split(INNER, dim=-1)
+            act = F.gelu if family == "mosaic" else F.relu
+            hidden = norm(at + "mlp.layernorm", normed + linear(at + "mlp.wo", act(gate) * value))
+    found = {"hidden": hidden, "pooled": linear("pooler.dense", hidden[0]).tanh()}
+    if "cls.predictions.transform.dense.weight" in w:
+        transformed = F.gelu(linear("cls.predictions.transform.dense", hidden))
+        transformed = norm("cls.predictions.transform.LayerNorm", transformed)
+        bias = w.get("cls.predictions.bias", w.get("cls.predictions.decoder.bias"))
+        found["logits"] = transformed @ w["embeddings.word_embeddings.weight"].T + bias
+    else:
+        found["classes"] = linear("classifier", found["pooled"])
+        found["token classes"] = linear("classifier", hidden)
+    return found
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def texts() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, mask and token types [4, 19]: whole, padded behind, padded before, and one token alone."""
+    ids = torch.randint(1, VOCABULARY, (4, 19))
+    mask = torch.ones(4, 19, dtype=torch.int64)
+    mask[1, 12:] = mask[2, :5] = mask[3, 1:] = 0
+    return ids, mask, torch.randint(2, (4, 19))
+
+
+def assert_near(ours: Tensor, expected: Tensor, most: float = 1e-5) -> None:
+    assert (ours.double() - expected).abs().max() < most * expected.abs().max()
+
+
+@each_family
+@pytest.mark.parametrize("prefix", ["bert.", ""])
+@torch.no_grad()
+def test_every_head(family: str, prefix: str, tmp_path: Path) -> None:
+    ids, mask, types = texts()
+    masked = original_weights(family, prefix=prefix)
+    labelled = masked | original_weights(family, masked=False, prefix=prefix)
+    labelled = {name: tensor for name, tensor in labelled.items() if not name.startswith("cls.")}
+    folder = write(tmp_path / "masked", original_config(family), masked)
+    classifier = write(tmp_path / "classifier", original_config(family), labelled)
+    inputs = {"attention_mask": mask, "token_type_ids": types}
+    base = from_pretrained(folder)(ids, **inputs)
+    logits = from_pretrained(folder, "masked")(ids, **inputs).logits
+    classes = from_pretrained(classifier, "sequence")(ids, **inputs).logits
+    each = from_pretrained(classifier, "token")(ids, **inputs).logits
+    for row in range(4):
+        real = mask[row].bool()
+        expected = plain(masked, family, ids[row, real], types[row, real])
+        assert_near(base.last_hidden_state[row, real], expected["hidden"])
+        assert not base.last_hidden_state[row, ~real].any()
+        assert_near(base.pooler_output[row], expected["pooled"])
+        assert_near(logits[row, real], expected["logits"])
+        expected = plain(labelled, family, ids[row, real], types[row, real])
+        assert_near(classes[row], expected["classes"])
+        assert_near(each[row, real], expected["token classes"])
+
+
+def masked_model(**changes: Any) -> LinbiasBertForMaskedLM:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": INNER}
+    sizes |= {"num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
+    return LinbiasBertForMaskedLM(LinbiasBertConfig(**{**sizes, "hidden_dropout": 0.0, **changes}))
+
+
+def test_training_leaves_padding_out_and_checkpointing_changes_nothing() -> None:
+    model = masked_model().train()
+    ids, mask, _ = texts()
+    labels = ids.masked_fill(mask == 0, -100)
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    model(ids.masked_fill(mask == 0, 5), attention_mask=mask, labels=labels).loss.backward()
+    for p, gradient in zip(model.parameters(), before, strict=True):
+        assert torch.allclose(p.grad, gradient, atol=1e-6)
+
+
+@torch.no_grad()
+def test_attention_weights_and_hidden_states() -> None:
+    model = masked_model().eval()
+    ids, mask, _ = texts()
+    outputs = model.encoder(
+        ids, attention_mask=mask, output_attentions=True, output_hidden_states=True
+    )
+    assert len(outputs.hidden_states) == LAYERS + 1
+    for weights in outputs.attentions:
+        assert weights.shape == (4, HEADS, 19, 19)
+        assert torch.allclose(weights.sum(-1), mask[:, None].expand(-1, HEADS, -1).float())
+        assert not weights.masked_select(mask[:, None, None] == 0).any()
+
+
+@torch.no_grad()
+def test_compiled_with_padding() -> None:
+    model = masked_model().eval()
+    ids, mask, _ = texts()
+    expected = model(ids, attention_mask=mask).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    ours = compiled(ids, attention_mask=mask).logits
+    assert torch.allclose(ours[mask.bool()], expected[mask.bool()], atol=1e-5)
+
+
+@torch.no_grad()
+def test_longer_than_trained_and_scaled() -> None:
+    """Half the slopes of a text twice as long as trained on."""
+    long = torch.randint(VOCABULARY, (1, 200))
+    models = []
+    for scale in (None, "interpolate", 0.5):
+        torch.manual_seed(1)
+        models.append(masked_model(train_length=100, slope_scale=scale).eval())
+    plainly, interpolated, halved = (model(long).logits for model in models)
+    assert torch.equal(interpolated, halved)
+    assert not torch.allclose(interpolated, plainly, atol=0.01)
+
+
+@each_family
+def test_converted_and_back(family: str, tmp_path: Path) -> None:
+    config, weights = original_config(family), original_weights(family)
+    folder = write(tmp_path / "original", config, weights)
+    (folder / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": "code.X"}, "a": 1}'
+    )
+    run = CliRunner().invoke(cli.app, ["convert", str(folder), "-o", str(tmp_path / "ours")])
+    assert run.exit_code == 0, run.output
+    ids, mask, _ = texts()
+    with torch.no_grad():
+        expected = from_pretrained(folder, "masked")(ids, attention_mask=mask).logits
+        loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
+        assert type(loaded) is LinbiasBertForMaskedLM
+        assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
+        ours = from_pretrained(tmp_path / "ours", "masked")(ids, attention_mask=mask).logits
+        assert torch.equal(ours, expected)
+    assert isinstance(AutoModel.from_pretrained(tmp_path / "ours"), LinbiasBertModel)
+    assert json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text()) == {"a": 1}
+    convert(tmp_path / "ours", tmp_path / "back", back=True)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    returned = load_file(tmp_path / "back" / "model.safetensors")
+    pooler = {name for name in weights if "pooler" in name}  # the masked model has no use for it
+    assert set(returned) == set(weights) - pooler
+    assert all(torch.equal(returned[name], weights[name]) for name in returned)
+
+
+def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    folder = write(tmp_path / "jina", original_config("jina"), original_weights("jina", prefix=""))
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "far": 2, "near": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert(folder, tmp_path / "ours")
+    model = sentence_transformers.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
+    ours = model.encode(["near far near", "far"])
+    with torch.no_grad():
+        hidden = from_pretrained(folder)(torch.tensor([[3, 2, 3]])).last_hidden_state
+    assert torch.allclose(torch.as_tensor(ours[0]), hidden[0].mean(0), atol=1e-5)
+
+
+class Harm:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
+    weights = original_weights("jina")
+    folder = write(tmp_path / "jina", original_config("jina"), weights)
+    expected = from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    ours = from_pretrained(folder).state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    with (folder / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"x": Harm(tmp_path / "harm")}, file, protocol=2)
+    with pytest.raises(ValueError, match=r"damaged, or asks for code, which was not run"):
+        from_pretrained(folder)
+    assert not (tmp_path / "harm").exists()
+
+
+def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
+    return {name: x for name, x in weights.items() if not any(part in name for part in parts)}
+
+
+def test_a_new_head(tmp_path: Path) -> None:
+    bare = without(original_weights("jina"), "cls.", "pooler")
+    folder = write(tmp_path / "jina", original_config("jina"), bare)
+    with pytest.raises(ValueError, match=r"lacks encoder.pooler.weight, .*classifier.weight"):
+        from_pretrained(folder, "sequence")
+    model = from_pretrained(folder, "sequence", new_head=True, num_labels=5)
+    assert isinstance(model, LinbiasBertForSequenceClassification)
+    assert model.classifier.out_features == 5 and model.classifier.weight.std() > 0
+    token = from_pretrained(folder, "token", new_head=True)
+    assert isinstance(token, LinbiasBertForTokenClassification)
+    missing = write(tmp_path / "less", original_config("jina"), without(bare, "layer.1.mlp.wo"))
+    with pytest.raises(ValueError, match=r"lacks layers.1.feed_forward.out.weight"):
+        from_pretrained(missing, new_head=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 49}, r"hidden_size must be a multiple of 6 heads, got 49"),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers must be an integer of at least 1, got -1"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        ({"hidden_act": "os.system"}, r"hidden_act must be the name of an activation"),
+        ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
+        (
+            {"intermediate_size": 60},
+            r"feed_forward.gated.weight .*must have shape \[120, 48\], got \[128",
+        ),
+        (
+            {"position_embedding_type": "absolute"},
+            r"must hold one of jina-embeddings-v2, MosaicBERT",
+        ),
+    ],
+)
+def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", original_config("jina", **changes), original_weights("jina"))
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+
+
+def test_refused_folders(tmp_path: Path) -> None:
+    weights = original_weights("mosaic")
+    folder = write(
+        tmp_path / "x", original_config("mosaic"), weights | {"bert.more": torch.ones(1)}
+    )
+    with pytest.raises(ValueError, match=r"has unknown weights: more"):
+        from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"head must be one of \('base', .*got 'classification'"):
+        from_pretrained(folder, "classification")
+    with pytest.raises(ValueError, match=r"LinbiasBertConfig has no field 'rope'"):
+        from_pretrained(folder, rope=1)
+    untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
+    with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
+        from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        from_pretrained(tmp_path)
+    (tmp_path / "y").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "y")
+    with pytest.raises(ValueError, match=r"has no model.safetensors or"):
+        from_pretrained(tmp_path / "y")
+    with pytest.raises(ValueError, match=r"output must not hold a model already"):
+        convert(folder, folder)
+    own = tmp_path / "own"
+    masked_model().save_pretrained(own)
+    with pytest.raises(ValueError, match=r"must come from an original folder to go back"):
+        convert(own, tmp_path / "z", back=True)
+    model = masked_model()
+    with pytest.raises(
+        ValueError, match=r"one unbroken run of tokens per row, got 2 runs in row 0"
+    ):
+        model(torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]]))
+
+
+GOLDEN_FAMILIES = ("mosaicbert", "dnabert2", "jina-bert-v2", "jina-bert-v2-code")
+
+
+@needs_golden
+@pytest.mark.parametrize("family", GOLDEN_FAMILIES)
+@torch.no_grad()
+def test_golden_data(family: str, tmp_path: Path) -> None:
+    """Every case of the original code: hidden states, logits, mean, pooler, classifier."""
+    for case in sorted((GOLDEN / family).iterdir()):
+        expected = load_file(case / "expected.safetensors")
+        masked = "T17.logits" in expected
+        model = from_pretrained(case, "masked") if masked else None
+        base = from_pretrained(case)
+        for name in ("T17", "T129", "T700"):
+            mask = expected[f"{name}.attention_mask"]
+            inputs = {
+                "attention_mask": mask,
+                "token_type_ids": expected.get(f"{name}.token_type_ids"),
+            }
+            ids = expected[f"{name}.input_ids"]
+            hidden = base(ids, **inputs).last_hidden_state
+            assert_near(hidden.sum(1) / mask.sum(1, keepdim=True), expected[f"{name}.mean"], 2e-5)
+            assert_near(
+                at_positions(hidden, mask, name, expected), expected[f"{name}.hidden"], 2e-5
+            )
+            if model is not None:
+                logits = at_positions(model(ids, **inputs).logits, mask, name, expected)
+                assert_near(logits, expected[f"{name}.logits"], 2e-5)
+        if (case / "classification.safetensors").exists():
+            both = load_file(case / "model.safetensors") | load_file(
+                case / "classification.safetensors"
+            )
+            whole = write(
+                tmp_path / case.name, json.loads((case / "config.json").read_text()), both
+            )
+            inputs = {
+                name: expected[f"T17.{name}"]
+                for name in ("input_ids", "attention_mask", "token_type_ids")
+            }
+            assert_near(
+                from_pretrained(whole, "sequence")(**inputs).logits,
+                expected["T17.classification"],
+                2e-5,
+            )
+            assert_near(
+                from_pretrained(whole)(**inputs).pooler_output, expected["T17.pooler"], 2e-5
+            )
+
+
+@needs_golden
+@torch.no_grad()
+def test_golden_data_in_bfloat16() -> None:
+    """Nearer to the float32 truth than the reference is in bfloat16."""
+    for case in sorted((GOLDEN / "jina-bert-v2").iterdir()):
+        expected = load_file(case / "expected.safetensors")
+        base = from_pretrained(case, dtype=torch.bfloat16)
+        for name in ("T129", "T700"):
+            mask = expected[f"{name}.attention_mask"]
+            hidden = base(expected[f"{name}.input_ids"], attention_mask=mask).last_hidden_state
+            ours = at_positions(hidden.float(), mask, name, expected)
+            truth = expected[f"{name}.hidden"]
+            theirs = expected[f"{name}.bfloat16.hidden"].float()
+            assert (ours - truth).norm() < (theirs - truth).norm(), (case, name)
+
+
+def at_positions(x: Tensor, mask: Tensor, name: str, expected: dict[str, Tensor]) -> Tensor:
+    """What the data keeps of [B, T, size]: all of it, or some positions."""
+    if (positions := expected.get(f"{name}.positions")) is None:
+        return x * mask[..., None]
+    return x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))
+
+
+@each_family
+def test_names_go_there_and_back(family: str) -> None:
+    weights = original_weights(family)
+    back = to_original(to_ours(weights, family), family, "bert.")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in back)
