@@ -1,6 +1,6 @@
 """Linear biases in a model that is not ours: Transformers' GPT-2, without its table of positions.
 
-    python examples/existing_model.py                  # two minutes on two cores
+    python examples/existing_model.py                  # half a minute
     python examples/existing_model.py --steps 1000
 
 Three steps make any decoder of Transformers that takes its attention from `AttentionInterface` an ALiBi model: register

@@ -1,6 +1,6 @@
 """A small GPT of one's own on `linbias.torch.attention`: trained on short text, tested on long text.
 
-    python examples/nanogpt.py                         # two minutes on two cores; Python's standard library as text
+    python examples/nanogpt.py                         # about a minute; Python's standard library as text
     python examples/nanogpt.py --text book.txt --steps 2000 --width 256 --layers 6
 
 There is no position embedding anywhere: the slopes inside `attention` are all that tells positions apart, and so the

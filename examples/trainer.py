@@ -1,6 +1,6 @@
 """A language model with linear biases under Transformers' own `Trainer`, with your own data set.
 
-    python examples/trainer.py                            # a minute or two on two cores
+    python examples/trainer.py                            # half a minute
     python examples/trainer.py --steps 2000 --output output/trainer
 
 `linbias.models.LinbiasForCausalLM` is a Transformers model: Trainer, collators, callbacks, checkpoints and `generate` are

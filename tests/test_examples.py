@@ -10,6 +10,7 @@ import torch
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = "--steps 2 --test-lengths 8 16 --test-bytes 64"
 SIZES = {
+    "encoder": f"{TINY} --length 8 --batch 2 --width 8 --heads 2 --layers 1",
     "existing_model": f"{TINY} --length 8 --batch 2 --width 8 --layers 1",
     "nanogpt": f"{TINY} --length 8 --batch 2 --width 8 --heads 2 --layers 1",
     "trainer": f"{TINY} --width 8 --layers 1",
