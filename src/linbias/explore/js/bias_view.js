@@ -44,7 +44,7 @@ export function mountBias(root, { example }, memory) {
     element(
       "p",
       { class: "lede" },
-      "Every key loses a little of its score for each token that lies between it and the query. How much is the "
+      "Every key loses a little of its score for each step that it stands away from the query. How much is the "
         + "head\u2019s slope: a steep one looks nearby, a flat one far, and a slope of 0 is plain attention.",
     ),
     controls.text,
