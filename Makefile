@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour wheels clean
+.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour wheels docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -58,6 +58,11 @@ sanitize-%:
 
 attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
+
+docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for any host; every warning is an error
+	rm -rf build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -E -d build/doctrees docs build/site
+	@echo "build/site/index.html"
 
 first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
 	$(PYTHON) tests/first_hour.py

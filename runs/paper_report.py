@@ -1,4 +1,4 @@
-"""What `paper_small.py` found, in words, tables and plots: everything in docs/paper.md between markers.
+"""What `paper_small.py` found, in words, tables and plots: everything in docs/results/comparison.md between markers.
 
 Made from records alone. Letters: L is the shorter training length; a model is named by its position and
 the length it was trained at.
@@ -22,6 +22,7 @@ from linbias.lm.methods import COLOURS, NAMES
 from linbias.runs.files import write_whole
 
 Record = dict[str, Any]
+KEPT = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}
 _CLOSE = 0.05  # speed and memory within this share count as the same
 
@@ -337,25 +338,34 @@ def _finish(axes: Axes, ticks: Sequence[int], title: str, x_label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def write(results: Path, document: Path) -> None:
-    """Fills the document, draws its plots, and keeps the records in records/paper_small.jsonl.
+def read_kept() -> Found:
+    """The records that the document was written from."""
+    return Found([json.loads(line) for line in KEPT.read_text().splitlines()])
 
-    Without new results, the kept records serve.
-    """
-    kept = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
-    if results.exists():
-        shutil.copyfile(results, kept)
-    found = Found([json.loads(line) for line in kept.read_text().splitlines()])
-    if not any(found.seeds.values()):
-        raise SystemExit(f"paper_report: {kept} must have tests of a whole seed, got none")
-    text = document.read_text(encoding="utf-8")
-    for name, content in {
+
+def parts(found: Found) -> dict[str, str]:
+    """What stands between the markers of the document."""
+    return {
         "made": description(found),
         "blocks": perplexity_tables(found, sliding=False),
         "sliding": perplexity_tables(found, sliding=True),
         "costs": cost_tables(found),
         "claims": claims_table(found),
-    }.items():
+    }
+
+
+def write(results: Path, document: Path) -> None:
+    """Fills the document, draws its plots, and keeps the records in records/paper_small.jsonl.
+
+    Without new results, the kept records serve.
+    """
+    if results.exists():
+        shutil.copyfile(results, KEPT)
+    found = read_kept()
+    if not any(found.seeds.values()):
+        raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")
+    text = document.read_text(encoding="utf-8")
+    for name, content in parts(found).items():
         text = fill(text, name, content)
     write_whole(document, text.encode())
     for name, figure in {"length": length_figure(found), "curse": curse_figure(found)}.items():

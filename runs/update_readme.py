@@ -1,9 +1,11 @@
-"""Rewrite the tables of README.md, docs/kernels.md and docs/jax.md from records: nothing measured is typed by hand.
+"""Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
 
-    python runs/update_readme.py                                # the benchmark table
-    python runs/update_readme.py --experiment output/extrapolate  # also the extrapolation table and plot
+    python runs/update_readme.py                                # the tables
+    python runs/update_readme.py --experiment output/methods    # of a new experiment, with its plot, which the explorer
+                                                                # page shows too
 
-Each part stands between <!-- name --> and <!-- /name --> in its document.
+Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
+linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
 """
 
 import argparse
@@ -13,8 +15,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from linbias.explore import results as explorer_results
+from linbias.runs.files import write_json
+
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
+EXPERIMENT = ROOT / "src" / "linbias" / "explore" / "results.json"
 # What the README shows of it: implementations, and cases with their headings.
 FEW = {
     "cpu": "linbias",
@@ -52,8 +58,8 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
     raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
 
 
-def speed_table() -> str:
-    """The medians that the README shows."""
+def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
+    """The medians that the README shows, and where there are more."""
     records = newest_records("causal-8192")
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
@@ -67,7 +73,7 @@ def speed_table() -> str:
     r = last["cpu", "causal-8192"]
     text = (
         f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        " `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
+        f" `make bench`); other processors, short lengths and more peers: {more}."
     )
     return "\n".join([*lines, "", text])
 
@@ -165,27 +171,29 @@ def jax_table() -> str:
     return "\n".join([*lines, "", text])
 
 
-def experiment(folder: Path) -> str:
-    """The loss of every method at every length, and the plot beside it."""
-    results = json.loads((folder / "results.json").read_text())
+def keep_experiment(folder: Path) -> None:
+    """Take over a run of `linbias extrapolate`: its lines, which the explorer shows too, and its plot."""
+    write_json(
+        EXPERIMENT, {**explorer_results.read([folder])["runs"][0], "name": "the run of the README"}
+    )
     shutil.copy(folder / "extrapolation.png", ROOT / "docs" / "extrapolation.png")
-    evaluations = results["evaluations"]
-    lengths = sorted({e["test_length"] for e in evaluations})
+
+
+def extrapolation_table() -> str:
+    """The loss of every method at every length, in the run that was kept."""
+    run = json.loads(EXPERIMENT.read_text(encoding="utf-8"))
+    (group,) = run["groups"]
+    lengths = group["test_lengths"]
     lines = ["| bits per byte, tested on | " + " | ".join(f"{n:,}" for n in lengths) + " |"]
     lines.append("|---" * (len(lengths) + 1) + "|")
-    for method in dict.fromkeys(e["method"] for e in evaluations):
-        values = {
-            e["test_length"]: e["bits_per_byte"] for e in evaluations if e["method"] == method
-        }
-        lines.append(
-            f"| {method} | "
-            + " | ".join(f"{values[n]:.3f}" if n in values else "-" for n in lengths)
-            + " |"
-        )
-    made = results["made"]
+    for line in group["lines"]:
+        losses = {point["x"]: f"{point['y']:.3f}" for point in line["lengths"]}
+        cells = (losses.get(length, "-") for length in lengths)
+        lines.append(f"| {line['method']} | " + " | ".join(cells) + " |")
+    made = run["made"]
     text = (
-        f"Trained on {results['evaluations'][0]['train_length']} tokens; {made['model']}, {made['training']}."
-        f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `make run`."
+        f"Trained on {group['train_length']} tokens; {made['model']}, {made['training']}."
+        f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
     )
     return "\n".join([*lines, "", text])
 
@@ -201,18 +209,29 @@ def fill_document(name: str, part: str, content: str) -> None:
     path.write_text(fill(path.read_text(encoding="utf-8"), part, content), encoding="utf-8")
 
 
+def written_parts() -> dict[tuple[str, str], str]:
+    """What records say, by document and part."""
+    return {
+        ("README.md", "speed"): speed_table(),
+        ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
+        ("docs/kernels.md", "benchmark"): benchmark_table(),
+        ("docs/kernels.md", "short"): short_table(),
+        ("docs/jax.md", "benchmark"): jax_table(),
+        ("README.md", "extrapolation"): extrapolation_table(),
+        ("docs/results/extrapolation.md", "extrapolation"): extrapolation_table(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--experiment", type=Path, help="folder of `linbias extrapolate`")
     options = parser.parse_args()
-    fill_document("README.md", "speed", speed_table())
-    fill_document("docs/kernels.md", "benchmark", benchmark_table())
-    fill_document("docs/kernels.md", "short", short_table())
-    fill_document("docs/jax.md", "benchmark", jax_table())
     if options.experiment:
-        fill_document("README.md", "extrapolation", experiment(options.experiment))
+        keep_experiment(options.experiment)
+    for (document, part), content in written_parts().items():
+        fill_document(document, part, content)
 
 
 if __name__ == "__main__":

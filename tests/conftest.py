@@ -92,3 +92,52 @@ def unbroken(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lm_training import SETTINGS, train_into
 
     return train_into(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run")
+
+
+# Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop running, which tests
+# with a loop of their own must not meet.
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from browser import why_not
+
+    reason = why_not()
+    if reason is not None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    from browser import started
+
+    with started() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(chromium):
+    """Open pages, and fail if one of them asked for anything or wrote to the console."""
+    from browser import Visits
+
+    visits = Visits(chromium)
+    yield visits
+    visits.close()
+
+
+@pytest.fixture(scope="session")
+def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from linbias import explore
+
+    path = tmp_path_factory.mktemp("explore") / "explore.html"
+    path.write_text(explore.page(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def open_state(visit, explorer_file):
+    """Open the explorer in a state, given as in its address, in a window with options of its own."""
+    from urllib.parse import urlencode
+
+    from explorer_page import Explorer
+
+    def opened(options: dict[str, object] | None = None, **state: object) -> Explorer:
+        return Explorer(visit(explorer_file, urlencode(state), **(options or {})))
+
+    return opened

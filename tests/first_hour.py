@@ -32,9 +32,15 @@ WORKING = {
 }
 DOCUMENTS = {
     "": (),
-    "torch": ("README.md", "docs/torch.md", "docs/coming-from.md"),
+    "torch": (
+        *("README.md", "docs/torch.md", "docs/coming-from.md"),
+        *("docs/guides/layers.md", "docs/guides/processes.md", "docs/guides/export.md"),
+    ),
     "jax": ("docs/jax.md",),
-    "lm": ("README.md", "docs/models.md", "docs/paper.md"),
+    "lm": (
+        *("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
+        *("docs/guides/evaluation.md", "docs/guides/existing-models.md"),
+    ),
 }
 PARTS = tuple(dict.fromkeys(part for parts in WORKING.values() for part in parts))
 FIRST_RUN = (

@@ -29,7 +29,7 @@ MEANINGS = {
     "--json": "print the result as JSON",
     "--learning-rate": "peak of the schedule",
     "--length": "tokens that a model reads at a time",
-    "--limit-tokens": "most tokens to score",
+    "--limit-tokens": "most tokens to score or to show",
     "--log-steps": "steps between lines of the log",
     "--max-bytes": "most bytes of text to read",
     "--max-new-tokens": "tokens to write",
@@ -38,7 +38,8 @@ MEANINGS = {
     "--min-learning-rate": "floor of the schedule",
     "--momentum": "momentum",
     "--nwords": "size of the dictionary of words",
-    "--output": "folder to write",
+    "--no-open": "open no browser",
+    "--output": "folder or file to write",
     "--period": "steps of the first cosine",
     "--position": "position method of a model",
     "--precision": "number format of matrix products",
@@ -47,6 +48,7 @@ MEANINGS = {
     "--prompt-file": "file with the text to continue",
     "--query": "query to show",
     "--quiet": "show no progress",
+    "--results": "folder of a finished extrapolation",
     "--resume": "file of scores to continue from",
     "--rows-multiple": "multiple of blocks in a batch",
     "--save-steps": "steps between checkpoints",
@@ -63,6 +65,7 @@ MEANINGS = {
     "--t-mult": "factor on the length of further cosines",
     "--temperature": "divisor of logits",
     "--tensorboard": "write a TensorBoard log",
+    "--text": "one text for a model to read",
     "--test": "text file to test on",
     "--test-lengths": "lengths to test at",
     "--threads": "CPU threads",
@@ -89,7 +92,7 @@ SYNONYMS = [
     {"rate", "lr"},
     {"json", "as-json"},
     {"quiet", "silent", "progress", "verbose"},
-    {"corpus", "text", "input"},
+    {"corpus", "input"},
     {"length", "block", "sequence"},
     {"position", "encoding"},
     {"precision", "dtype"},
@@ -121,7 +124,7 @@ def options_of(command: Any) -> list[Any]:
 
 def test_there_are_all_commands():
     assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {
-        *("explain", "extrapolate", "doctor", "train", "evaluate", "generate"),
+        *("explain", "explore", "extrapolate", "doctor", "train", "evaluate", "generate"),
         *(f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")),
     }
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import pkgutil
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 
 import linbias
 import linbias.jax.flax
 from documents import DOCUMENTS, ROOT, blocks, run_python, write_paper_model
+from linbias import cli
 
 MODULES = sorted(
     name
@@ -75,10 +78,14 @@ def test_public_docstrings_have_the_agreed_parts(module, name):
         assert part in text, f"{name} lacks {part}"
 
 
+def name(document):
+    return document.relative_to(ROOT).as_posix()
+
+
 WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # x-transformers
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
@@ -92,41 +99,91 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
 
 
 def test_there_are_examples_in_every_guide():
-    assert {"README.md", "torch.md", "coming-from.md", "jax.md", "models.md", "paper.md"} <= {
-        document.name for document in WITH_PYTHON
-    }
+    guides = {"README.md", "docs/torch.md", "docs/coming-from.md", "docs/jax.md", "docs/models.md"}
+    guides |= {name(path) for path in (ROOT / "docs/guides").glob("*.md")} | {"docs/paper.md"}
+    assert guides <= {name(document) for document in WITH_PYTHON}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+# A block of another language would be code that nothing runs; in braces stand directives of the site.
+LANGUAGES = {"python", "sh", "text", "{include}", "{toctree}", "{eval-rst}", "{commands}"}
+LANGUAGES |= {"{explorer}", "{math}", "{raw}", "{figure}", "{image}"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_no_code_hides_in_another_language(document):
+    opened = re.findall(
+        r"^[`:]{3,}[ \t]*(\S*)", document.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert set(opened[::2]) <= LANGUAGES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_commands_that_a_document_names_exist(document):
     makefile = (ROOT / "Makefile").read_text()
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"`make ([\w-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    sources = sorted((ROOT / "src/linbias/cli").glob("*.py"))
-    commands = "".join(path.read_text() for path in sources)
     indented = "\n".join(re.findall(r"^    (.*)$", text, re.MULTILINE))
     for block in (*blocks(document, "sh"), indented):
-        for command in re.findall(
-            r"^(?:.*-m )?linbias (?:paper )?([a-z]+)\b", block, re.MULTILINE
-        ):
-            assert f"def {command}(" in commands, command
+        for script in re.findall(r"^python (\S+\.py)", block, re.MULTILINE):
+            assert (ROOT / script).exists(), script
+        for line in re.findall(r"^(?:.*-m )?linbias .*", block, re.MULTILINE):
+            check_command(line[line.index("linbias ") :])
+
+
+def check_command(line):
+    """The command exists, and has the options."""
+    command = typer.main.get_command(cli.app)
+    for word in shlex.split(line, comments=True)[1:]:
+        if word in getattr(command, "commands", ()):
+            command = command.commands[word]
+        elif word.startswith("-") and word != "-":
+            assert not hasattr(command, "commands") or word in ("--help", "--version"), line
+            options = {option for parameter in command.params for option in parameter.opts}
+            assert word.partition("=")[0] in options | {"--help"}, f"{word}: {line}"
+        elif hasattr(command, "commands"):
+            assert word in ("COMMAND", "...", "|"), f"no command {word}: {line}"
+
+
+def test_commands_are_checked_to_the_option():
+    check_command("linbias train --steps 5 -o out  # -x")
+    for line in ("linbias tran", "linbias train --step 5", "linbias paper evaluate --stride 2"):
+        with pytest.raises(AssertionError):
+            check_command(line)
+
+
+def run_script(name):
+    """A module of runs/."""
+    sys.path.insert(0, str(ROOT / "runs"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def test_tables_of_abilities_are_those_of_the_implementations():
     """`python runs/support.py` writes them."""
-    sys.path.insert(0, str(ROOT / "runs"))
-    try:
-        support = importlib.import_module("support")
-    finally:
-        sys.path.pop(0)
+    support = run_script("support")
     for document, implementations in support.DOCUMENTS.items():
         assert support.table(implementations) in (ROOT / document).read_text(encoding="utf-8")
 
 
+def test_results_are_what_the_records_say():
+    """`python runs/update_readme.py` and `python runs/paper_small.py --only write` write them."""
+    report, update = run_script("paper_report"), run_script("update_readme")
+    comparison = report.parts(report.read_kept())
+    parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
+    for (document, part), text in {**update.written_parts(), **parts}.items():
+        written = (ROOT / document).read_text(encoding="utf-8")
+        assert f"<!-- {part} -->\n{text}\n<!-- /{part} -->" in written, f"{document}: {part}"
+
+
 def test_files_that_documents_point_to_exist():
     for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        prose = re.sub(
+            r"^```.*?^```", "", document.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+        )
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 

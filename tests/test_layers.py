@@ -36,9 +36,11 @@ LAYERS = {
     "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
+    "explore": {"example", "definition", "models", "lm"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
     "cli": {
-        *("lm", "paper", "models", "data", "runs", "definition", "explain", "example", "doctor"),
+        *("lm", "paper", "models", "data", "runs", "definition", "explain", "example", "explore"),
+        "doctor",
         "__version__",
     },
     "__main__": {"cli"},

@@ -35,7 +35,7 @@ __all__ = [
     "slopes",
 ]
 
-_LOADED_WHEN_NAMED = ("cpu", "jax", "lm", "models", "plots", "torch", "transformers")
+_LOADED_WHEN_NAMED = ("cpu", "explore", "jax", "lm", "models", "plots", "torch", "transformers")
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 

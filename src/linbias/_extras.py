@@ -7,6 +7,7 @@ PARTS = {
     "linbias.torch": ("torch", ("torch",)),
     "linbias.jax": ("jax", ("jax",)),
     "linbias.jax.flax": ("jax", ("jax", "flax")),
+    "linbias.explore.notebook": ("notebook", ("anywidget",)),
     "linbias.transformers": ("lm", ("torch", "transformers")),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
     "linbias.plots": ("plots", ("matplotlib",)),

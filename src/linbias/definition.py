@@ -320,9 +320,12 @@ def attention_backward(
     steps = compute(inputs)
     dout = np.asarray(dout, np.float64).reshape(steps.output.shape)
     dlse = 0.0 if dlse is None else np.asarray(dlse, np.float64).reshape(steps.lse.shape)
+    # A weight can only grow at the cost of the others in its row, so what counts is by how much dout . v of a key
+    # exceeds the row's mean, which is dout . out.
     delta = (dout * steps.output).sum(-1) - dlse
     dweight = dout @ inputs.per_query_head(inputs.v).swapaxes(-1, -2)
     dscore = steps.weight * (dweight - delta[..., None])
+    # A slope enters the score of every pair on its side, times the distance.
     dslope = -dscore * np.abs(inputs.distance)
     sides = inputs.distance > 0, inputs.distance < 0
     dleft, dright = (
@@ -390,17 +393,21 @@ class Steps(NamedTuple):
 
 def compute(inputs: "Inputs") -> Steps:
     """Attention as the formulas say it."""
+    # One number for each pair of a query and a key: how well what one asks for meets what the other offers.
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
     scaled = inputs.scale * raw
+    # The only step that linear biases add: a score loses slope * distance, and a hidden key all of it.
     penalty = 0.0 - _bias(inputs.left, inputs.right, inputs.distance)
     penalty = np.where(inputs.hidden, np.inf, np.broadcast_to(penalty, raw.shape))
     biased = np.where(np.isposinf(penalty), -np.inf, scaled - penalty)
+    # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can overflow.
     # An empty row has no maximum; any finite pivot gives it weights and a sum of exactly 0.
     row_max = biased.max(-1, keepdims=True, initial=-np.inf)
     pivot = np.where(np.isneginf(row_max), 0.0, row_max)
     unnormalised = np.exp(biased - pivot)
     row_sum = unnormalised.sum(-1, keepdims=True)
     weight = unnormalised / np.where(row_sum == 0, 1.0, row_sum)
+    # The log of the sum, which merges results over parts of the keys, and the mean of the values under the weights.
     with np.errstate(divide="ignore"):
         lse = (pivot + np.log(row_sum))[..., 0]
     return Steps(
@@ -471,6 +478,7 @@ def prepare(
         _checks.refuse_unknown(
             function, unknown, ("q", "k", "v", "left", *get_type_hints(MaskedOptions))
         )
+    # Every layout becomes [B, heads, length, size] in float64; `restore` gives the batch axes back.
     arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
     B = math.prod(batch)
@@ -496,6 +504,8 @@ def prepare(
         scale=scale,
     )
     _checks.warn_of_layout(function, problem)
+    # What the call leaves open: the paper's slopes, an infinite slope to the right or the same one, all keys, and the
+    # last query at the last key.
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     if left is None:
         left = slopes(H) if H else np.zeros(0)

@@ -232,6 +232,8 @@ def _norm(x: Float64) -> Float64:
 
 def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64, Tile]:
     """One tile: the online softmax over blocks from near to far, each side until its bound is low enough."""
+    # acc and row_sum are sums of exp(score - row_max), with the values and without. A larger score than any before
+    # makes all earlier terms smaller, by the same factor.
     (low, high), outwards = rows.blocks(size)
     acc = np.zeros((len(rows.q), rows.v.shape[1]))
     row_max, row_sum = np.full(len(rows.q), -np.inf), np.zeros(len(rows.q))
@@ -245,11 +247,14 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
         acc = acc * shrink[:, None] + weights @ rows.v[first:end]
         row_max, row_sum = new_max, row_sum * shrink + weights.sum(1)
 
+    # The keys at the rows' own positions come first: with them there is a sum that a bound can be compared with.
     read(low, high)
     tile = Tile(rows.first_row, low, high)
     open_sides = [not math.isinf(slope) for slope in rows.slopes]
     share = tolerance / 2 if all(open_sides) else tolerance
     largest = rows.largest_scores()
+    # Then the blocks beyond. `tail` is the log of the most that this block and all beyond it can hold, `bound` the same
+    # as a share of what the row has already, for the row of the tile that they matter most to.
     for side, first, end in outwards:
         if not open_sides[side]:
             continue
@@ -261,6 +266,7 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
             divide="ignore", invalid="ignore"
         ):  # a row without keys yet: inf or nan, never a reason to stop
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
+        # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
         stop = slope > 0 and share > 0 and bound <= math.log(share)
         open_sides[side] = not stop
         tile.steps.append(
@@ -269,6 +275,7 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
         if not stop:
             read(first, end)
             tile.first, tile.end = min(tile.first, first), max(tile.end, end)
+    # Divided by their sum the weights are a softmax over the keys that were read. A row that saw none gives zeros.
     tile.first, tile.end = tile.first + rows.first_key, tile.end + rows.first_key
     seen = np.where(row_sum == 0, 1.0, row_sum)
     lse = np.where(row_sum == 0, -np.inf, row_max + np.log(seen))

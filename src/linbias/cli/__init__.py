@@ -5,6 +5,7 @@ Results go to standard output, progress and errors to standard error. Heavy impo
 the commands, so that `linbias --help` is quick.
 
     start     explain, extrapolate, doctor
+    explore   the page
     models    train, evaluate, generate
     encoders  convert
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
@@ -16,12 +17,13 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import encoders, models, paper, start
+from linbias.cli import encoders, explore, models, paper, start
 from linbias.cli.console import new_group, out
 
 app = new_group()
 for name, panel, command in (
     ("explain", "Start here", start.explain),
+    ("explore", "Start here", explore.explore),
     ("extrapolate", "Start here", start.extrapolate),
     ("doctor", "Start here", start.doctor),
     ("train", "Models", models.train),
@@ -57,6 +59,7 @@ def _linbias(
 ) -> None:
     """Attention with linear biases (ALiBi): train short, test long.
 
-    New here? [bold cyan]linbias explain[/] shows the idea on five words, and
-    [bold cyan]linbias extrapolate[/] the paper's result on real text, within minutes.
+    New here? [bold cyan]linbias explore[/] shows the idea on five words to click and change,
+    [bold cyan]linbias explain[/] as numbers, and [bold cyan]linbias extrapolate[/] the paper's
+    result on real text, within minutes.
     """

@@ -207,11 +207,12 @@ def _describe(
     training, config = settings.training, LinbiasConfig(**settings.training.model)
     step_tokens = training.batch_size * training.length
     versions = {name: version for name, version in _machine.versions().items() if version}
+    threads = torch.get_num_threads()
     return {
         "command": command,
         "date": _machine.now(),
         "time": f"{seconds // 60:.0f} min {seconds % 60:.0f} s of training and testing",
-        "machine": f"{_machine.processor()}, {torch.get_num_threads()} threads",
+        "machine": f"{_machine.processor()}, {threads} thread{'s' if threads > 1 else ''}",
         "corpus": f"{corpus.name}: {corpus.source}, {corpus.num_bytes['train'] / 1e6:.1f} MB to "
         f"train on, {num_scored:,} tokens of the test split scored",
         "tokens": f"{corpus.tokenizer.vocab_size:,} different ones ({settings.tokenizer})",

@@ -221,7 +221,7 @@ def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], 
         counts = np.array([evaluation.count_by_position for evaluation in same], dtype=float)
         losses = np.array([evaluation.loss_by_position for evaluation in same], dtype=float)
         new = slice(len(count), length)
-        total = np.append(total, (np.nan_to_num(losses) * counts).sum(0)[new])
+        total = np.append(total, (np.nan_to_num(losses, posinf=np.inf) * counts).sum(0)[new])
         count = np.append(count, counts.sum(0)[new])
     ends = np.unique(np.round(2.0 ** np.arange(0.5, math.log2(len(count)) + 0.5, 0.5)).astype(int))
     positions, bits, first = [], [], 0

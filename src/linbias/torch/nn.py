@@ -113,6 +113,7 @@ class MultiheadAttention(nn.Module):
         if self.learned and variant.startswith("none"):
             raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
 
+        # Four projections; fewer key/value heads than query heads make those of keys and values narrower.
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner, **options)

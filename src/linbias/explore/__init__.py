@@ -1,0 +1,101 @@
+"""The explorer: attention with linear biases as a page to touch, in one file that needs no network.
+
+Its files, each with one task:
+
+    data.py      what Python puts into the page as JSON: the chapter's example
+    results.py   runs of `linbias extrapolate`; results.json is the README's
+    model.py     the weights of a trained model
+    bundle.py    the modules of js/ as one script
+    page.html    the frame; style.css and views.css its look, light and dark
+    static.py    what is left of it without scripts
+    vectors.py   q, k and v for texts of the reader's
+    notebook.py  the page inside a notebook
+    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views
+"""
+
+import base64
+import hashlib
+import json
+from importlib import resources
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from linbias import _extras
+from linbias.explore import data
+from linbias.explore.bundle import bundle, style
+from linbias.explore.results import default
+from linbias.explore.static import static_part
+from linbias.explore.vectors import vectors
+
+if TYPE_CHECKING:
+    from linbias.explore.notebook import Explorer
+
+__all__ = ["page", "vectors", "widget"]
+
+
+def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> str:
+    """Write the explorer as one HTML file: text, data, style and script, with nothing left to load.
+
+    Args:
+        results: What the comparison of methods shows, from `results.read`; None shows the README's.
+        model: What the view of a trained model shows, from `model.read`; None leaves that view out.
+
+    Returns:
+        The page, below 1 MB without a model.
+
+    Raises:
+        ValueError: results or model holds a number that JSON cannot say: inf or nan.
+
+    Example:
+        >>> page()[:15]
+        '<!DOCTYPE html>'
+    """
+    script = f'"use strict";\n(() => {{\n{bundle("start.js")}}})();\n'
+    template = _read("page.html")
+    return Template(template).substitute(
+        style=style(),
+        static=static_part(),
+        script=script,
+        # The page may run this script and no other, and can load nothing.
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=_data(results, model),
+    )
+
+
+def widget(
+    results: dict[str, Any] | None = None, model: dict[str, Any] | None = None, state: str = ""
+) -> "Explorer":
+    """Show the explorer inside a notebook: Jupyter, VS Code, marimo, and whatever else knows anywidget.
+
+    Args:
+        results, model: As for `page`.
+        state: What to show first, as it stands behind # in the page's address: "head=2&variant=causal".
+
+    Returns:
+        A widget that draws itself; its `state` follows what its reader does, and may be set.
+
+    Raises:
+        ModuleNotFoundError: anywidget is not installed.
+
+    Example:
+        >>> widget(state="head=2").state
+        'head=2'
+    """
+    _extras.require("linbias.explore.notebook")
+    from linbias.explore.notebook import Explorer
+
+    return Explorer(data=_data(results, model), state=state)
+
+
+def to_json(value: Any) -> str:
+    """JSON that stands inside a script element whatever its strings hold."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _data(results: dict[str, Any] | None, model: dict[str, Any] | None) -> str:
+    shown = default() if results is None else results
+    return to_json({"example": data.example(), "results": shown, "model": model})
+
+
+def _read(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

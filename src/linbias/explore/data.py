@@ -1,0 +1,53 @@
+"""What Python puts into the page: the book chapter's example, and rules that page and terminal share."""
+
+from typing import Any
+
+from linbias.example import TOKENS, K, Q, V
+from linbias.explore.bundle import MOST_HEADS
+from linbias.schedules import SCHEDULES
+
+MAX_TOKENS = 64
+MAX_HEADS = MOST_HEADS
+
+# The character of a head by what a key at distance 10 loses, in the words of the book chapter.
+CHARACTERS = (
+    (4.0, "Ultra-local"),
+    (2.0, "Local"),
+    (1.0, "Medium-range"),
+    (0.1, "Broad"),
+    (0.0, "Near-global"),
+)
+
+
+def character(penalty: float) -> str:
+    """The character of a head whose keys at distance 10 lose this much.
+
+    Example:
+        >>> [character(10 / 2**h) for h in (1, 2, 3, 4, 8)]
+        ['Ultra-local', 'Local', 'Medium-range', 'Broad', 'Near-global']
+    """
+    return next(name for least, name in CHARACTERS if penalty >= least)
+
+
+# A text to make the example longer: the ten words of the chapter's fifth exercise, and more.
+WORDS = (
+    "The cat sat on mat and the dog ran home while rain fell over the small town and every lamp along "
+    "the road went out one by one until only the window of the old library still glowed where somebody "
+    "read aloud from a book about distance and memory and how far a word can reach back for what came "
+    "before it was said"
+).split()[:MAX_TOKENS]
+
+
+def example() -> dict[str, Any]:
+    """The start of the bias explorer: five tokens, and two heads of q, k and v side by side in each row."""
+    return {
+        "tokens": TOKENS,
+        "q": Q,
+        "k": K,
+        "v": V,
+        "words": WORDS,
+        "schedules": SCHEDULES,
+        "characters": CHARACTERS,
+        "max_tokens": MAX_TOKENS,
+        "max_heads": MAX_HEADS,
+    }

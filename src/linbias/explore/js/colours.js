@@ -1,0 +1,37 @@
+// The page's colours as numbers, for what is painted rather than styled.
+
+import { element } from "./dom.js";
+
+const READABLE = 0.179; // a ground of this luminance is as far from black as from white
+
+// The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue]; black for a node that
+// was taken out of the page.
+export function colour(node, name) {
+  const probe = element("span", { style: { color: `var(${name})`, display: "none" } });
+  node.append(probe);
+  const numbers = (getComputedStyle(probe).color.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number);
+  probe.remove();
+  return numbers;
+}
+
+// 256 steps from one colour to another.
+export function ramp(from, to) {
+  return Array.from({ length: 256 }, (_, i) =>
+    from.map((start, c) => Math.round(start + ((to[c] - start) * i) / 255)),
+  );
+}
+
+// Whether text on this ground should be light.
+export function wantsLightText([red, green, blue]) {
+  const [r, g, b] = [red, green, blue].map((value) => {
+    const share = value / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b < READABLE;
+}
+
+// Calls back when the page turns light or dark, by the system's setting or by the page's switch.
+export function onThemeChange(callback) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", callback);
+  document.addEventListener("linbias-theme", callback);
+}

@@ -1,0 +1,175 @@
+// A matrix as colours: rows to click and to walk with the arrow keys, numbers in the cells where they fit.
+//
+// The colours are one pixel per cell on a canvas that the browser enlarges, so that 64 x 64 cells cost less than a
+// millisecond. What a screen reader meets is a grid of rows: each says its largest number, the cell under the cursor
+// is announced, and small matrices have their numbers in cells.
+
+import { colour, onThemeChange, ramp, wantsLightText } from "./colours.js";
+import { announcer, element, setText } from "./dom.js";
+import { scaleLegend } from "./legend.js";
+
+export const MOST_NUMBERS = 10; // columns whose cells hold numbers
+const MOST_LABELS = 24; // names that stand beside each other
+const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
+
+// heatmap({ onSelect(row) }) -> { element, update({ label, rows, columns, values, text, ... selected }) }
+// values: [rows * columns]; text(value) -> as printed; low <= 0 <= high: the colours' range; power: below 1 it
+// spreads small values over more colours; hidden: [rows * columns] or null, cells that take no part.
+export function heatmap({ onSelect }) {
+  const canvas = element("canvas", { "aria-hidden": "true" });
+  const cursor = element("div", { class: "heat-cursor", hidden: true, "aria-hidden": "true" });
+  const columnHeads = element("div", { class: "heat-columns", role: "row" });
+  const rowBox = element("div", { class: "heat-rows", role: "rowgroup" });
+  const area = element("div", { class: "heat-area" }, canvas, rowBox, cursor);
+  const grid = element("div", { class: "heat-grid", role: "grid" }, columnHeads, area);
+  const spoken = announcer();
+  const readout = element("span", { class: "readout", "aria-hidden": "true" });
+  const legend = scaleLegend();
+  let shown = null;
+  let names = "";
+  let ramps = null;
+  let column = -1; // of the keyboard's cursor; -1: on the row's name
+
+  function build({ rows, columns }) {
+    const withCells = columns.length <= MOST_NUMBERS;
+    grid.style.setProperty("--rows", rows.length);
+    grid.style.setProperty("--columns", columns.length);
+    grid.classList.toggle("dense", !withCells);
+    grid.ariaRowCount = rows.length + 1;
+    grid.ariaColCount = columns.length + 1;
+    columnHeads.replaceChildren(...columns.map((name, s) => heading("columnheader", name, s, columns.length)));
+    rowBox.replaceChildren(
+      ...rows.map((name, t) =>
+        element(
+          "div",
+          { class: "heat-row", role: "row" },
+          heading("rowheader", name, t, rows.length),
+          withCells ? columns.map(() => element("div", { role: "gridcell", class: "heat-cell" })) : [],
+        ),
+      ),
+    );
+    canvas.width = columns.length;
+    canvas.height = rows.length;
+    column = -1;
+    measure();
+  }
+
+  function heading(role, name, i, count) {
+    const skipped = i % Math.ceil(count / MOST_LABELS) === 0 ? "" : "skipped";
+    return element("div", { class: `heat-name ${skipped}`, role, title: name }, element("bdi", {}, name));
+  }
+
+  function measure() {
+    grid.classList.toggle("narrow", canvas.clientWidth < LEAST_WIDTH * canvas.width);
+  }
+
+  function paint() {
+    const { columns, values, hidden } = shown;
+    ramps ??= ["--accent", "--negative"].map((name) => ramp(colour(grid, "--surface"), colour(grid, name)));
+    const context = canvas.getContext("2d");
+    const image = context.createImageData(canvas.width, canvas.height);
+    values.forEach((value, i) => {
+      if (hidden?.[i]) return; // transparent: the hatching behind shows
+      image.data.set(shade(value), 4 * i);
+      image.data[4 * i + 3] = 255;
+    });
+    context.putImageData(image, 0, 0);
+    if (columns.length <= MOST_NUMBERS) writeNumbers();
+  }
+
+  function shade(value) {
+    const [above, below] = ramps;
+    const end = value < 0 ? shown.low : shown.high;
+    const share = end === 0 ? 0 : Math.min(1, value / end) ** shown.power;
+    return (value < 0 ? below : above)[Math.round(255 * share)];
+  }
+
+  function writeNumbers() {
+    const { columns, values, text, hidden } = shown;
+    values.forEach((value, i) => {
+      const cell = rowBox.children[Math.floor(i / columns.length)].children[1 + (i % columns.length)];
+      setText(cell, text(value));
+      const ground = wantsLightText(shade(value)) ? "on-dark" : "on-light";
+      cell.className = `heat-cell ${hidden?.[i] ? "hidden-key" : ground}`;
+    });
+  }
+
+  function markRows() {
+    const { rows, columns, values, text, selected } = shown;
+    [...rowBox.children].forEach((row, t) => {
+      const start = t * columns.length;
+      let best = 0;
+      for (let s = 1; s < columns.length; s += 1) if (values[start + s] > values[start + best]) best = s;
+      row.ariaSelected = String(t === selected);
+      row.tabIndex = t === selected ? 0 : -1;
+      row.ariaLabel = `${rows[t]}: largest ${text(values[start + best])} at ${columns[best]}`;
+    });
+  }
+
+  // Puts the cursor on a cell, or takes it away, and gives the cell in words.
+  function point(row, at) {
+    const { rows, columns, values, text } = shown;
+    cursor.hidden = at < 0;
+    const number = at < 0 ? "" : text(values[row * columns.length + at]);
+    setText(readout, at < 0 ? "" : `${rows[row]} \u2192 ${columns[at]}  ${number}`);
+    cursor.style.setProperty("--row", row);
+    cursor.style.setProperty("--at", at);
+    return at < 0 ? rows[row] : `${rows[row]} to ${columns[at]}: ${number}`;
+  }
+
+  function cellAt(event) {
+    const box = canvas.getBoundingClientRect();
+    const row = Math.floor(((event.clientY - box.top) / box.height) * canvas.height);
+    const at = Math.floor(((event.clientX - box.left) / box.width) * canvas.width);
+    return { row: Math.min(Math.max(row, 0), canvas.height - 1), at: Math.min(at, canvas.width - 1) };
+  }
+
+  function select(row) {
+    if (row !== shown.selected) onSelect(row);
+    rowBox.children[row].focus({ preventScroll: true });
+  }
+
+  area.addEventListener("click", (event) => select(cellAt(event).row));
+  area.addEventListener("pointermove", (event) => {
+    const { row, at } = cellAt(event);
+    point(row, at);
+  });
+  area.addEventListener("pointerleave", () => point(shown.selected, -1));
+  area.addEventListener("focusout", () => point(shown.selected, -1));
+  grid.addEventListener("keydown", (event) => {
+    const { rows, columns, selected } = shown;
+    const down = { ArrowDown: 1, ArrowUp: -1, Home: -rows.length, End: rows.length }[event.key];
+    const along = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (down === undefined && along === undefined) return;
+    event.preventDefault();
+    if (down !== undefined) select(Math.min(Math.max(selected + down, 0), rows.length - 1));
+    else column = Math.min(Math.max(column + along, -1), columns.length - 1);
+    const words = point(shown.selected, column);
+    if (along !== undefined) spoken.say(words);
+  });
+  onThemeChange(() => {
+    ramps = null;
+    if (shown) paint();
+  });
+  new ResizeObserver(measure).observe(area);
+
+  return {
+    element: element(
+      "div",
+      { class: "heatmap" },
+      grid,
+      element("p", { class: "under" }, legend.element, readout),
+      spoken.element,
+    ),
+    update(next) {
+      shown = next;
+      const wanted = JSON.stringify([next.rows, next.columns]);
+      if (wanted !== names) build(next);
+      names = wanted;
+      grid.ariaLabel = next.label;
+      paint();
+      markRows();
+      legend.update(next);
+    },
+  };
+}

@@ -1,0 +1,174 @@
+// Methods compared: loss by test length and by position, as `linbias extrapolate` measured them.
+
+import { lineChart } from "./chart.js";
+import { choice } from "./controls.js";
+import { element } from "./dom.js";
+import { grouped } from "./scales.js";
+import { dataTable } from "./table.js";
+
+export function mountLengths(root, data) {
+  const { runs } = data.results;
+  let run = runs[0];
+  let group = run.groups[0];
+  const switchedOff = new Set();
+  const byLength = lineChart({ switchedOff, onSwitch: draw });
+  const byPosition = lineChart({ switchedOff, onSwitch: draw });
+  const table = dataTable({ caption: "Bits per byte", corner: "method" });
+  const lede = element("p", { class: "lede" });
+  const seeds = element("p", { class: "note" });
+  const facts = element("dl", { class: "facts" });
+  const lengths = element("div");
+
+  function buildLengths() {
+    const options = run.groups.map((one) => ({ value: one.train_length, label: grouped(one.train_length) }));
+    const control = choice({
+      label: "Trained on, tokens",
+      options,
+      value: group.train_length,
+      onChange(value) {
+        group = run.groups.find((one) => one.train_length === value);
+        draw();
+      },
+    });
+    lengths.replaceChildren(...(options.length > 1 ? [control.element] : []));
+  }
+
+  const runChoice = choice({
+    label: "Run",
+    options: runs.map((one, i) => ({ value: i, label: one.name })),
+    value: 0,
+    onChange(number) {
+      run = runs[number];
+      group = run.groups[0];
+      buildLengths();
+      draw();
+    },
+  });
+
+  root.append(
+    element("h2", {}, "Train short, test long"),
+    lede,
+    element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
+    element(
+      "section",
+      {},
+      element("h3", {}, "Loss by test length"),
+      element(
+        "p",
+        { class: "note" },
+        "The same text in ever longer segments. A model that makes use of more context gets better to the right; one that " +
+          "meets positions it was not trained on gets worse; a learned table has no row for them at all.",
+      ),
+      byLength.element,
+      table.element,
+      seeds,
+    ),
+    element(
+      "section",
+      {},
+      element("h3", {}, "Loss by position"),
+      element(
+        "p",
+        { class: "note" },
+        "The loss by the number of tokens that a prediction can read. On the left there is little context yet; right of the " +
+          "dashed line there is more than the model was ever trained on.",
+      ),
+      byPosition.element,
+    ),
+    element("details", {}, element("summary", {}, "How this was made"), facts),
+  );
+
+  function draw() {
+    const longest = group.test_lengths.at(-1);
+    lede.textContent =
+      "Language models that differ only in how they represent the order of tokens, trained on " +
+      `${grouped(group.train_length)} tokens at a time and tested on up to ${grouped(longest)}.`;
+    byLength.update(lengthChart(group));
+    byPosition.update(positionChart(group));
+    table.setCaption(`Bits per byte, trained on ${grouped(group.train_length)} tokens, tested on`);
+    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line, group)));
+    seeds.textContent =
+      run.num_seeds > 1
+        ? `Lines are means of ${run.num_seeds} seeds, bands their range.`
+        : "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
+    facts.replaceChildren(
+      ...Object.entries(run.made).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
+    );
+  }
+
+  buildLengths();
+  draw();
+}
+
+function lengthChart(group) {
+  const ticks = group.test_lengths;
+  return {
+    label: "Loss by test length",
+    x: {
+      label: "tokens read at a time",
+      low: ticks[0],
+      high: ticks.at(-1),
+      log: true,
+      ticks,
+      format: grouped,
+      at: (x) => `at ${grouped(x)} tokens`,
+    },
+    y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(3) },
+    lines: chartLines(group, (line) => line.lengths),
+    marks: [{ x: group.train_length, text: "training length" }],
+  };
+}
+
+function positionChart(group) {
+  const xs = group.lines.flatMap((line) => line.positions.map(({ x }) => x));
+  const longest = group.test_lengths.at(-1);
+  const powers = Array.from({ length: Math.floor(Math.log2(longest)) + 1 }, (_, i) => 2 ** i);
+  return {
+    label: "Loss by position",
+    x: {
+      label: "tokens of context",
+      low: Math.min(1, ...xs),
+      high: Math.max(longest, ...xs),
+      log: true,
+      ticks: powers,
+      format: grouped,
+      at: (x) => `after ${grouped(Math.round(x))} token${Math.round(x) === 1 ? "" : "s"}`,
+    },
+    y: { label: "bits per token, lower is better", format: (y) => y.toFixed(2) },
+    lines: chartLines(group, (line) => line.positions),
+    marks: [{ x: group.train_length, text: "training length" }],
+  };
+}
+
+// The lines in the order in which they end, so that the legend stands as the chart does; those that stop short last.
+function chartLines(group, pointsOf) {
+  const end = (line) => (line.limit === null ? (pointsOf(line).at(-1)?.y ?? Infinity) : -Infinity);
+  return [...group.lines]
+    .sort((a, b) => end(b) - end(a))
+    .map((line) => ({
+      key: line.method,
+      name: line.name,
+      colour: `--method-${line.method}`,
+      points: pointsOf(line),
+      main: line.method === "alibi",
+      stop: line.limit === null ? null : `no rows past ${grouped(line.limit)}`,
+    }));
+}
+
+function tableRow(line, group) {
+  const at = (length) => line.lengths.find(({ x }) => x === length)?.y ?? null;
+  const [first, last] = [at(group.train_length), at(group.test_lengths.at(-1))];
+  const change = first === null || last === null ? "" : signedPercent(last / first - 1);
+  const cells = group.test_lengths.map((length) => {
+    const loss = at(length);
+    if (loss !== null) return loss.toFixed(3);
+    return line.limit !== null && length > line.limit ? "no rows" : "\u2013";
+  });
+  return { head: line.name, cells: [...cells, change] };
+}
+
+function signedPercent(share) {
+  const text = `${(100 * Math.abs(share)).toFixed(1)}%`;
+  if (text === "0.0%") return text;
+  return `${share < 0 ? "\u2212" : "+"}${text}`;
+}

@@ -1,0 +1,96 @@
+// One head of near to far: why it read what it read in words, as a chart and as a table.
+
+import { LEFT, RIGHT, windowOf } from "./near_to_far.js";
+import { grouped, scientific } from "./scales.js";
+
+// The sentences. `result` is that of a reader (reach_reader.js).
+export function storyOf({ found, query }, slope, tolerance) {
+  const { steps, ended, leftOut, share } = found;
+  const stops = steps.filter((step) => !step.read);
+  const known =
+    slope > 0 && tolerance > 0
+      ? ` From its slope and the largest norms alone, before any key is read, it is known that keys ${grouped(
+          Math.ceil(windowOf(slope, query.qNorm, query.kNorm, query.scale, share, query.numKeys)),
+        )} or more away cannot matter.`
+      : "";
+  if (stops.length > 0) {
+    const places = stops.map((step) =>
+      step.side === LEFT ? `before key ${grouped(step.end)}` : `from key ${grouped(step.first)} on`,
+    );
+    const bounds = stops.map((step) => scientific(Math.exp(step.bound), 3)).join(" and ");
+    const each = ended[LEFT] === "hidden" || ended[RIGHT] === "hidden" ? "the tolerance" : "half the tolerance, a side\u2019s part,";
+    return (
+      `It stops ${places.join(" and ")}: there, all that is left holds at most ${bounds}, and ${each} is ` +
+      `${scientific(share, 3)}. What it never reads really holds ${scientific(leftOut, 3)}.${known}`
+    );
+  }
+  if (slope === 0) return "Without a slope no key is too far to matter: it reads everything.";
+  if (tolerance === 0) return "With a tolerance of 0 nothing may be left out: it reads everything.";
+  return `It comes to the last key before the bound falls below the tolerance: it reads everything.${known}`;
+}
+
+// The bound before each block and what is really there, by key, as far around the query as it pays to look.
+export function certificateChart(found, tolerance) {
+  const { position, numKeys, first, end, steps, share, before, after } = found;
+  const beyond = (span) => Math.ceil(0.6 * span) + 8;
+  const low = found.ended[LEFT] === "hidden" ? position : Math.max(0, first - beyond(position - first));
+  const high = found.ended[RIGHT] === "hidden" ? position : Math.min(numKeys - 1, end + beyond(end - position));
+  const floor = (tolerance > 0 ? share : 1e-12) * 1e-6;
+  const nearest = (step) => (step.side === LEFT ? step.end - 1 : step.first);
+  const there = steps.map((step) => ({ x: nearest(step), y: step.outside }));
+  const block = Math.max(1, ...steps.map((step) => step.end - step.first));
+  for (const { side, read, first: from, end: to } of steps) {
+    if (read) continue; // what lies beyond the stop, where no bound was needed
+    if (side === LEFT) for (let s = from - 1; s >= low; s -= block) there.push({ x: s, y: before[s] });
+    else for (let s = to; s <= high; s += block) there.push({ x: s, y: after[s] });
+  }
+  const line = (points) =>
+    [...points, { x: position, y: null }]
+      .sort((a, b) => a.x - b.x)
+      .map(({ x, y }) => ({ x, y: y === null || y < floor ? null : y }));
+  return {
+    label: "The bound on all keys further away, and what they really hold",
+    x: {
+      label: "key",
+      low,
+      high: Math.max(high, low + 1),
+      format: (x) => grouped(Math.round(x)),
+      at: (x) => `key ${grouped(x)} and all beyond`,
+    },
+    y: {
+      label: "share of the query\u2019s attention",
+      log: true,
+      low: tolerance > 0 ? share / 100 : 1e-12,
+      high: 1,
+      format: (y) => scientific(y, 3),
+    },
+    lines: [
+      {
+        key: "bound",
+        name: "at most",
+        colour: "--accent",
+        main: true,
+        points: line(steps.map((step) => ({ x: nearest(step), y: Math.exp(step.bound) }))),
+      },
+      { key: "there", name: "really", colour: "--negative", points: line(there) },
+    ],
+    marks: [
+      ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle: low < position && position < high ? position : undefined }] : []),
+      ...steps.filter((step) => !step.read).map((step) => ({ x: nearest(step), text: "stops" })),
+    ],
+    start: steps.find((step) => !step.read) && nearest(steps.find((step) => !step.read)),
+  };
+}
+
+// A row for each block that the query came to, near to far.
+export function stepRows(found) {
+  return found.steps.map((step) => ({
+    head: `${grouped(step.first)} \u2013 ${grouped(step.end - 1)}`,
+    cells: [
+      scientific(Math.exp(step.bound), 4),
+      scientific(found.share, 4),
+      scientific(step.outside, 4),
+      step.read ? "read" : "stop",
+    ],
+  }));
+}

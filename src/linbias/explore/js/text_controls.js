@@ -1,0 +1,76 @@
+// The text and its length: tokens are what stands between spaces.
+
+import { readTokens } from "./bias_state.js";
+import { parseWhole, slider } from "./controls.js";
+import { element, setText, uniqueId } from "./dom.js";
+import { areChapters } from "./vectors.js";
+
+export function textControls(example, change) {
+  const message = element("p", { class: "message", role: "alert", id: uniqueId("message") });
+  const origin = element("p", { class: "note" });
+  const field = element("textarea", {
+    id: uniqueId("text"),
+    rows: 2,
+    dir: "auto",
+    spellcheck: "false",
+    autocomplete: "off",
+    "aria-describedby": message.id,
+    on: { input: read },
+  });
+  const length = slider({
+    label: "Tokens",
+    min: 1,
+    max: example.max_tokens,
+    value: example.tokens.length,
+    parse: (text) => parseWhole(text, 1, example.max_tokens),
+    onInput: (count) => change((state) => ({ tokens: resized(state.tokens, count, example.words) })),
+  });
+
+  function read() {
+    try {
+      const { tokens, note } = readTokens(field.value, example);
+      field.ariaInvalid = null;
+      setText(message, note);
+      change(() => ({ tokens }));
+    } catch (error) {
+      field.ariaInvalid = "true";
+      setText(message, error.message);
+    }
+  }
+
+  return {
+    element: element(
+      "div",
+      { class: "text" },
+      element(
+        "div",
+        { class: "control" },
+        element("label", { class: "label", for: field.id }, `Text, up to ${example.max_tokens} tokens`),
+        field,
+        message,
+      ),
+      length.element,
+      origin,
+    ),
+    update({ tokens, numHeads }) {
+      if (document.activeElement !== field && field.getRootNode().activeElement !== field) {
+        field.value = tokens.join(" ");
+        field.ariaInvalid = null;
+      }
+      length.set(tokens.length);
+      setText(
+        origin,
+        areChapters(tokens, numHeads, example)
+          ? "q, k and v are those of the book chapter: two heads of two numbers each."
+          : "The book chapter has q, k and v for two heads of its own five tokens. The others are made from the "
+            + "token's letters, always the same: linbias.explore.vectors in Python.",
+      );
+    },
+  };
+}
+
+// The first `count` tokens, or all and then words of a story.
+function resized(tokens, count, words) {
+  const more = words.slice(tokens.length);
+  return [...tokens, ...more].slice(0, count);
+}

@@ -1,0 +1,46 @@
+// The attention weights of a trained model as linbias.explore.model packs them: 16 bits each, row after row.
+
+// -> { row(layer, head, query), matrix(layer, head) }; keys that a causal query does not see are absent from its
+// row, and -Infinity in the matrix.
+export function unpackWeights({ weights, tokens, num_heads: numHeads, causal }) {
+  const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
+  const packed = new DataView(bytes.buffer);
+  const T = tokens.length;
+  const size = causal ? (T * (T + 1)) / 2 : T * T;
+  const startOf = (query) => (causal ? (query * (query + 1)) / 2 : query * T);
+  const lengthOf = (query) => (causal ? query + 1 : T);
+
+  function row(layer, head, query) {
+    const start = (layer * numHeads + head) * size + startOf(query);
+    return Float64Array.from({ length: lengthOf(query) }, (_, s) => packed.getUint16(2 * (start + s), true) / 65535);
+  }
+
+  function matrix(layer, head) {
+    const values = new Float64Array(T * T).fill(-Infinity);
+    for (let t = 0; t < T; t++) values.set(row(layer, head, t), t * T);
+    return values;
+  }
+
+  return { row, matrix };
+}
+
+// Of one row: the mean distance of its weight, and the smallest distance within which `share` of it lies.
+export function reachOfRow(row, query, share = 0.9) {
+  const byDistance = new Float64Array(row.length);
+  let [total, mean] = [0, 0];
+  row.forEach((weight, s) => {
+    byDistance[Math.abs(query - s)] += weight;
+    total += weight;
+    mean += weight * Math.abs(query - s);
+  });
+  let [within, sum] = [0, byDistance[0]];
+  while (sum < share * total && within < row.length - 1) sum += byDistance[++within];
+  return { mean: mean / total, within };
+}
+
+// The weights that a query would give if all its keys were alike, so that the bias alone decided.
+export function weightsOfBias(slope, query, numKeys) {
+  const parts = Float64Array.from({ length: numKeys }, (_, s) => Math.exp(-slope * Math.abs(query - s)));
+  const total = parts.reduce((a, b) => a + b, 0);
+  return parts.map((part) => part / total);
+}

@@ -1,0 +1,273 @@
+"""What the explorer page shows of a trained model: the weights of all layers and heads on a text, and their reach.
+
+A weight travels in 16 bits, weight = integer / 65535, so that what the page prints is within 1 / 131,070 of what the
+model computed. Only the lower triangle of a causal model's matrices is kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from linbias.definition import Float64
+from linbias.models.limits import able_to_read, position_limit
+from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.models.positions import Alibi
+from linbias.schedules import slopes
+
+MAX_WEIGHTS = 3 * 2**20  # 6 MiB, which are 8 MiB in the text of the page
+MAX_TOKENS = 1024
+SHARE = 0.9  # of the weight that the stated distance holds
+
+Weights = npt.NDArray[np.float32]
+
+
+def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
+    """Run a model on a text and pack its attention weights for the page.
+
+    A model without linear biases is shown without slopes, and one that is not causal with whole matrices; `note` says
+    so on the page. A text with more tokens than the page holds is cut, which `cut` says.
+
+    Args:
+        model: As for `linbias.models.load.load_model`.
+        text: File of UTF-8 text.
+        limit_tokens: Show at most this many tokens, in [1, 1024].
+
+    Returns:
+        JSON values: `name`, `text`, `note` and `cut` (sentences, or None); `tokens` and the `separator` between them;
+        `num_layers`, `num_heads`, `causal`; `slopes` [H] or None; `weights`, in base64 the little-endian 16-bit rows
+        of layer 0, head 0, then head 1 and so on; `reach` of each layer and head, and `alone`, that of each head's
+        bias without any content, or None.
+
+    Raises:
+        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no weights.
+    """
+    if not 1 <= limit_tokens <= MAX_TOKENS:
+        raise ValueError(f"explore: limit_tokens must be in [1, {MAX_TOKENS}], got {limit_tokens}")
+    content, has_more = _read_text(text, num_bytes=64 * limit_tokens)
+    loaded = load_model(model, device="cpu").float()
+    ids = encode(model, content)
+    if not len(ids):
+        raise ValueError(f"explore: text must hold at least one token, got none in {text}")
+    has_more |= len(ids) > limit_tokens
+    ids = ids[:limit_tokens].astype(np.int64)
+    cut = f"The page shows the first {len(ids):,} tokens of the text." if has_more else None
+    limit = position_limit(loaded)
+    if limit is not None and len(ids) > limit:
+        ids = ids[:limit]
+        cut = f"The page shows the first {limit:,} tokens: the model has no rows for later positions."
+    weights = attention_weights(loaded, ids)
+    causal = not np.triu(weights, 1).any()
+    fitting = most_tokens(weights.shape[0] * weights.shape[1], causal)
+    if len(ids) > fitting:
+        ids = ids[:fitting]
+        cut = f"The page shows the first {fitting:,} tokens: it holds {MAX_WEIGHTS:,} weights."
+        weights = attention_weights(loaded, ids)
+    left = model_slopes(loaded, len(ids))
+    separator = " " if loaded.config.model_type == "linbias-paper" else ""
+    return {
+        "name": str(model),
+        "text": text.name,
+        "note": _note(loaded, causal, left),
+        "cut": cut,
+        "tokens": token_names(model, ids),
+        "separator": separator,
+        "num_layers": weights.shape[0],
+        "num_heads": weights.shape[1],
+        "causal": causal,
+        "slopes": None if left is None else left.tolist(),
+        "weights": pack(weights, causal),
+        "reach": reach(weights),
+        "alone": None if left is None else _reach_of_bias(left, len(ids), causal),
+    }
+
+
+def _read_text(path: Path, num_bytes: int) -> tuple[bytes, bool]:
+    """The beginning of a text in whole characters, and whether there is more of it."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(num_bytes + 1)
+    except OSError as error:
+        raise ValueError(
+            f"explore: text must be a file that can be read, got {path} ({error.strerror or error})"
+        ) from error
+    has_more = len(data) > num_bytes
+    try:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        text = decoder.decode(data[:num_bytes], final=not has_more)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"explore: text must be UTF-8, got another byte at {error.start} of {path}"
+        ) from error
+    if not text:
+        raise ValueError(f"explore: text must hold at least one token, got the empty file {path}")
+    return text.encode(), has_more
+
+
+def most_tokens(num_matrices: int, causal: bool) -> int:
+    """How many tokens the page can hold of so many matrices, at least 1."""
+    each = MAX_WEIGHTS / num_matrices  # T (T + 1) / 2 or T^2
+    return max(1, int((math.sqrt(8 * each + 1) - 1) / 2 if causal else math.sqrt(each)))
+
+
+def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Weights:
+    """Compute the attention weights of every layer and head on one text.
+
+    Args:
+        model: Any Transformers causal language model.
+        ids: [T], its tokens.
+
+    Returns:
+        [layers, heads, T, T].
+
+    Raises:
+        ValueError: The model does not give its weights, or not of every layer, or they are not finite.
+    """
+    inputs = torch.from_numpy(ids)[None]
+    # Asked for its weights, Transformers' Falcon adds its bias twice: they are taken from what it asks of PyTorch.
+    asks = model.config.model_type != "falcon"
+    if asks and model.config._attn_implementation != "eager":
+        model.set_attn_implementation("eager")  # the fused ways have no weights to give
+    with able_to_read(model, len(ids)), torch.inference_mode(), _Watch() as watch:
+        found = model(inputs, output_attentions=asks, use_cache=False, return_dict=True)
+    given = (getattr(found, "attentions", None) or ()) if asks else watch.weights
+    square = (len(ids), len(ids))
+    if not given or any(layer is None or layer.shape[-2:] != square for layer in given):
+        kind = type(model).__name__
+        raise ValueError(f"explore: model must give the weights of its attention, got a {kind}")
+    weights = torch.cat([layer.float() for layer in given]).numpy()
+    if not np.isfinite(weights).all():
+        raise ValueError("explore: model must have finite attention weights, got nan")
+    return weights
+
+
+class _Watch(TorchFunctionMode):
+    """Keep the weights of every call of PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            self._keep(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _keep(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        self.weights.append(scores.softmax(-1))
+
+
+def model_slopes(model: PreTrainedModel, num_tokens: int) -> Float64 | None:
+    """Find the ALiBi slopes that a model applies to a text of so many tokens: [H], or None without linear biases.
+
+    They are those of its scores as softmax sees them: Falcon divides its bias by the square root of the head size.
+    """
+    config = model.config.get_text_config()
+    position = getattr(model.base_model, "position", None)
+    if isinstance(position, Alibi):
+        left = position.slopes.left(torch.zeros(1, 1, 1, 1), num_tokens)
+        return left.double().numpy()
+    num_heads = config.num_attention_heads
+    if config.model_type == "bloom":
+        return slopes(num_heads)
+    if config.model_type == "mpt" and config.attn_config.alibi:
+        return slopes(num_heads, "mpt", config.attn_config.alibi_bias_max)
+    if config.model_type == "falcon" and config.alibi:
+        return slopes(num_heads) / math.sqrt(config.hidden_size // num_heads)
+    return None
+
+
+def token_names(model: str | Path, ids: npt.NDArray[np.int64]) -> list[str]:
+    """What each token stands for; a byte that is no character is written as in Python, \\xe2."""
+    tokenizer = load_tokenizer(model)
+    names = [tokenizer.decode([int(i)], clean_up_tokenization_spaces=False) for i in ids]
+    bytes_only = tokenizer.vocab_size == 256
+    return [
+        f"\\x{int(i):02x}" if bytes_only and name == "\N{REPLACEMENT CHARACTER}" else name
+        for i, name in zip(ids, names, strict=True)
+    ]
+
+
+def _note(model: PreTrainedModel, causal: bool, left: Float64 | None) -> str | None:
+    """What to know of a model that is not what the page is made for."""
+    notes = []
+    if left is None:
+        kind = getattr(model.config, "position", None) or model.config.model_type
+        notes.append(
+            f"This model ({kind}) has no linear biases, so that its heads have no slopes: "
+            "what is shown is the reach that they learned."
+        )
+    if not causal:
+        notes.append(
+            "This model is not causal: a row also weighs the keys after the query, and distances count both ways."
+        )
+    return " ".join(notes) or None
+
+
+def pack(weights: Weights, causal: bool) -> str:
+    """Write matrices [L, H, T, T] as base64, row after row, each up to its diagonal where the model is causal."""
+    T = weights.shape[-1]
+    kept = weights[..., *np.tril_indices(T)] if causal else weights
+    return base64.b64encode(np.rint(kept * 65535).astype("<u2").tobytes()).decode()
+
+
+def reach(weights: npt.NDArray[Any]) -> dict[str, list[list[float]]]:
+    """Measure how far each head looks, over the later half of the rows, which all have many keys to choose from.
+
+    Args:
+        weights: [L, H, T, T], rows that sum to 1.
+
+    Returns:
+        `mean`, the mean distance of the weight, and `within`, the smallest distance that holds 90% of it: [L][H].
+    """
+    T = weights.shape[-1]
+    rows = np.arange(T // 2, T)
+    distance = np.abs(rows[:, None] - np.arange(T))
+    totals = [
+        np.bincount(distance.ravel(), matrix[rows].ravel().astype(np.float64), minlength=T)
+        for matrix in weights.reshape(-1, T, T)
+    ]
+    by_distance = np.stack([total / total.sum() for total in totals])
+    mean = by_distance @ np.arange(T)
+    within = (by_distance.cumsum(1) < SHARE).sum(1)
+    shape = weights.shape[:2]
+    return {"mean": mean.reshape(shape).tolist(), "within": within.reshape(shape).tolist()}
+
+
+def _reach_of_bias(left: Float64, num_tokens: int, causal: bool) -> dict[str, list[float]]:
+    """The reach of heads whose queries and keys say nothing, so that the bias alone decides."""
+    distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
+    hidden = (distance < 0) & causal
+    scores = np.where(hidden, -np.inf, -left[:, None, None] * np.abs(distance))
+    weights = np.exp(scores)
+    found = reach((weights / weights.sum(-1, keepdims=True))[None])
+    return {name: values[0] for name, values in found.items()}

@@ -1,0 +1,128 @@
+"""What the explorer page shows of `linbias extrapolate`: loss by test length and by position, ready for JSON.
+
+The run that the README shows travels with the package as results.json, written by runs/update_readme.py, so that the
+page needs neither PyTorch nor a run. Any other run is read from its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linbias.lm.records import EvaluationRecord, ExtrapolationResults
+
+_DIGITS = 5  # decimals of a loss: what a page that draws and prints them can show
+
+
+def default() -> dict[str, Any]:
+    """Return the run that the README shows, in the form of `read`."""
+    text = resources.files("linbias.explore").joinpath("results.json").read_text(encoding="utf-8")
+    return {"runs": [json.loads(text)]}
+
+
+def read(folders: Sequence[Path]) -> dict[str, Any]:
+    """Read the runs that `linbias extrapolate` left in folders.
+
+    Args:
+        folders: One or more.
+
+    Returns:
+        JSON values: `runs`, a `summary` of each.
+
+    Raises:
+        ValueError: A folder holds no finished run, or one that cannot be read.
+    """
+    paths = [Path(folder) for folder in folders]
+    return {"runs": [summary(_read_one(path), path.resolve().name) for path in paths]}
+
+
+def _read_one(folder: Path) -> ExtrapolationResults:
+    rule = "explore: results must be a folder that `linbias extrapolate` finished"
+    path = folder / "results.json"
+    if not path.is_file():
+        begun = (folder / "results.jsonl").is_file()
+        state = (
+            "begun and not finished: the same command continues it" if begun else "no results.json"
+        )
+        raise ValueError(f"{rule}, got {folder} ({state})")
+    from linbias.lm.records import ExtrapolationResults
+
+    try:
+        found = ExtrapolationResults.from_dict(json.loads(path.read_bytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{rule}, got {path}, which is damaged ({reason:.200})") from error
+    if not found.evaluations:
+        raise ValueError(f"{rule}, got {path}, which holds no evaluation")
+    return found
+
+
+def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
+    """Boil a run down to the lines of its charts, the sentences on them, and how it was made.
+
+    Args:
+        results: Of the run.
+        name: What the page calls it.
+
+    Returns:
+        JSON values: `name`, `made`, `num_seeds` and `groups`, one for each training length, with its
+        `lines`, one for each method. The `lengths` of a line are its losses by test length in bits per byte (the mean
+        over seeds, and their range), its `positions` the losses by tokens of context in bits per token. `limit` is
+        the test length after which its table of positions has no more rows, or None.
+    """
+    from linbias.lm import findings
+
+    evaluations, pooled = results.evaluations, findings.records_by_position(results)
+    groups = []
+    for train_length in findings.train_lengths(evaluations):
+        test_lengths = findings.test_lengths(evaluations, train_length)
+        lines = [
+            _line(method, train_length, evaluations, pooled, test_lengths[-1])
+            for method in findings.methods(evaluations)
+            if findings.curve(evaluations, method, train_length)
+        ]
+        groups.append({"train_length": train_length, "test_lengths": test_lengths, "lines": lines})
+    return {
+        "name": name,
+        "made": results.made,
+        "num_seeds": len({record.seed for record in evaluations}),
+        "groups": groups,
+    }
+
+
+def _line(
+    method: str,
+    train_length: int,
+    evaluations: Sequence[EvaluationRecord],
+    pooled: Sequence[EvaluationRecord],
+    longest: int,
+) -> dict[str, Any]:
+    from linbias.lm import findings
+    from linbias.lm.methods import NAMES
+
+    points = findings.curve(evaluations, method, train_length)
+    same = [r for r in pooled if (r.method, r.train_length) == (method, train_length)]
+    positions, bits = findings.loss_by_position(same) if same else ([], [])
+    last = points[-1].test_length
+    return {
+        "method": method,
+        "name": NAMES[method],
+        "limit": last if last < longest else None,
+        "lengths": [
+            {"x": p.test_length, "y": _loss(p.mean), "low": _loss(p.low), "high": _loss(p.high)}
+            for p in points
+        ],
+        "positions": [
+            {"x": round(x, 2), "y": _loss(y)} for x, y in zip(positions, bits, strict=True)
+        ],
+    }
+
+
+def _loss(bits: float) -> float | None:
+    """A loss as JSON knows it: None for a model that diverged."""
+    return round(bits, _DIGITS) if math.isfinite(bits) else None

@@ -1,0 +1,84 @@
+"""What the page shows where scripts do not run: a picture of the chapter's weights, and its tables."""
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from linbias import example
+from linbias.explore.data import character
+from linbias.schedules import slopes
+
+CELL, NAMES, GAP = 64, 44, 40  # sizes of the picture
+DARKEST = 0.55  # opacity of the largest weight: its number stays readable, light or dark
+
+
+def static_part() -> str:
+    """HTML without scripts: the weights of both heads, their mean, the outputs, and the slopes of eight heads."""
+    trace, tokens = example.trace(causal=False)
+    names = [f"Weights of head {h + 1} (slope {m:g})" for h, m in enumerate(trace.left)]
+    output = np.concatenate(list(trace.output), axis=1)
+    parts = [
+        "<h1>Attention with linear biases</h1>",
+        "<p>The pages to touch need scripts, which are off. This is the example that they start with: every key "
+        "loses slope &times; distance of its score.</p>",
+        _picture(tokens, trace.weight, names),
+        *(_table(n, tokens, tokens, _fixed(w)) for n, w in zip(names, trace.weight, strict=True)),
+        _table("Mean of both heads", tokens, tokens, _fixed(trace.weight.mean(0))),
+        _table("Outputs", [f"dim-{i}" for i in range(output.shape[1])], tokens, _fixed(output)),
+        _slopes(),
+    ]
+    return "\n".join(parts)
+
+
+def _fixed(rows: npt.NDArray[np.float64]) -> list[list[str]]:
+    return [[f"{value:.4f}" for value in row] for row in rows]
+
+
+def _slopes() -> str:
+    rows = [[f"{m:g}", f"{-10 * m:g}", character(10 * m)] for m in slopes(8).tolist()]
+    columns = ["slope", "penalty at distance 10", "character"]
+    return _table("Slopes of eight heads", columns, [str(h + 1) for h in range(8)], rows)
+
+
+def _table(
+    caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    lines = [
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>'
+        for name, row in zip(names, rows, strict=True)
+    ]
+    return (
+        f'<div class="scroll"><table><caption>{escape(caption)}</caption>'
+        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _picture(tokens: Sequence[str], weights: npt.NDArray[np.float64], names: Sequence[str]) -> str:
+    """The weights of each head as squares of the accent's colour, one matrix beside the other."""
+    side = NAMES + CELL * len(tokens)
+    width, height = len(weights) * (side + GAP) - GAP, side + 24
+    marks = []
+    for h, (matrix, name) in enumerate(zip(weights, names, strict=True)):
+        left = h * (side + GAP)
+        marks.append(f'<text x="{left + NAMES}" y="14">{escape(name)}</text>')
+        for t, row in enumerate(matrix):
+            top = NAMES + 24 + t * CELL
+            marks.append(_label(left + NAMES - 8, top + CELL / 2 + 5, "end", tokens[t]))
+            marks.append(_label(left + NAMES + (t + 0.5) * CELL, NAMES + 16, "middle", tokens[t]))
+            for s, weight in enumerate(row):
+                x, share = left + NAMES + s * CELL, DARKEST * (weight / weights.max()) ** 0.5
+                marks.append(
+                    f'<rect x="{x}" y="{top}" width="{CELL}" height="{CELL}" fill-opacity="{share:.3f}"/>'
+                )
+                marks.append(_label(x + CELL / 2, top + CELL / 2 + 5, "middle", f"{weight:.4f}"))
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape("; ".join(names))}">'
+        f"{''.join(marks)}</svg>"
+    )
+
+
+def _label(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,392 @@
+"""The explorer's page in a real browser: every control, keyboard use, texts that are hostile, widths, notebooks, the command."""
+
+import re
+import sys
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import linbias
+from explorer_page import HEADS, OUTPUT, SCALED, Explorer, chapters_table, explained
+from linbias import cli, explore
+from linbias.explore.data import WORDS
+
+
+def test_the_slider_overrides_the_slope_of_one_head(open_state):
+    page = open_state()
+    slider = page.page.get_by_role("slider", name="Slope")
+    slider.press("ArrowLeft")
+    slope = 2 ** (-1 - 1 / 8)
+    assert slider.get_attribute("aria-valuetext") == f"{slope:g}"
+    assert [row[1] for row in page.table("Slopes")] == [f"{slope:g}", "0.25"]
+    page.choose_head("Head 2")
+    assert slider.get_attribute("aria-valuetext") == "0.25"
+    page.page.get_by_role("button", name="Back to the schedule").click()
+    assert [row[1] for row in page.table("Slopes")] == ["0.5", "0.25"]
+    page.page.get_by_role("switch", name="One slope for all heads").check()
+    assert [row[1] for row in page.table("Slopes")] == ["0.25", "0.25"]
+    slider.press("End")
+    assert [row[1] for row in page.table("Slopes")] == ["2", "2"]
+
+
+TYPED = [
+    ("1/8", "0.125", ""),
+    ("0.3", "0.3", ""),
+    ("0", "0", ""),
+    ("-1", "0", "Must be at least 0, got -1; still 0."),
+    ("steep", "0", 'Must be a number, got "steep"; still 0.'),
+    ("", "0", 'Must be a number, got ""; still 0.'),
+    ("1/0", "0", 'Must be a number, got "1/0"; still 0.'),
+    (" .25 ", "0.25", ""),
+    ("1001", "0.25", "Must be at most 1000, got 1001; still 0.25."),
+    ("<b>1", "0.25", 'Must be a number, got "<b>1"; still 0.25.'),
+]
+
+
+def test_a_slope_can_be_typed_and_a_bad_one_changes_nothing(open_state):
+    page = open_state()
+    field = page.page.get_by_role("textbox", name="Slope, exact")
+    for typed, slope, message in TYPED:
+        field.fill(typed)
+        field.blur()
+        assert page.table("Slopes")[0][1] == slope, typed
+        alerts = page.page.get_by_role("alert").all_inner_texts()
+        assert [alert for alert in alerts if alert] == [message] * bool(message)
+        assert field.get_attribute("aria-invalid") == ("true" if message else None)
+
+
+def test_what_is_being_typed_stays_as_it_is_typed(open_state):
+    page = open_state()
+    field = page.page.get_by_role("textbox", name="Slope, exact")
+    field.fill("")
+    field.press_sequentially("0.50")
+    assert field.input_value() == "0.50"
+    field.blur()
+    assert field.input_value() == "0.5"
+
+
+def test_sides_schedule_and_number_of_heads(open_state):
+    page = open_state()
+    page.choose("Sides", "causal")
+    page.choose("Slope schedule", "paper")
+    page.page.get_by_role("textbox", name="Number of heads, exact").fill("3")
+    assert [row[1] for row in page.table("Slopes")] == [f"{x:g}" for x in linbias.slopes(3)]
+    page.choose("Show", "bias")
+    assert page.cells()[0][1:] == ["0.0000", *["-inf"] * 4]
+    page.choose("Sides", "directional")  # which asks for an even number
+    assert [row[0] for row in page.table("Slopes")] == ["1 left", "2 left", "3 right", "4 right"]
+    page.choose_head("Head 3")
+    assert page.cells()[4][1:] == [*["-inf"] * 4, "0.0000"]
+    assert page.page.get_by_role("slider", name="Slope to the right").count() == 1
+    page.choose("Sides", "asymmetric")
+    page.page.get_by_role("textbox", name="Slope to the right, exact").fill("2")
+    page.page.get_by_role("textbox", name="Slope to the left, exact").fill("1")
+    assert page.cells()[2][1:] == ["-2.0000", "-1.0000", "0.0000", "-2.0000", "-4.0000"]
+
+
+def test_tokens_are_edited_counted_and_cut(open_state):
+    page = open_state()
+    text = page.page.get_by_role("textbox", name=re.compile("^Text"))
+    length = page.page.get_by_role("textbox", name="Tokens, exact")
+    length.fill("10")
+    assert text.input_value().split() == WORDS[:10]
+    # The chapter's vectors stay; what Python makes of the others, the page makes, too.
+    trace, _ = explained({"text": " ".join(WORDS[:10])})
+    assert page.cells()[1][1:] == [f"{x:.4f}" for x in trace.weight[0, 1]]
+    assert "linbias.explore.vectors" in page.page.locator(".text .note").inner_text()
+    message = page.page.locator(".text .message").first
+    text.fill("")
+    assert message.inner_text() == "Needs at least one token."
+    assert len(page.cells()) == 10
+    text.fill("word " * 70 + "x" * 50)
+    assert message.inner_text() == "Cut to the first 64 of 71 tokens."
+    assert length.input_value() == "64"
+    text.fill("\U0001f642" * 33)
+    assert message.inner_text() == "Tokens longer than 32 characters are cut."
+    assert page.table("The matrix as a table") == [["\U0001f642" * 32, "1.0000"]]
+
+
+NAUGHTY = [
+    "<img src=x onerror=alert(1)>",
+    "</script><b>",
+    '"quotes"',
+    "'&amp;",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "e\u0301\u0301\u0301",
+    "$data",
+]
+
+
+def test_tokens_are_text_and_never_markup(open_state):
+    tokens = [token.replace(" ", "\u2007") for token in NAUGHTY]  # a figure space would split them
+    tokens = [token.replace("\u2007", "/") for token in tokens]
+    page = open_state(text=" ".join(tokens))
+    text = page.page.get_by_role("textbox", name=re.compile("^Text"))
+    for _ in range(2):
+        assert [row[0] for row in page.table("The matrix as a table")] == tokens
+        assert page.page.get_by_role("columnheader", name=tokens[0], exact=True).count() > 0
+        page.choose_row(tokens[1])
+        assert page.page.locator(".row-panel h3").inner_text() == f"Query {tokens[1]}"
+        tokens = tokens[::-1]
+        text.fill(" ".join(tokens))
+    assert (
+        page.page.locator("img, b:not(.track b), script:not(#data)").count() == 1
+    )  # the page's own script
+
+
+def test_data_cannot_leave_their_element(visit, tmp_path):
+    results = {
+        "name": "</script><script>document.title = 'broken'</script><!--",
+        "other": "\u2028 \\u003c",
+    }
+    text = explore.page(results=results)
+    path = tmp_path / "page.html"
+    path.write_text(text, encoding="utf-8")
+    page = visit(path)
+    assert page.title() == "linbias explore"
+    found = page.evaluate("JSON.parse(document.getElementById('data').textContent).results")
+    assert found == results
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        explore.page(results={"loss": float("nan")})
+
+
+def test_with_and_without_bias_stand_side_by_side(open_state):
+    page = open_state()
+    page.page.get_by_role("switch", name="Without bias beside it").check()
+    assert page.page.get_by_role("grid").count() == 2
+    assert page.cells(1)[3][1:] == ["0.2000"] * 5  # the chapter: a query of zeros
+    page.choose("Show", "scores")
+    assert page.cells(1) == chapters_table(SCALED)
+    page.page.get_by_role("grid").nth(1).get_by_role("row").nth(5).click()
+    assert page.page.locator(".row-panel h3").inner_text() == "Query mat"
+
+
+def test_the_matrix_is_walked_by_keyboard(open_state):
+    page = open_state()
+    rows = page.page.get_by_role("grid").get_by_role("row")
+    rows.nth(1).focus()
+    said = page.page.get_by_role("status")
+    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("ArrowDown")
+    assert rows.nth(3).get_attribute("aria-selected") == "true"
+    assert rows.nth(3).evaluate("row => row === document.activeElement")
+    assert "Query sat, Head 1: most weight on sat, 0.5527" in said.all_inner_texts()
+    page.page.keyboard.press("ArrowRight")
+    page.page.keyboard.press("ArrowRight")
+    assert "sat to cat: 0.1653" in said.all_inner_texts()
+    page.page.keyboard.press("ArrowUp")
+    assert rows.nth(2).get_attribute("aria-selected") == "true"
+    page.page.keyboard.press("End")
+    assert rows.nth(5).get_attribute("aria-selected") == "true"
+    page.page.keyboard.press("Home")
+    assert rows.nth(1).get_attribute("aria-selected") == "true"
+    assert [row.get_attribute("tabindex") for row in rows.all()[1:]] == [
+        "0",
+        "-1",
+        "-1",
+        "-1",
+        "-1",
+    ]
+    assert rows.nth(1).get_attribute("aria-label") == "The: largest 0.3541 at cat"
+
+
+def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
+    page = open_state()
+    found = []
+    for _ in range(40):
+        page.page.keyboard.press("Tab")
+        name = page.page.evaluate(
+            """() => {
+              const at = document.activeElement;
+              if (at === document.body) return null;
+              const label = at.labels?.[0]?.innerText ?? at.getAttribute("aria-label") ?? at.innerText;
+              return `${at.tagName} ${label.trim()}`;
+            }"""
+        )
+        if name is None:
+            break
+        found.append(name)
+    assert [name for name in found if len(name.split()) < 2] == []
+    wanted = (
+        "Bias",
+        "Text",
+        "Tokens",
+        "Slope",
+        "One slope",
+        "symmetric",
+        "halving",
+        "Number of heads",
+        "weights",
+    )
+    wanted = (
+        *wanted,
+        "Without bias",
+        "Step by step",
+        "Outputs",
+        "Slopes",
+        "In Python",
+        "The matrix",
+        "Inputs",
+    )
+    for words in wanted:
+        assert any(words in name for name in found), (words, found)
+
+
+def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
+    page = open_state()
+    page.choose("Sides", "asymmetric")
+    page.page.get_by_role("textbox", name=re.compile("^Text")).fill("a & b=c # d%")
+    page.choose_head("Head 2")
+    page.page.get_by_role("textbox", name="Slope to the right, exact").fill("0.3")
+    page.choose("Show", "bias")
+    page.choose_row("#")
+    shown = page.cells()
+    page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
+    again = Explorer(visit(explorer_file, page.page.evaluate("location.hash.slice(1)")))
+    assert again.cells() == shown
+    assert again.page.locator(".row-panel h3").inner_text() == "Query #"
+    # Another address shows another state, and leaves nothing of the first that could fail.
+    again.page.evaluate("location.hash = 'head=2'")
+    again.page.get_by_role("heading", name="Weights, head 2").wait_for()
+    assert again.cells() == chapters_table(HEADS.split("\n\n")[1])
+    again.choose("Theme", "dark")
+    # A state that makes no sense shows the start.
+    again = open_state(
+        text=" ", heads="99", head="7", row="x", variant="up", left="1:-3 2:nan", quantity="?"
+    )
+    assert again.cells() == chapters_table(HEADS.split("\n\n")[0])
+
+
+def test_light_and_dark(open_state):
+    page = open_state(options={"color_scheme": "dark"})
+    ground = "getComputedStyle(document.querySelector('.explore')).backgroundColor"
+    picture = "document.querySelector('.heatmap canvas').toDataURL()"
+    dark, dark_picture = page.page.evaluate(ground), page.page.evaluate(picture)
+    page.choose("Theme", "light")
+    assert page.page.evaluate(ground) != dark
+    assert page.page.evaluate(picture) != dark_picture
+    page.choose("Theme", "auto")
+    assert page.page.evaluate(picture) == dark_picture
+    page.page.emulate_media(color_scheme="light")
+    assert page.page.evaluate(ground) != dark
+
+
+PLACES = """() => [...document.querySelectorAll(".control, figure, details, .row-panel")].filter((part) => part.offsetParent).map((part) => {
+  const { top, left, width, height } = part.getBoundingClientRect();
+  return [top + scrollY, left, width, height];
+})"""
+SHIFT = """() => new Promise((done) => {
+  new PerformanceObserver((list) => done(list.getEntries().reduce((sum, entry) => sum + entry.value, 0)))
+    .observe({ type: "layout-shift", buffered: true });
+  setTimeout(() => done(0), 50);
+})"""
+
+
+def test_the_page_fits_every_width_and_nothing_jumps(open_state):
+    phone = {"viewport": {"width": 360, "height": 800}}
+    page = open_state(phone, text=" ".join(WORDS[:20]), heads=16, compare="true")
+    assert page.page.evaluate(SHIFT) == 0
+    page.page.evaluate(
+        "() => document.querySelectorAll('details').forEach((fold) => (fold.open = true))"
+    )
+    page.page.wait_for_timeout(30)  # until the tables are filled
+    slider = page.page.get_by_role("slider", name="Slope")
+    for width in (360, 768, 1280, 1600):
+        page.page.set_viewport_size({"width": width, "height": 800})
+        assert page.page.evaluate("document.documentElement.scrollWidth") == width
+        places = page.page.evaluate(PLACES)
+        for key in ("ArrowLeft", "Home"):
+            slider.press(key)
+        page.page.wait_for_timeout(90)  # until the tables have followed
+        assert page.page.evaluate(PLACES) == places
+
+
+def test_without_scripts_a_picture_and_the_tables_remain(visit, explorer_file):
+    page = visit(explorer_file, java_script_enabled=False)
+    assert page.locator("noscript svg rect").count() == 50
+    tables = page.locator("noscript table").all()
+    shown = [chapters_table(table.locator("tbody").inner_text()) for table in tables]
+    assert shown[:3] == [chapters_table(table) for table in HEADS.split("\n\n")]
+    assert shown[3] == chapters_table(OUTPUT)
+    assert shown[4][7] == ["8", "0.00390625", "-0.0390625", "Near-global"]
+
+
+def test_the_page_is_one_small_file():
+    text = explore.page()
+    assert len(text.encode()) < 1_000_000
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+
+
+# In a notebook
+
+MODEL = """({ data, style, state }) => {
+  const values = { data, style, state };
+  const listeners = [];
+  return globalThis.model = {
+    saved: {}, // what Python would know
+    get: (name) => values[name],
+    set(name, value) { values[name] = value; listeners.forEach((listener) => listener()); },
+    save_changes() { Object.assign(this.saved, values); },
+    on: (event, listener) => listeners.push(listener),
+  };
+}"""
+
+
+def test_the_widget_draws_itself_and_shares_its_state(chromium):
+    pytest.importorskip("anywidget")
+    widget = explore.widget(state="head=2")
+    page = chromium.new_page()
+    page.add_script_tag(
+        content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
+    )
+    page.wait_for_function("() => globalThis.widget")
+    page.evaluate(MODEL, {"data": widget.data, "style": widget.style, "state": widget.state})
+    page.evaluate(
+        "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
+    )
+    shown = Explorer(page)
+    heads = [chapters_table(table) for table in HEADS.split("\n\n")]
+    assert shown.cells() == heads[1]
+    shown.choose_row("sat")
+    page.wait_for_function("() => model.saved.state === 'head=2&row=3'")
+    page.evaluate("model.set('state', 'row=2')")
+    assert shown.cells() == heads[0]
+    assert page.locator(".row-panel h3").inner_text() == "Query cat"
+    page.close()
+
+
+def test_a_missing_anywidget_is_named(monkeypatch):
+    monkeypatch.setattr("linbias._extras._is_installed", lambda package: False)
+    monkeypatch.delitem(sys.modules, "linbias.explore.notebook", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'linbias\[notebook\]'"):
+        explore.widget()
+
+
+# The command
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "100"})
+
+
+def test_the_command_writes_the_page_and_opens_it(monkeypatch, tmp_path):
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    path = tmp_path / "new folder" / "page.html"
+    assert run("explore", "-o", path).exit_code == 0
+    assert opened == [path.as_uri()]
+    assert path.read_text(encoding="utf-8") == explore.page()
+    assert run("explore", "-o", path, "--no-open").exit_code == 0
+    assert len(opened) == 1
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    result = run("explore", "-o", path)
+    assert (result.exit_code, "There is no browser here" in result.output) == (0, True)
+    result = run("explore", "-o", tmp_path)
+    assert (result.exit_code, "--output must be a file" in result.output) == (2, True)
+
+
+def test_vectors_name_what_they_lack():
+    with pytest.raises(
+        ValueError, match="vectors: needs tokens and heads, got 0 tokens and num_heads=2"
+    ):
+        explore.vectors([], 2)

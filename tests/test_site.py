@@ -1,0 +1,217 @@
+"""The documentation site: built as `make docs` builds it, with every warning an error, and walked through."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import typer
+from docutils import nodes
+from sphinx.util.inventory import InventoryFile
+
+import linbias.data
+import linbias.lm
+from documents import DOCUMENTS, ROOT
+from linbias import cli
+
+# What a browser fetches without being asked, and what it fetches at a click.
+LOADED = {
+    "audio": "src",
+    "embed": "src",
+    "iframe": "src",
+    "img": "src",
+    "link": "href",
+    "object": "data",
+    "script": "src",
+    "source": "src",
+}
+
+
+class Page(HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.loaded = set(), set(), set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids |= {found[name] for name in ("id", "name") if found.get(name)}
+        if tag in ("a", "area") and found.get("href"):
+            self.links.add(found["href"])
+        if found.get(LOADED.get(tag, "")):
+            self.loaded.add(found[LOADED[tag]])
+        self.loaded |= {part.split()[0] for part in (found.get("srcset") or "").split(",") if part}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs"]
+    done = subprocess.run([*build, folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path.relative_to(site).as_posix(): Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def target(page, link):
+    """The file of the site, and the place in it, that a link of a page leads to."""
+    parts = urlsplit(link)
+    path = (Path("/") / page).parent / unquote(parts.path) if parts.path else Path("/") / page
+    inside = Path(*[".." if part == ".." else part for part in path.parts])
+    steps = []
+    for part in inside.parts[1:]:
+        if part == "..":
+            steps.pop()
+        else:
+            steps.append(part)
+    return "/".join(steps), unquote(parts.fragment)
+
+
+def is_elsewhere(link):
+    return bool(urlsplit(link).scheme or link.startswith("//"))
+
+
+def test_a_page_loads_nothing_from_elsewhere(site, pages):
+    for name, page in pages.items():
+        remote = {link for link in page.loaded if is_elsewhere(link) and link[:5] != "data:"}
+        assert not remote, f"{name}: {remote}"
+    for path in site.rglob("*.css"):
+        named = re.findall(
+            r"(?:url\(|@import)\s*[\"']?([^\"')\s]+)", path.read_text(encoding="utf-8")
+        )
+        assert not [link for link in named if is_elsewhere(link) and link[:5] != "data:"], path
+    for path in (*site.rglob("*.js"), site / "explorer.html"):
+        assert not re.search(
+            r"import\(?\s*[\"']https?:|fetch\([\"']https?:", path.read_text("utf-8")
+        )
+
+
+def test_every_link_resolves(site, pages):
+    for name, page in pages.items():
+        for link in {*page.links, *page.loaded}:
+            if is_elsewhere(link):
+                continue
+            path, place = target(name, link)
+            assert (site / path).is_file(), f"{name}: {link}"
+            if place and path in pages and pages[path].ids:
+                assert place in pages[path].ids, f"{name}: {link}"
+
+
+def test_every_page_can_be_reached(pages):
+    reached, waiting = set(), ["index.html"]
+    while waiting:
+        name = waiting.pop()
+        if name in pages and name not in reached:
+            reached.add(name)
+            links = {*pages[name].links, *pages[name].loaded}
+            waiting += [target(name, link)[0] for link in links if not is_elsewhere(link)]
+    assert set(pages) - reached == set()
+
+
+def test_every_document_is_a_page(pages):
+    for document in DOCUMENTS:
+        if ROOT / "docs" in document.parents:
+            page = document.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+            assert page in pages
+            assert "orphan" not in document.read_text(encoding="utf-8")[:200]
+
+
+def public_names():
+    """Of modules with an `__all__` these names, of those without what they define."""
+    packages = [linbias.data, linbias.lm]
+    modules = ["linbias", "linbias.near_to_far", "linbias.cpu", "linbias.jax.flax"]
+    for package in packages:
+        own = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        modules += [package.__name__, *(module.name for module in own)]
+    for found in pkgutil.walk_packages(linbias.__path__, "linbias."):
+        if found.ispkg and hasattr(importlib.import_module(found.name), "__all__"):
+            modules.append(found.name)
+    for name in modules:
+        module = importlib.import_module(name)
+        yield name
+        own = [n for n, thing in vars(module).items() if getattr(thing, "__module__", "") == name]
+        for public in getattr(module, "__all__", [n for n in own if n[0] != "_"]):
+            thing = getattr(module, public)
+            if inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isfunction(thing):
+                yield f"{name}.{public}"
+
+
+def test_every_public_name_has_an_entry(site):
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    entries = {
+        name for kind, items in inventory.items() if kind.startswith("py:") for name in items
+    }
+    assert set(public_names()) - entries == set()
+    assert "linbias.torch.attention" in entries
+
+
+def test_every_command_is_explained(pages):
+    waiting = [("linbias", typer.main.get_command(cli.app))]
+    while waiting:
+        words, command = waiting.pop()
+        assert words.replace(" ", "-") in pages["reference/command-line.html"].ids
+        inner = getattr(command, "commands", {})
+        waiting += [(f"{words} {name}", command) for name, command in inner.items()]
+
+
+def test_formulas_are_mathml(site):
+    text = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.html"))
+    assert "MathJax" not in text
+    assert text.count("<math") > 50
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_extensions"))
+    return importlib.import_module
+
+
+def test_what_a_formula_has_no_mathml_for_is_a_warning(extension, caplog):
+    mathml = extension("mathml")._mathml
+    lines = nodes.math_block("", r"\begin{aligned} a &= b \\ c &= \frac{1}{2} \end{aligned}")
+    assert mathml(lines, "block").count("<mtr>") == 2
+    assert not caplog.records
+    for wrong in (r"\nosuchthing x", r"\begin{nosuch} a & b \end{nosuch}"):
+        caplog.clear()
+        mathml(nodes.math("", wrong), "inline")
+        assert caplog.records, wrong
+
+
+def test_docstrings_become_what_sphinx_reads(extension):
+    translate = extension("docstrings").translate
+    text = """Give `slopes` a `q . k` and *args.
+
+        a = |b| * c_
+
+    | name | is |
+    |------|----|
+    | `a`  | 1, |
+    |      | 2  |
+    """
+    assert translate(inspect.cleandoc(text).split("\n")) == [
+        "Give :py:obj:`slopes` a ``q . k`` and \\*args.",
+        "",
+        ".. code-block:: text",
+        "",
+        "    a = |b| * c_",
+        "",
+        "",
+        ".. list-table::",
+        "   :header-rows: 1",
+        "",
+        "   * - name",
+        "     - is",
+        "   * - :py:obj:`a`",
+        "     - 1, 2",
+        "",
+    ]
