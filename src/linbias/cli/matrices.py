@@ -151,7 +151,8 @@ def _shade(weight: float) -> str:
         round(light + (dark - light) * float(weight))
         for light, dark in zip(_LIGHT, _DARK, strict=True)
     )
-    return f"{'white' if weight > 0.5 else 'black'} on rgb({red},{green},{blue})"
+    letters = "rgb(255,255,255)" if weight > 0.75 else "rgb(0,0,0)"
+    return f"{letters} on rgb({red},{green},{blue})"
 
 
 def _short(name: str) -> str:
