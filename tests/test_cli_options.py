@@ -13,7 +13,8 @@ MEANINGS = {
     "--accumulation": "parts of a batch, computed one after another",
     "--call": "sizes of a call to choose an implementation for",
     "--batch-size": "sequences per step of training",
-    "--batch-tokens": "tokens per forward pass of an evaluation",
+    "--batch-tokens": "tokens per forward pass",
+    "--back": "write the original form",
     "--batches-per-step": "batches per step of training",
     "--context-window": "tokens of earlier blocks that are read again",
     "--corpus": "text to train and test on",
@@ -21,6 +22,7 @@ MEANINGS = {
     "--device": "where to compute",
     "--dict": "dictionary file",
     "--fsdp": "shard the model",
+    "--fuse": "run an existing model fused",
     "--head": "head to show",
     "--init": "model to go on from",
     "--json": "print the result as JSON",
@@ -29,11 +31,14 @@ MEANINGS = {
     "--limit-tokens": "most tokens to score",
     "--log-steps": "steps between lines of the log",
     "--max-bytes": "most bytes of text to read",
+    "--max-length": "most tokens of a document",
     "--max-new-tokens": "tokens to write",
     "--max-tokens": "most tokens in a batch of training",
     "--methods": "position methods to compare",
+    "--normalize": "make vectors of length 1",
     "--nwords": "size of the dictionary of words",
     "--output": "folder to write",
+    "--pooling": "what is made of hidden states",
     "--position": "position method of a model",
     "--precision": "number format of matrix products",
     "--preset": "recipe to start from",
@@ -47,6 +52,7 @@ MEANINGS = {
     "--seed": "seed",
     "--seeds": "seeds of several models",
     "--set": "field of the model",
+    "--slope-scale": "factor on the slopes",
     "--split": "train, valid or test",
     "--steps": "updates of the weights",
     "--stride": "tokens by which a window moves",
@@ -61,6 +67,7 @@ MEANINGS = {
     "--tokens": "tokens to train on",
     "--top-k": "tokens to sample among",
     "--train": "text file to train on",
+    "--train-length": "length that the model was trained at",
     "--train-lengths": "lengths to train at",
     "--valid": "text file to validate on",
     "--validate-steps": "steps between validations",
@@ -110,7 +117,7 @@ def options_of(command: Any) -> list[Any]:
 
 def test_there_are_all_commands():
     assert {path.removeprefix("linbias ") for path, _ in COMMANDS} >= {
-        *("explain", "extrapolate", "doctor", "train", "evaluate", "generate"),
+        *("explain", "extrapolate", "doctor", "train", "evaluate", "generate", "embed", "convert"),
         *(f"paper {name}" for name in ("prepare", "train", "convert", "evaluate", "run")),
     }
 

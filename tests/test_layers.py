@@ -26,7 +26,7 @@ LAYERS = {
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
-    "transformers": {"torch"} | ANYONE,
+    "transformers": {"torch", "runs", "_checks"} | ANYONE,
     "models": {"transformers", "data", "torch", "_checks"} | ANYONE,
     "runs": ANYONE,
     "data": {"runs"} | ANYONE,
@@ -35,7 +35,7 @@ LAYERS = {
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
-    "cli": {"lm", "paper", "models", "data", "runs", "example", "doctor", "__version__"},
+    "cli": {"lm", "paper", "models", "transformers", "data", "runs", "example", "doctor", "__version__"},
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {

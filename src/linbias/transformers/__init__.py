@@ -12,19 +12,25 @@ _extras.require("linbias.transformers")
 
 from linbias.transformers.cache import GrowingLayer, key_bound, use_growing_layers
 from linbias.transformers.encoders import (
+    Document,
+    Embedded,
     LinbiasBertConfig,
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
     convert,
+    embed,
     from_pretrained,
+    read_documents,
 )
 from linbias.transformers.fused import fuse, unfuse
 from linbias.transformers.packing import Packing, attend_packed, packed_weights
 from linbias.transformers.padding import Padding, read_attention_mask
 
 __all__ = [
+    "Document",
+    "Embedded",
     "GrowingLayer",
     "LinbiasBertConfig",
     "LinbiasBertForMaskedLM",
@@ -35,11 +41,13 @@ __all__ = [
     "Padding",
     "attend_packed",
     "convert",
+    "embed",
     "from_pretrained",
     "fuse",
     "key_bound",
     "packed_weights",
     "read_attention_mask",
+    "read_documents",
     "unfuse",
     "use_growing_layers",
 ]
