@@ -35,7 +35,17 @@ LAYERS = {
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"explain"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
-    "cli": {"lm", "paper", "models", "transformers", "data", "runs", "example", "doctor", "__version__"},
+    "cli": {
+        "lm",
+        "paper",
+        "models",
+        "transformers",
+        "data",
+        "runs",
+        "example",
+        "doctor",
+        "__version__",
+    },
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {

@@ -19,7 +19,7 @@ def embed(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="Text files, one document each; .jsonl files with a \"text\" (and \"id\") per line; '-' for JSON lines "
+            help='Text files, one document each; .jsonl files with a "text" (and "id") per line; \'-\' for JSON lines '
             "from standard input."
         ),
     ],

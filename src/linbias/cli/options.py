@@ -199,6 +199,11 @@ def parse_numbers(option: str, words: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
+def parse_slope_scales(words: str | None) -> tuple[float | str | None, ...] | None:
+    """none,interpolate,0.5 as values of `slope_scale`."""
+    return None if words is None else tuple(map(parse_slope_scale, words.split(",")))
+
+
 def parse_slope_scale(word: str) -> float | str | None:
     """none, interpolate or a positive number as `slope_scale` of a model."""
     if word in ("none", "interpolate"):

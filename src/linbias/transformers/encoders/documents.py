@@ -48,7 +48,9 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
                 )
             documents.append(document)
     if not documents:
-        raise ValueError(f"read_documents: files must hold a document, got {list(map(str, files))}")
+        raise ValueError(
+            f"read_documents: files must hold a document, got {list(map(str, files))}"
+        )
     return documents
 
 

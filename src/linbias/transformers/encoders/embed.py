@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from linbias.transformers.encoders.documents import Document, Id
 from linbias.transformers.encoders.load import from_pretrained
 from linbias.transformers.encoders.vectors import Vectors, check_output, partial_folder, write
 
-Pooling = Literal["mean", "cls"]
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +55,7 @@ def embed(
     documents: Sequence[Document],
     output: str | Path | None = None,
     *,
-    pooling: Pooling = "mean",
+    pooling: str = "mean",
     normalize: bool = False,
     max_length: int | None = None,
     slope_scale: float | str | None = None,
@@ -114,7 +113,7 @@ def embed(
     if target is not None:
         check_output(target)
     tokenizer = _load_tokenizer(folder)
-    scale = {} if slope_scale is None else {"slope_scale": slope_scale}
+    scale: dict[str, Any] = {} if slope_scale is None else {"slope_scale": slope_scale}
     model = from_pretrained(folder, dtype=dtype, **scale)
     tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
@@ -216,7 +215,9 @@ def _run(
                     f"embed: vectors must be finite, got another of document {name!r}"
                 )
             if log is not None:
-                log.append({"batch": number, "vectors": base64.b64encode(found).decode()})
+                log.append(
+                    {"batch": number, "vectors": base64.b64encode(found.tobytes()).decode()}
+                )
         vectors[list(batch)] = found
         num_done += sum(len(tokens[i]) for i in batch)
         if progress is not None:
@@ -317,4 +318,3 @@ def _fingerprint_of_documents(documents: Sequence[Document], tokens: Sequence[To
         digest.update(json.dumps([document.id, len(row)]).encode())
         digest.update(row.data)
     return digest.hexdigest()[:16]
-

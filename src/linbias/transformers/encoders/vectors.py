@@ -1,6 +1,5 @@
 """How the vectors of documents are written: .npy, .jsonl or .parquet, whole or not at all."""
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linbias.runs.files import check_writable, write_json, write_whole
+from linbias.runs.files import check_writable, new_file, write_json, write_whole
 from linbias.transformers.encoders.documents import Id
 
 Vectors = NDArray[np.float32]
@@ -76,15 +75,10 @@ def _write_npy(
     num_tokens: Sequence[int],
     settings: Mapping[str, Any],
 ) -> None:
-    content = io.BytesIO()
-    np.save(content, vectors)
     named = {"settings": settings, "ids": list(ids), "num_tokens": list(num_tokens)}
     write_json(ids_file(output), named)
-    try:
-        write_whole(output, content.getbuffer())
-    except OSError:
-        ids_file(output).unlink()
-        raise
+    with new_file(output) as file:
+        np.save(file, vectors)
 
 
 def _write_jsonl(
@@ -118,9 +112,8 @@ def _write_parquet(
         "vector": pyarrow.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1]),
     }
     table = pyarrow.table(columns, metadata={"linbias.embed": json.dumps(settings)})
-    content = io.BytesIO()
-    parquet.write_table(table, content)
-    write_whole(output, content.getbuffer())
+    with new_file(output) as file:
+        parquet.write_table(table, file)
 
 
 _WRITERS: dict[str, Callable[..., None]] = {
