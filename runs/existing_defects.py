@@ -148,7 +148,11 @@ def falcons() -> Iterator[dict[str, Any]]:
         yield {**case, "defect": "sdpa with output_attentions=True adds the bias twice",
                "theirs": error(model, ids, expected, output_attentions=True),
                "ours": error(fused, ids, expected, output_attentions=True)}  # fmt: skip
-        yield {**case, "defect": "eager adds the bias twice", "theirs": error(eager, ids, expected)}
+        yield {
+            **case,
+            "defect": "eager adds the bias twice",
+            "theirs": error(eager, ids, expected),
+        }
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     ids = text(17)
     growing = fused.generate(ids, **options)
@@ -225,26 +229,26 @@ def encoders() -> Iterator[dict[str, Any]]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """The record as Markdown."""
-
-    def cell(value: float | str) -> str:
-        return f"`{value}`" if isinstance(value, str) and ": " in value else (
-            value if isinstance(value, str) else f"{value:.2%}" if value > 1e-4 else f"{value:.0e}"
-        )  # fmt: skip
-
-    version = measured["versions"]["transformers"]
+    """The record as Markdown, a line per defect."""
+    by_defect: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in measured["rows"]:
+        by_defect.setdefault((row["model"], row["defect"]), []).append(row)
     lines = [
-        f"| model | what Transformers {version} does | tokens | its error | ours |",
+        f"| model | what Transformers {measured['versions']['transformers']} does | tokens | its error | ours |",
         "|---" * 5 + "|",
     ]
-    for row in measured["rows"]:
-        theirs, ours = cell(row["theirs"]), cell(row["ours"])
-        lines.append(
-            f"| {row['model']} | {row['defect']} | {row['tokens']:,} | {theirs} | {ours} |"
-        )
-    return "\n".join(
-        [*lines, "", f"{measured['machine']}, {measured['date']}, `python runs/existing_defects.py`."]
-    )
+    for (model, defect), rows in by_defect.items():
+        cells = ("; ".join(in_words(row[name]) for row in rows) for name in ("theirs", "ours"))
+        lengths = "; ".join(f"{row['tokens']:,}" for row in rows)
+        lines.append(f"| {model} | {defect} | {lengths} | {' | '.join(cells)} |")
+    source = f"{measured['machine']}, {measured['date']}, `python runs/existing_defects.py`."
+    return "\n".join([*lines, "", source])
+
+
+def in_words(value: float | str) -> str:
+    if isinstance(value, str):
+        return value.partition(":")[0]  # of an error its type; the record has its text
+    return f"{value:.1%}" if value > 1e-4 else f"{value:.0e}"
 
 
 def main() -> None:

@@ -15,7 +15,14 @@ import torch
 
 import linbias
 import linbias.jax.flax
-from documents import DOCUMENTS, ROOT, blocks, run_python, write_paper_model
+from documents import (
+    DOCUMENTS,
+    ROOT,
+    blocks,
+    run_python,
+    write_existing_models,
+    write_paper_model,
+)
 
 MODULES = sorted(
     name
@@ -79,6 +86,8 @@ WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     write_paper_model(tmp_path)
+    if document.name == "existing-models.md":
+        write_existing_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     from linbias.models import LinbiasConfig, LinbiasForCausalLM
 
@@ -88,9 +97,15 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
 
 
 def test_there_are_examples_in_every_guide():
-    assert {"README.md", "torch.md", "coming-from.md", "jax.md", "models.md", "paper.md"} <= {
-        document.name for document in WITH_PYTHON
-    }
+    assert {
+        "README.md",
+        "torch.md",
+        "coming-from.md",
+        "jax.md",
+        "models.md",
+        "paper.md",
+        "existing-models.md",
+    } <= {document.name for document in WITH_PYTHON}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -118,6 +133,17 @@ def test_tables_of_abilities_are_those_of_the_implementations():
         sys.path.pop(0)
     for document, implementations in support.DOCUMENTS.items():
         assert support.table(implementations) in (ROOT / document).read_text(encoding="utf-8")
+
+
+def test_the_table_of_defects_is_that_of_its_record():
+    """`python runs/existing_defects.py --table` writes it."""
+    sys.path.insert(0, str(ROOT / "runs"))
+    try:
+        defects = importlib.import_module("existing_defects")
+    finally:
+        sys.path.pop(0)
+    written = defects.table(json.loads(defects.RECORD.read_text()))
+    assert written in defects.DOCUMENT.read_text(encoding="utf-8")
 
 
 def test_files_that_documents_point_to_exist():
