@@ -205,11 +205,15 @@ def test_evaluate_at_lengths_and_slope_scales(model, corpus, tmp_path):
     assert (
         nll[0] == nll[1] and len({*nll[1:]}) == 5
     )  # interpolation acts beyond the trained length
+    at = words.index("--slope-scale") + 1
+    words[at] = "interpolate"
+    halved = json.loads(run("evaluate", model, *words, "--train-length", 24, "--json").stdout)
+    assert halved[1]["nll"] == nll[5]  # 24 of 48 tokens
     folder = shutil.copytree(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     for scale, expected in (("interpolate", nll[4]), (0.5, nll[5])):
         (folder / "config.json").write_text(json.dumps({**config, "slope_scale": scale}))
-        words[words.index("--slope-scale") + 1] = "none"
+        words[at] = "none"
         plain = json.loads(run("evaluate", folder, *words, "--json").stdout)
         assert plain[1]["nll"] == nll[3]
         kept = [word for word in words if word not in ("--slope-scale", "none")]
