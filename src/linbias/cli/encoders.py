@@ -39,7 +39,9 @@ def embed(
     ] = None,
     slope_scale: Annotated[
         str | None,
-        typer.Option(help="Factor on the slopes, or 'interpolate'. Default: as the model says."),
+        typer.Option(
+            help="none, 'interpolate' or a factor on the slopes. Default: as the model says."
+        ),
     ] = None,
     batch_tokens: BatchTokens = 16384,
     device: Device = "auto",
@@ -64,7 +66,7 @@ def embed(
     from linbias.transformers import embed as run
     from linbias.transformers import read_documents
 
-    scale = None if slope_scale is None else parse_slope_scale(slope_scale)
+    changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
     documents = read_documents(files)
     with bar(f"embedding {len(documents):,} documents", quiet) as advance:
         result = run(
@@ -74,11 +76,11 @@ def embed(
             pooling=pooling,
             normalize=normalize,
             max_length=max_length,
-            slope_scale=scale,
             batch_tokens=batch_tokens,
             device=choose_device("embed", device),
             precision=precision,
             progress=advance,
+            **changes,
         )
     num_tokens, size = sum(result.num_tokens), result.vectors.shape[1]
     if as_json:

@@ -58,11 +58,11 @@ def embed(
     pooling: str = "mean",
     normalize: bool = False,
     max_length: int | None = None,
-    slope_scale: float | str | None = None,
     batch_tokens: int = 16384,
     device: torch.device | str | None = None,
     precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
 ) -> Embedded:
     """Turn documents into vectors with an ALiBi encoder.
 
@@ -81,11 +81,11 @@ def embed(
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
         normalize: Divide each vector by its Euclidean norm.
         max_length: Read at most so many tokens of each document; None: all.
-        slope_scale: As in `LinbiasBertConfig`; None: what the folder says.
         batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of its own.
         device: Where to compute; None means the first CUDA device, or else the CPU.
         precision: "fp32", "bf16", or on a GPU "fp16", of the weights; None: as they are stored. Means are float32.
         progress: Called with (tokens read, tokens to read) after each batch.
+        settings: Fields of `LinbiasBertConfig` to change, such as slope_scale.
 
     Returns:
         The Embedded.
@@ -113,12 +113,11 @@ def embed(
     if target is not None:
         check_output(target)
     tokenizer = _load_tokenizer(folder)
-    scale: dict[str, Any] = {} if slope_scale is None else {"slope_scale": slope_scale}
-    model = from_pretrained(folder, dtype=dtype, **scale)
+    model = from_pretrained(folder, "base", dtype=dtype, **settings)
     tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
     pool = _Pool(model.to(where), pooling, normalize)
-    settings = {
+    made_by = {
         "pooling": pooling,
         "normalize": normalize,
         "max_length": max_length,
@@ -134,9 +133,9 @@ def embed(
         return Embedded(vectors, names, counts, num_shortened)
     partial = partial_folder(target)
     with hold_run_folder(partial, "embed"):
-        open_run_folder(partial / "settings.json", settings, "embed")
+        open_run_folder(partial / "settings.json", made_by, "embed")
         vectors = _run(pool, documents, tokens, batches, JsonLog(partial / "log.jsonl"), progress)
-        write(target, vectors, names, counts, settings)
+        write(target, vectors, names, counts, made_by)
     shutil.rmtree(partial)
     return Embedded(vectors, names, counts, num_shortened)
 
