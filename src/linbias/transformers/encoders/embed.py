@@ -9,6 +9,7 @@ the same numbers as one that was not.
 import base64
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -258,6 +259,10 @@ def _dtype(precision: str | None, device: torch.device) -> torch.dtype | None:
 
 
 def _load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    if not Path(folder).is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+        raise ValueError(
+            f"embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got {str(folder)!r}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # damaged or hostile files can raise anything
