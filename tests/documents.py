@@ -1,7 +1,8 @@
-"""The code in README and docs: the blocks of a document follow each other, in a folder where a converted checkpoint lies."""
+"""The code in README and docs: the blocks of a document follow each other, in a folder where the models that they name lie."""
 
 import ast
 import io
+import json
 import re
 from contextlib import redirect_stdout
 from importlib.util import find_spec
@@ -71,3 +72,72 @@ def write_paper_model(folder: Path) -> None:
     )  # fmt: skip
     PaperForCausalLM(config).save_pretrained(folder / "alibi-512")
     add_words(Dictionary.from_counts({f"w{i}": 1 for i in range(36)}), folder / "alibi-512")
+
+
+def write_existing_models(folder: Path) -> None:
+    """The models of docs/guides/existing-models.md, small and random, where the Hub's names are paths."""
+    from safetensors.torch import save_file
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        FalconConfig,
+        FalconForCausalLM,
+        MptConfig,
+        MptForCausalLM,
+    )
+
+    from linbias.data.tokenizers import byte_tokenizer
+    from linbias.models import BaichuanConfig, BaichuanForCausalLM
+    from linbias.transformers import LinbiasBertConfig, LinbiasBertForMaskedLM
+    from linbias.transformers.encoders.original import to_original
+
+    storyteller = {"alibi": True, "alibi_bias_max": 16}
+    decoders = {
+        "bigscience/bloom-560m": BloomForCausalLM(
+            BloomConfig(vocab_size=256, hidden_size=32, n_head=4, n_layer=1)
+        ),
+        "tiiuae/falcon-rw-1b": FalconForCausalLM(
+            FalconConfig(
+                vocab_size=256, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True
+            )
+        ),
+        "mosaicml/mpt-7b-storywriter": MptForCausalLM(
+            MptConfig(vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller)
+        ),
+        "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(
+            BaichuanConfig(
+                vocab_size=256, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+                num_hidden_layers=1, normalize_head=True,
+            )
+        ),
+    }  # fmt: skip
+    for name, model in decoders.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save(folder / name)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    config = LinbiasBertConfig(**sizes, intermediate_size=48)
+    weights = dict(LinbiasBertForMaskedLM(config).state_dict())
+    original = sizes | {
+        **{"intermediate_size": 48, "type_vocab_size": 2, "hidden_act": "gelu"},
+        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
+        **{"layer_norm_eps": 1e-12, "initializer_range": 0.02, "model_type": "bert"},
+        **{"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+        **{"max_position_embeddings": 8192, "alibi_starting_size": 512},
+    }
+    for name, family in (
+        ("jinaai/jina-embeddings-v2-base-en", "jina"),
+        ("mosaicml/mosaic-bert-base", "mosaic"),
+        ("zhihan1996/DNABERT-2-117M", "mosaic"),
+    ):
+        (folder / name).mkdir(parents=True)
+        byte_tokenizer().save(folder / name)
+        named = to_original(weights, family, "" if family == "jina" else "bert.")
+        if family == "jina":  # as released: the encoder alone
+            named = {key: tensor for key, tensor in named.items() if not key.startswith("cls.")}
+        save_file(named, folder / name / "model.safetensors", metadata={"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(original))

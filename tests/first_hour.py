@@ -39,7 +39,7 @@ DOCUMENTS = {
     "jax": ("docs/jax.md",),
     "lm": (
         *("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
-        *("docs/guides/evaluation.md", "docs/guides/existing-models.md"),
+        *("docs/guides/evaluation.md", "docs/guides/transformers.md"),
     ),
 }
 PARTS = tuple(dict.fromkeys(part for parts in WORKING.values() for part in parts))

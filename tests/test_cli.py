@@ -18,10 +18,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
 from typer.testing import CliRunner, Result
 
 from interrupting import torchrun
 from linbias import _extras, cli, example
+from linbias.data.tokenizers import byte_tokenizer
 from linbias.doctor import diagnose
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
@@ -36,8 +39,8 @@ TINY = [
 
 
 def run(*words: object, columns: int = 100) -> Result:
-    environment = {"COLUMNS": str(columns)}
-    return CliRunner().invoke(cli.app, [str(word) for word in words], env=environment)
+    console.out.width = columns  # by itself it would keep the width of the process that imported it
+    return CliRunner().invoke(cli.app, [str(word) for word in words])
 
 
 def start(*words: object, **options: object) -> subprocess.Popen[str]:
@@ -288,6 +291,52 @@ def test_evaluate_slides_a_window(model, corpus):
     assert result["count_by_position"] == [1] * 15 + [85]
 
 
+def test_evaluate_at_lengths_and_slope_scales(model, corpus, tmp_path):
+    words = ["--corpus", corpus, "--split", "test", "--limit-tokens", 200, "--stride", 8, "-q"]
+    words += ["--length", "16,48", "--slope-scale", "none,interpolate,0.5"]
+    ours = json.loads(run("evaluate", model, *words, "--json").stdout)
+    assert [(r["length"], r["slope_scale"]) for r in ours] == [
+        (length, scale) for length in (16, 48) for scale in (None, "interpolate", 0.5)
+    ]
+    assert not any(r["fused"] for r in ours)
+    nll = [r["nll"] for r in ours]
+    assert (
+        nll[0] == nll[1] and len({*nll[1:]}) == 5
+    )  # interpolation acts beyond the trained length
+    at = words.index("--slope-scale") + 1
+    words[at] = "interpolate"
+    halved = json.loads(run("evaluate", model, *words, "--train-length", 24, "--json").stdout)
+    assert halved[1]["nll"] == nll[5]  # 24 of 48 tokens
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for scale, expected in (("interpolate", nll[4]), (0.5, nll[5])):
+        (folder / "config.json").write_text(json.dumps({**config, "slope_scale": scale}))
+        words[at] = "none"
+        plain = json.loads(run("evaluate", folder, *words, "--json").stdout)
+        assert plain[1]["nll"] == nll[3]
+        kept = [word for word in words if word not in ("--slope-scale", "none")]
+        assert json.loads(run("evaluate", folder, *kept, "--json").stdout)[1]["nll"] == expected
+
+
+def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 16, "n_head": 2, "n_layer": 1}
+    bloom = BloomForCausalLM(BloomConfig(**sizes, seq_length=16, initializer_range=0.5)).eval()
+    bloom.save_pretrained(tmp_path / "bloom")
+    byte_tokenizer().save(tmp_path / "bloom")
+    words = ["evaluate", tmp_path / "bloom", "--corpus", corpus, "--split", "test", "-q"]
+    words += ["--limit-tokens", 192, "--length", 64]
+    (theirs,) = json.loads(run(*words, "--json").stdout)
+    scaled = [*words, "--fuse", "--slope-scale", "none,interpolate,0.25"]
+    none, interpolated, quarter = json.loads(run(*scaled, "--json").stdout)
+    assert none["fused"] and not theirs["fused"]
+    assert none["nll"] == pytest.approx(theirs["nll"], rel=1e-6)
+    assert interpolated["nll"] == pytest.approx(quarter["nll"], rel=1e-6)  # 16 of 64 tokens
+    assert abs(quarter["nll"] - none["nll"]) > 1e-3
+    shown = run(*scaled).stdout
+    assert re.search(r"length +slopes +stride", shown) and "x 0.25" in shown
+
+
 def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -389,6 +438,9 @@ ERRORS = [
         "train, valid, test, got 'no'",
     ),
     (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
+    (["evaluate", "{model}", "--fuse", "--corpus", "{corpus}", "--split", "test"], "fuse: model must contain one of BloomModel, FalconModel, MptModel"),
+    (["evaluate", "{model}", "--slope-scale", "none,0"], "--slope-scale: must be none, interpolate or a positive number, got '0'"),
+    (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "train_length must be at least 1, got 0"),
     (
         ["evaluate", "{model}", "--device", "tpu"],
         "evaluate: device must be 'auto', 'cpu', or a GPU",
@@ -406,6 +458,8 @@ ERRORS = [
         "text must hold two tokens or more, got 1 in",
     ),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
+    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got './absent'"),
+    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold one of jina-embeddings-v2, MosaicBERT, DNABERT-2 or a linbias_bert model, got model_type 'linbias'"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
     (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),
@@ -536,6 +590,7 @@ def test_wrong_settings_are_said_before_anything_heavy_is_loaded():
     code = f"""
 import sys
 from linbias import cli
+from linbias.cli import console
 for words in {REFUSED}:
     try:
         cli.app(words.split())

@@ -17,7 +17,14 @@ import typer
 
 import linbias
 import linbias.jax.flax
-from documents import DOCUMENTS, ROOT, blocks, run_python, write_paper_model
+from documents import (
+    DOCUMENTS,
+    ROOT,
+    blocks,
+    run_python,
+    write_existing_models,
+    write_paper_model,
+)
 from linbias import cli
 
 MODULES = sorted(
@@ -90,6 +97,8 @@ WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     write_paper_model(tmp_path)
+    if document.name == "existing-models.md":
+        write_existing_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     from linbias.models import LinbiasConfig, LinbiasForCausalLM
 
@@ -176,6 +185,17 @@ def test_results_are_what_the_records_say():
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
         assert f"<!-- {part} -->\n{text}\n<!-- /{part} -->" in written, f"{document}: {part}"
+
+
+def test_the_table_of_defects_is_that_of_its_record():
+    """`python runs/existing_defects.py --table` writes it."""
+    sys.path.insert(0, str(ROOT / "runs"))
+    try:
+        defects = importlib.import_module("existing_defects")
+    finally:
+        sys.path.pop(0)
+    written = defects.table(json.loads(defects.RECORD.read_text()))
+    assert written in defects.DOCUMENT.read_text(encoding="utf-8")
 
 
 def test_files_that_documents_point_to_exist():

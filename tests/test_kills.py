@@ -1,4 +1,4 @@
-"""`extrapolate` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
+"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
 
 `runs/kills.py` does the same to the commands at random moments, and with other signals and full disks.
 """
@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from interrupting import die
+from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm.extrapolate import extrapolate
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
 from linbias.runs.files import JsonLog
+from linbias.transformers import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from paper_training import MODEL
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
@@ -67,6 +69,11 @@ def run_paper(texts: dict[str, Path], output: Path) -> None:
         device="cpu",
     )
     run_path(texts, output, recipe, progress=False)
+
+
+def run_embed(folder: Path, output: Path) -> None:
+    documents = [Document(f"d{size}", "far away " * size) for size in (1, 2, 30, 3, 40)]
+    embed(folder, documents, output, batch_tokens=300)
 
 
 def until_killed(run: Callable[..., None], where: str, count: int, *arguments: Any) -> None:
@@ -147,6 +154,27 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
             for folder in (tmp_path / "killed", tmp_path / "whole")
         )
         np.testing.assert_array_equal(*scores)
+
+
+def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
+    config = LinbiasBertConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
+    byte_tokenizer().save(tmp_path / "encoder")
+    deaths = [
+        ("linbias.runs.folders.write_json", 1),  # held, without its settings
+        ("linbias.runs.files.os.fsync", 3),  # within the line of the second batch
+        ("linbias.transformers.encoders.vectors.new_file", 1),  # ids are written
+    ]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run_embed(tmp_path / "encoder", tmp_path / "whole" / "v.npy")
+    kill_in_turn(run_embed, deaths, tmp_path / "encoder", tmp_path / "killed" / "v.npy")
+    assert files(tmp_path / "killed") == files(tmp_path / "whole") == ["v.ids.json", "v.npy"]
+    for name in ("v.npy", "v.ids.json"):
+        whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
+        assert killed == whole
 
 
 def files(folder: Path) -> list[str]:

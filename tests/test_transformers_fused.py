@@ -287,6 +287,21 @@ def test_slope_scale(exact_reference: None) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("jais", "ours"),
+    [
+        ({"factor": 4.0}, {"slope_scale": 0.25}),
+        ({"train_seq_len": 32}, {"slope_scale": "interpolate", "train_length": 32}),
+    ],
+)
+@pytest.mark.parametrize("num_keys", [20, 80])
+def test_alibi_scaling_of_jais_is_a_slope_scale(jais: Any, ours: Any, num_keys: int) -> None:
+    divisor = jais.get("factor") or max(1.0, num_keys / jais["train_seq_len"])
+    slopes = fuse(bloom(), **ours).transformer.h[0].self_attention.fused_bias.slopes
+    left = slopes.left(torch.zeros(1, 6, num_keys, 8), num_keys)
+    assert torch.allclose(left, torch.tensor(linbias.slopes(6) / divisor, dtype=torch.float32))
+
+
 def test_heads_of_one_process_have_their_slopes() -> None:
     """The heads that a process holds of a model split by heads run as they do in the whole."""
     _, whole = pair(bloom)

@@ -73,5 +73,6 @@ def _plain(text: str) -> str:
 def _prose(text: str) -> str:
     """Text whose marked words are commands; what follows from the machine, such as its number of cores, is left out."""
     text = re.sub(r"\[bold(?: cyan)?\](.*?)\[/(?:bold)?\]", r"`\1`", text)
+    text = re.sub(r"\[dim\](.*?)\[/\]", r"\1", text)
     text = re.sub(r" *\[default: \d+\]$", "", text) if "Processes" in text else text
     return re.sub(r"([*<>])", r"\\\1", text)

@@ -7,7 +7,7 @@ the commands, so that `linbias --help` is quick.
     start     explain, extrapolate, doctor
     explore   the page
     models    train, evaluate, generate
-    encoders  convert
+    encoders  embed, convert
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
     console   what they share: output, errors, progress, tables
     options   the options that they have in common
@@ -29,6 +29,7 @@ for name, panel, command in (
     ("train", "Models", models.train),
     ("evaluate", "Models", models.evaluate),
     ("generate", "Models", models.generate),
+    ("embed", "Models", encoders.embed),
     ("convert", "Models", encoders.convert),
 ):
     app.command(name, rich_help_panel=panel)(command)

@@ -20,7 +20,7 @@ from linbias.runs.tables import NumberTable
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-_RESUMABLE = ("train", "extrapolate", "run")
+_RESUMABLE = ("train", "extrapolate", "embed", "run")
 
 
 class _Commands(TyperGroup):

@@ -1,12 +1,110 @@
-"""The commands for existing encoders: convert."""
+"""The commands for existing encoders: embed, convert."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from linbias.cli.console import print_path
-from linbias.cli.options import NewFolder
+from linbias.cli.console import bar, out, print_json, print_path
+from linbias.cli.options import BatchTokens, Device, Json, NewFolder, Quiet, parse_slope_scale
+
+
+def embed(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2, or one that [bold]convert[/] made."
+        ),
+    ],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help='Text files, one document each; .jsonl files with a "text" (and "id") per line; \'-\' for JSON lines '
+            "from standard input."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="File to make: .npy, .jsonl or .parquet."),
+    ],
+    pooling: Annotated[
+        str, typer.Option(help="'mean' of all tokens, or 'cls', the first one.")
+    ] = "mean",
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Make vectors of length 1.")
+    ] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Read at most this many tokens of a document. Default: all."),
+    ] = None,
+    slope_scale: Annotated[
+        str | None,
+        typer.Option(
+            help="none, 'interpolate' or a factor on the slopes. Default: as the model says."
+        ),
+    ] = None,
+    batch_tokens: BatchTokens = 16384,
+    device: Device = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Turn long documents into vectors, each read whole. The same command continues a run that was stopped.
+
+    Beside a .npy file, .ids.json names its rows. The other formats hold id, num_tokens and vector of each document,
+    in the order of the input.
+
+    \b
+    [dim]linbias embed jina-embeddings-v2-base-en book.txt letters/*.txt -o vectors.npy[/]
+    [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
+    [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
+    """
+    from linbias.data.hub import caches_if_unreachable
+    from linbias.runs.processes import choose_device
+    from linbias.transformers import embed as run
+    from linbias.transformers import read_documents
+
+    changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
+    documents = read_documents(files)
+    near = nullcontext() if Path(model).exists() else caches_if_unreachable()
+    with near, bar(f"embedding {len(documents):,} documents", quiet) as advance:
+        result = run(
+            model,
+            documents,
+            output,
+            pooling=pooling,
+            normalize=normalize,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+            device=choose_device("embed", device),
+            precision=precision,
+            progress=advance,
+            **changes,
+        )
+    num_tokens, size = sum(result.num_tokens), result.vectors.shape[1]
+    if as_json:
+        print_json(
+            {
+                "model": model,
+                "output": str(output),
+                "documents": len(documents),
+                "size": size,
+                "num_tokens": num_tokens,
+                "num_shortened": result.num_shortened,
+            }
+        )
+        return
+    shortened = "" if max_length is None else f", {result.num_shortened:,} shortened"
+    out.print(
+        f"{len(documents):,} documents, {num_tokens:,} tokens, the longest {max(result.num_tokens):,}{shortened}; "
+        f"{size:,} numbers each",
+        soft_wrap=True,
+    )
+    print_path("vectors in", output)
 
 
 def convert(

@@ -1,8 +1,10 @@
 """The commands for language models: train, evaluate, generate."""
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -49,12 +51,16 @@ from linbias.cli.options import (
     given_or,
     parse_fields,
     parse_numbers,
+    parse_slope_scales,
     read_prompt,
     refuse_with_init,
     text_option,
     training_option,
 )
 from linbias.data import SPLITS
+
+if TYPE_CHECKING:
+    from linbias.lm.evaluate import Evaluation
 
 
 def train(
@@ -161,6 +167,24 @@ def evaluate(
         typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
     ] = None,
     stride: Stride = None,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse", help="Run an existing BLOOM, Falcon or MPT model on linbias' attention."
+        ),
+    ] = False,
+    slope_scale: Annotated[
+        str | None,
+        typer.Option(
+            help="Factors on the slopes, such as none,interpolate,0.5. Default: as the model says."
+        ),
+    ] = None,
+    train_length: Annotated[
+        int | None,
+        typer.Option(
+            help="For 'interpolate': tokens per training sequence. Default: as the model says."
+        ),
+    ] = None,
     limit_tokens: LimitTokens = None,
     batch_tokens: BatchTokens = 16384,
     corpus: Corpus = "stdlib",
@@ -185,15 +209,18 @@ def evaluate(
     [dim]linbias evaluate output/train --length 128,512,2048[/]
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
+    [dim]linbias evaluate bigscience/bloom-560m --fuse --length 2048,8192 --slope-scale none,interpolate[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
     from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
+    from linbias.models.scale import with_slopes
     from linbias.runs.processes import choose_device, joined
 
     lengths = parse_numbers("--length", length)
+    scales = parse_slope_scales(slope_scale)
     chosen = choose_device("evaluate", device)
     speaks = is_first_process()
     with warnings.catch_warnings(), joined(chosen):
@@ -201,9 +228,23 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
+        kept = None if fuse else getattr(loaded.config, "slope_scale", None)
+        choices = scales or (kept,)
+
+        def slopes(scale: float | str | None) -> AbstractContextManager[None]:
+            if not fuse and scales is None:
+                return nullcontext()
+            return with_slopes(loaded, scale, train_length=train_length, fused=fuse)
+
+        for scale in choices:  # an error comes before any work
+            with slopes(scale):
+                pass
         results = []
-        for tokens in lengths or (default_length(loaded),):
-            with bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance:
+        for tokens, scale in product(lengths or (default_length(loaded),), choices):
+            with (
+                slopes(scale),
+                bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance,
+            ):
                 result = measure(
                     loaded,
                     text.ids,
@@ -215,8 +256,8 @@ def evaluate(
                     precision=precision,
                     progress=advance,
                 )
-            results.append(result)
-            if tokens > result.num_tokens:
+            results.append((scale, result))
+            if tokens > result.num_tokens and scale == choices[0]:
                 warnings.warn(
                     f"evaluate: length {tokens:,} is beyond the {result.num_tokens:,} tokens that were scored: "
                     "they were read in one piece",
@@ -225,16 +266,28 @@ def evaluate(
     if not speaks:
         return
     if as_json:
-        shared = {"model": model, "corpus": corpus, "split": text.split}
-        print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
+        shared = {"model": model, "fused": fuse, "corpus": corpus, "split": text.split}
+        print_json(
+            [
+                {**shared, "slope_scale": scale, **text.scored(r.num_tokens), **r.to_dict()}
+                for scale, r in results
+            ]
+        )
         return
-    out.print(escape(text.describe(results[0].num_tokens)), soft_wrap=True)
-    table = number_table(
-        *("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
-    )
-    for r in results:
+    out.print(escape(text.describe(results[0][1].num_tokens)), soft_wrap=True)
+    _print_evaluations(results, with_scale=scales is not None)
+
+
+def _print_evaluations(
+    results: list[tuple[float | str | None, "Evaluation"]], with_scale: bool
+) -> None:
+    """A line per length and scale; the column of scales only if they were chosen."""
+    titles = ("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
+    table = number_table(*titles[:1], *(("slopes",) if with_scale else ()), *titles[1:])
+    for scale, r in results:
         table.add_row(
             f"{r.length:,}",
+            *((_scale_in_words(scale),) if with_scale else ()),
             "-" if r.stride is None else f"{r.stride:,}",
             f"{r.nll:.4f}",
             f"{r.perplexity:,.3f}",
@@ -244,6 +297,10 @@ def evaluate(
             mebibytes(r.peak_memory_bytes),
         )
     out.print(table)
+
+
+def _scale_in_words(scale: float | str | None) -> str:
+    return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
 def generate(

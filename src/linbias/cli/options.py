@@ -210,3 +210,23 @@ def parse_floats(option: str, words: str) -> tuple[float, ...]:
         return tuple(float(word) for word in words.split(","))
     except ValueError:
         raise ValueError(f"{option}: must be numbers such as 0.5,0.25, got {words!r}") from None
+
+
+def parse_slope_scales(words: str | None) -> tuple[float | str | None, ...] | None:
+    """none,interpolate,0.5 as values of `slope_scale`."""
+    return None if words is None else tuple(map(parse_slope_scale, words.split(",")))
+
+
+def parse_slope_scale(word: str) -> float | str | None:
+    """none, interpolate or a positive number as `slope_scale` of a model."""
+    if word in ("none", "interpolate"):
+        return None if word == "none" else word
+    try:
+        scale = float(word)
+    except ValueError:
+        scale = 0.0
+    if not 0.0 < scale < float("inf"):
+        raise ValueError(
+            f"--slope-scale: must be none, interpolate or a positive number, got {word!r}"
+        )
+    return scale

@@ -11,20 +11,24 @@ from linbias import _extras
 _extras.require("linbias.transformers")
 
 from linbias.transformers.cache import GrowingLayer, key_bound, use_growing_layers
-from linbias.transformers.encoders import (
-    LinbiasBertConfig,
+from linbias.transformers.encoders.config import LinbiasBertConfig
+from linbias.transformers.encoders.convert import convert
+from linbias.transformers.encoders.documents import Document, read_documents
+from linbias.transformers.encoders.embed import Embedded, embed
+from linbias.transformers.encoders.load import from_pretrained
+from linbias.transformers.encoders.model import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
-    convert,
-    from_pretrained,
 )
 from linbias.transformers.fused import fuse, unfuse
 from linbias.transformers.packing import Packing, attend_packed, packed_weights
 from linbias.transformers.padding import Padding, read_attention_mask
 
 __all__ = [
+    "Document",
+    "Embedded",
     "GrowingLayer",
     "LinbiasBertConfig",
     "LinbiasBertForMaskedLM",
@@ -35,11 +39,13 @@ __all__ = [
     "Padding",
     "attend_packed",
     "convert",
+    "embed",
     "from_pretrained",
     "fuse",
     "key_bound",
     "packed_weights",
     "read_attention_mask",
+    "read_documents",
     "unfuse",
     "use_growing_layers",
 ]

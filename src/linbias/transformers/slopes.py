@@ -7,6 +7,8 @@ from torch import Tensor
 
 from linbias.torch.constant import constant
 
+SlopeScale = str | float | None  # None, "interpolate" or a positive factor
+
 
 class ModelSlopes:
     """The slopes of a model's heads, scaled as asked.
@@ -30,7 +32,7 @@ class ModelSlopes:
     def __init__(
         self,
         slopes: Sequence[float],
-        scale: str | float | None = None,
+        scale: SlopeScale = None,
         train_length: int = 1,
     ) -> None:
         self._slopes = tuple(map(float, slopes))
@@ -39,6 +41,10 @@ class ModelSlopes:
 
     def __len__(self) -> int:
         return len(self._slopes)
+
+    def scaled(self, scale: SlopeScale, train_length: int | None = None) -> "ModelSlopes":
+        """The same slopes with another scale, and another train_length if one is given."""
+        return ModelSlopes(self._slopes, scale, train_length or self._train_length)
 
     def left(self, q: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
         """Return the slopes of one call of attention.

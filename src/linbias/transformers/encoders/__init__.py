@@ -5,6 +5,8 @@ model.py      one encoder and its heads
 rows.py       a batch without its padding
 original.py   the names and configurations of the original folders
 load.py       from_pretrained
+convert.py    folders of both forms
+embed.py      vectors of documents, which documents.py reads and vectors.py writes
 """
 
 from transformers import (
@@ -16,8 +18,6 @@ from transformers import (
 )
 
 from linbias.transformers.encoders.config import LinbiasBertConfig
-from linbias.transformers.encoders.convert import convert
-from linbias.transformers.encoders.load import from_pretrained
 from linbias.transformers.encoders.model import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
@@ -33,13 +33,3 @@ for _auto, _class in (
     (AutoModelForTokenClassification, LinbiasBertForTokenClassification),
 ):
     _auto.register(LinbiasBertConfig, _class, exist_ok=True)
-
-__all__ = [
-    "LinbiasBertConfig",
-    "LinbiasBertForMaskedLM",
-    "LinbiasBertForSequenceClassification",
-    "LinbiasBertForTokenClassification",
-    "LinbiasBertModel",
-    "convert",
-    "from_pretrained",
-]

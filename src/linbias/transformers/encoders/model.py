@@ -144,9 +144,11 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """The embedding of token ids."""
         return self.embeddings.words
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding of token ids."""
         self.embeddings.words = value
 
     @can_return_tuple
@@ -245,9 +247,11 @@ class LinbiasBertForMaskedLM(LinbiasBertPreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
+        """The layer that gives logits."""
         return self.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the layer that gives logits."""
         self.decoder = new_embeddings
 
     @can_return_tuple
