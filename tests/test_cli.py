@@ -24,6 +24,7 @@ from typer.testing import CliRunner, Result
 
 from interrupting import torchrun
 from linbias import _extras, cli, example
+from linbias.cli import console
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.doctor import diagnose
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
@@ -39,8 +40,11 @@ TINY = [
 
 
 def run(*words: object, columns: int = 100) -> Result:
-    console.out.width = columns  # by itself it would keep the width of the process that imported it
-    return CliRunner().invoke(cli.app, [str(word) for word in words])
+    console.out.width = (
+        columns  # by itself it would keep the width of the process that imported it
+    )
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(cli.app, [str(word) for word in words], env=environment)
 
 
 def start(*words: object, **options: object) -> subprocess.Popen[str]:
@@ -590,7 +594,6 @@ def test_wrong_settings_are_said_before_anything_heavy_is_loaded():
     code = f"""
 import sys
 from linbias import cli
-from linbias.cli import console
 for words in {REFUSED}:
     try:
         cli.app(words.split())
