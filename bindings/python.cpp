@@ -117,10 +117,10 @@ NB_MODULE(_cpu, m) {
       optional("narrow", &Forward::narrow));
   bind_record<Backward>(m, "Backward",
       required("dout", &Backward::dout),
-      required("dlse", &Backward::dlse),
+      optional("dlse", &Backward::dlse),
       required("saved", &Backward::saved),
       required("dq", &Backward::dq), required("dk", &Backward::dk), required("dv", &Backward::dv),
-      required("dleft", &Backward::dleft), required("dright", &Backward::dright));
+      optional("dleft", &Backward::dleft), optional("dright", &Backward::dright));
   // clang-format on
 
   m.def(

@@ -400,6 +400,23 @@ void test_nan_shows() {
   });
 }
 
+// Without a gradient of lse it counts as zeros, and those of slopes need not be asked for.
+template <typename In>
+void test_gradients_may_be_missing() {
+  Case c{1, 2, 1, 100, 130, 8, 9, false};
+  Inputs x = draw(c, sizeof(In) == 2);
+  std::fill(x.dlse.begin(), x.dlse.end(), 0);
+  on_every_target([&] {
+    Arrays<In> a(c, x), b(c, x);
+    b.gradients.dlse = b.gradients.dleft = b.gradients.dright = nullptr;
+    for (Arrays<In>* arrays : {&a, &b}) {
+      forward(arrays->call, arrays->results);
+      backward(arrays->call, arrays->gradients);
+    }
+    check(a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, describe(c, Type<In>::name), "without dlse and dslopes");
+  });
+}
+
 void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
@@ -458,6 +475,8 @@ int main(int count, char** names) {
            test_nan_shows<float>,
            test_nan_shows<double>,
            test_nan_shows<Brain>,
+           test_gradients_may_be_missing<float>,
+           test_gradients_may_be_missing<Brain>,
            test_what_is_left_out,
            test_several_threads_may_call_at_once_and_be_interrupted,
        }) {

@@ -61,13 +61,13 @@ class Backward:
         self,
         *,
         dout: int,
-        dlse: int,
+        dlse: int = 0,
         saved: Forward,
         dq: int,
         dk: int,
         dv: int,
-        dleft: int,
-        dright: int,
+        dleft: int = 0,
+        dright: int = 0,
     ) -> None: ...
 
 def forward(call: Call, results: Forward) -> None: ...

@@ -70,12 +70,12 @@ struct Forward {
 // All arrays contiguous; dq, dk, dv are wide.
 struct Backward {
   const void* dout = nullptr;  // [B, H, T, E], wide
-  const void* dlse = nullptr;  // [B, H, T], wide
+  const void* dlse = nullptr;  // [B, H, T], wide; or null: zeros
   Forward saved;               // counts in `visited` are clamped to the blocks that there are
   void* dq = nullptr;          // [B, H, T, D]
   void* dk = nullptr;          // [B, G, S, D]
   void* dv = nullptr;          // [B, G, S, E]
-  void* dleft = nullptr;       // [B, H]
+  void* dleft = nullptr;       // [B, H]; or null, and dright with it: nobody asks
   void* dright = nullptr;      // [B, H]
 };
 
