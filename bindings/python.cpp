@@ -107,6 +107,7 @@ NB_MODULE(_cpu, m) {
       required("tolerance", &Call::tolerance),
       optional("seed", &Call::seed),
       optional("num_threads", &Call::num_threads),
+      optional("team", &Call::team),
       optional("precise", &Call::precise));
   bind_record<Forward>(m, "Forward",
       required("out", &Forward::out),

@@ -356,11 +356,11 @@ inline Status backward_across(const Call& call, const Backward& results) {
   BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
                       num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, BackwardAcross::run_head, &task);
+    parallel(call, call.B * call.G, BackwardAcross::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(num_heads * num_parts, call.num_threads, BackwardAcross::run, &task);
-    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardAcross::collect, &task);
+    parallel(call, num_heads * num_parts, BackwardAcross::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardAcross::collect, &task);
   }
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     double totals[2] = {0, 0};

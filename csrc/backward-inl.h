@@ -261,11 +261,11 @@ Status backward_as(const Call& call, const Backward& results) {
   BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
                            num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, BackwardTask<W, In>::run_head, &task);
+    parallel(call, call.B * call.G, BackwardTask<W, In>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);
-    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardTask<W, In>::collect, &task);
+    parallel(call, num_heads * num_parts, BackwardTask<W, In>::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<W, In>::collect, &task);
   }
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     double totals[2] = {0, 0};

@@ -41,6 +41,7 @@ class Call:
         tolerance: float,
         seed: int = 0,
         num_threads: int = 1,
+        team: int = 0,
         precise: bool = False,
     ) -> None: ...
 

@@ -1,5 +1,6 @@
 """The compiled CPU core as PyTorch operators. What it computes, and how: csrc/attention-inl.h."""
 
+import ctypes
 from typing import Any
 
 import torch
@@ -14,6 +15,23 @@ NAME, ABILITIES, WHY_MISSING = core.NAME, core.ABILITIES, core.WHY_MISSING
 _DTYPES = (
     {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
 )
+
+
+def _team() -> int:
+    """The address of the function by which PyTorch shares out work, or 0 where it is not OpenMP's.
+
+    PyTorch's threads spin for a while after each operation, and threads of the core's own had to wait for them.
+    """
+    if not torch.backends.openmp.is_available():
+        return 0
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel  # in the libraries that PyTorch shares with all
+    except (AttributeError, OSError, TypeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_TEAM = _team()
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
@@ -117,6 +135,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         tolerance=inputs.tolerance,
         seed=0 if seed is None else int(seed),
         num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
+        team=_TEAM,
         precise=inputs.precise,
     )
     return call, copies
