@@ -23,7 +23,7 @@
 
 #include <utility>  // integer_sequence
 
-#if defined(LINBIAS_BF16)  // LINBIAS_AMX comes with it, but for the emulated target
+#if defined(__AVX512DQ__)  // all targets of 512 bits but the emulated one
 #include <immintrin.h>
 #endif
 
