@@ -278,7 +278,7 @@ def test_several_python_threads_may_call_at_once():
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
 def test_a_fork_after_threads_can_call_on(monkeypatch):
     # PyTorch's own threads, and ours: a child has neither.
-    monkeypatch.setattr(core, "_WORK_PER_THREAD", 1)
+    monkeypatch.setattr(core, "_WORK_PER_AWAKE_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     q, k, v = map(torch.from_numpy, arrays(by_name("long")))

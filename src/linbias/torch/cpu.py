@@ -134,7 +134,9 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
         seed=0 if seed is None else int(seed),
-        num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
+        num_threads=core.num_threads(
+            (B, H, G, T, S, D, E), torch.get_num_threads(), awake=_TEAM != 0
+        ),
         team=_TEAM,
         precise=inputs.precise,
     )
