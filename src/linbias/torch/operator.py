@@ -130,18 +130,15 @@ def define(
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
         wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
         out_like = left if wide else q
-        rows = torch.empty((B, H, T), dtype=left.dtype, device=left.device)
+        rows = left.new_empty((B, H, T))
         return Results(
             out_like.new_empty((B, H, T, v.shape[3])),
             rows,
             torch.empty_like(rows),
             torch.zeros(
-                B,
-                H,
-                num_tiles,
-                2,
+                (B, H, num_tiles, 2),
                 dtype=torch.int32,
-                device=q.device if visited_on_device else "cpu",
+                device=q.device if visited_on_device else _CPU,
             ),
         )
 
@@ -330,6 +327,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return torch.autocast(device.type, enabled=False)
 
 
+_CPU = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
 
