@@ -52,16 +52,16 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
                    W* room) {
   const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
   constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
-  W numbers[kLanes], squares[kKeys], entry_room[kKeys];
-  for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<W>(i);
-  Vector<W> totals[kVectors] = {};
+  W squares[kKeys], entry_room[kKeys];
+  Vector<W> ramp, totals[kVectors] = {};
+  for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
   for (int64_t d = 0; d < call.D; ++d) {
     const W* entries = key_entries<W, In>(call, head, block, d, entry_room);
     const Vector<W> center = broadcast(head.center[d]);
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
       const Vector<W> difference = load(entries + j * kLanes) - center;
-      const Vector<W> kept = load(numbers) < static_cast<W>(count - j * kLanes) ? difference : Vector<W>{};
+      const Vector<W> kept = ramp < static_cast<W>(count - j * kLanes) ? difference : Vector<W>{};
       store<W>(room + d * kKeys + j * kLanes, kept);
       totals[j] += kept * kept;
     }
