@@ -107,6 +107,7 @@ NB_MODULE(_cpu, m) {
       required("tolerance", &Call::tolerance),
       optional("seed", &Call::seed),
       optional("num_threads", &Call::num_threads),
+      optional("team", &Call::team),
       optional("precise", &Call::precise));
   bind_record<Forward>(m, "Forward",
       required("out", &Forward::out),
@@ -117,10 +118,10 @@ NB_MODULE(_cpu, m) {
       optional("narrow", &Forward::narrow));
   bind_record<Backward>(m, "Backward",
       required("dout", &Backward::dout),
-      required("dlse", &Backward::dlse),
+      optional("dlse", &Backward::dlse),
       required("saved", &Backward::saved),
       required("dq", &Backward::dq), required("dk", &Backward::dk), required("dv", &Backward::dv),
-      required("dleft", &Backward::dleft), required("dright", &Backward::dright));
+      optional("dleft", &Backward::dleft), optional("dright", &Backward::dright));
   // clang-format on
 
   m.def(

@@ -23,7 +23,7 @@
 
 #include <utility>  // integer_sequence
 
-#if defined(LINBIAS_BF16)  // LINBIAS_AMX comes with it, but for the emulated target
+#if defined(__AVX512DQ__)  // all targets of 512 bits but the emulated one
 #include <immintrin.h>
 #endif
 
@@ -134,10 +134,10 @@ Status forward_as(const Call& call, const Forward& results) {
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, pack, scratches.data, num_tiles, slack_of<W>(call.D)};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, ForwardTask<W, In>::run_head, &task);
+    parallel(call, call.B * call.G, ForwardTask<W, In>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(call.B * call.H * num_tiles, call.num_threads, ForwardTask<W, In>::run, &task);
+    parallel(call, call.B * call.H * num_tiles, ForwardTask<W, In>::run, &task);
   }
   return Status::ok;
 }

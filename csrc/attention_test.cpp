@@ -44,6 +44,13 @@ double gradient_step() {
   return std::strstr(target(), "amx") ? 0x1p-8 : 0x1p-15;
 }
 
+// Threads of a caller's own, now more than a call asks for, now fewer.
+void team_of_two(void (*work)(void*), void* data, unsigned, unsigned) {
+  std::thread other(work, data);
+  work(data);
+  other.join();
+}
+
 // Forward and backward; and forward of a result that will not be differentiated, which may take other ways.
 template <typename In>
 void run(const Case& c, const Inputs& x, const Truth& truth) {
@@ -62,12 +69,13 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
 
   Arrays<In> again(c, x);
   again.call.num_threads = c.threads % 3 + 1;
+  again.call.team = team_of_two;
   forward(again.call, again.results);
   backward(again.call, again.gradients);
   const bool same = again.out == a.out && again.row_max == a.row_max && again.log_sum == a.log_sum &&
                     again.visited == a.visited && again.dq == a.dq && again.dk == a.dk && again.dv == a.dv &&
                     again.dleft == a.dleft && again.dright == a.dright;
-  check(same, name, "the same bits with another number of threads");
+  check(same, name, "the same bits with other threads");
 
   for (std::size_t i = 0; i < a.left.size(); ++i) {  // a hidden side has no gradient
     if (std::isinf(x.left[i])) a.dleft[i] = static_cast<typename Arrays<In>::W>(truth.dleft[i]);
@@ -400,6 +408,23 @@ void test_nan_shows() {
   });
 }
 
+// Without a gradient of lse it counts as zeros, and those of slopes need not be asked for.
+template <typename In>
+void test_gradients_may_be_missing() {
+  Case c{1, 2, 1, 100, 130, 8, 9, false};
+  Inputs x = draw(c, sizeof(In) == 2);
+  std::fill(x.dlse.begin(), x.dlse.end(), 0);
+  on_every_target([&] {
+    Arrays<In> a(c, x), b(c, x);
+    b.gradients.dlse = b.gradients.dleft = b.gradients.dright = nullptr;
+    for (Arrays<In>* arrays : {&a, &b}) {
+      forward(arrays->call, arrays->results);
+      backward(arrays->call, arrays->gradients);
+    }
+    check(a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, describe(c, Type<In>::name), "without dlse and dslopes");
+  });
+}
+
 void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
@@ -458,6 +483,8 @@ int main(int count, char** names) {
            test_nan_shows<float>,
            test_nan_shows<double>,
            test_nan_shows<Brain>,
+           test_gradients_may_be_missing<float>,
+           test_gradients_may_be_missing<Brain>,
            test_what_is_left_out,
            test_several_threads_may_call_at_once_and_be_interrupted,
        }) {

@@ -105,7 +105,6 @@ struct BackwardAcross {
     const float* out = static_cast<const float*>(results.saved.out) + at * E;
     const float* log_sum = static_cast<const float*>(results.saved.log_sum) + at;
     const float* row_max = static_cast<const float*>(results.saved.row_max) + at;
-    const float* dlse = static_cast<const float*>(results.dlse) + at;
     int parts = 1;
     for (int part = 0; part < parts; ++part) {
       Words lost{};
@@ -132,7 +131,7 @@ struct BackwardAcross {
           lost |= (Words)x[0] | (Words)x[1];
         }
         if (!seen || part > 0) continue;
-        of.delta[i] = sum<float>(delta) - dlse[i];
+        of.delta[i] = sum<float>(delta) - lse_gradient<float>(results, at + i);
         scratch.pivot[i] = row_max[i] * kLog2eAcross + log_sum[i] * kLog2eAcross;
       }
       if (part + 1 < kOutputParts && !in_all_lanes((Lanes)((lost & 0x7fffffffu) == 0u))) parts = part + 2;
@@ -284,7 +283,7 @@ struct BackwardAcross {
     const Scratch<float>& of = scratch.of;
     for (int64_t i = 0; i < tile.rows; ++i) {
       if (scratch.pivot[i] == kInfinity<float>) continue;
-      const float error = of.dscore_sum[i] - static_cast<const float*>(results.dlse)[tile.index(i)];
+      const float error = of.dscore_sum[i] - lse_gradient<float>(results, tile.index(i));
       for (int side = kLeft; side <= kRight; ++side) {
         if (tile.hidden[side]) continue;
         dslopes_of[side] -= static_cast<double>(of.slope_sum[side][i] - error * of.reach_sum[side][i]);
@@ -335,7 +334,7 @@ struct BackwardAcross {
 inline Status backward_across(const Call& call, const Backward& results) {
   constexpr int64_t kEnoughTasks = 16;  // as in backward_as
   const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
-  for (int64_t head = 0; head < num_heads; ++head) {
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     static_cast<float*>(results.dleft)[head] = static_cast<float*>(results.dright)[head] = 0;
   }
   clear_unseen_gradients<float>(call, results);
@@ -357,13 +356,13 @@ inline Status backward_across(const Call& call, const Backward& results) {
   BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
                       num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, BackwardAcross::run_head, &task);
+    parallel(call, call.B * call.G, BackwardAcross::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(num_heads * num_parts, call.num_threads, BackwardAcross::run, &task);
-    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardAcross::collect, &task);
+    parallel(call, num_heads * num_parts, BackwardAcross::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardAcross::collect, &task);
   }
-  for (int64_t head = 0; head < num_heads; ++head) {
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     double totals[2] = {0, 0};
     for (int64_t part = 0; part < num_parts; ++part) {
       totals[kLeft] += dslopes.data[(head * num_parts + part) * 2 + kLeft];

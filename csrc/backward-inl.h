@@ -2,6 +2,11 @@
 //
 // The backward pass of one tile, over the blocks that forward visited, and the sums over tasks.
 
+template <typename W>
+LINBIAS_INLINE W lse_gradient(const Backward& results, int64_t at) {
+  return results.dlse ? static_cast<const W*>(results.dlse)[at] : W{0};
+}
+
 template <typename W, typename In>
 struct BackwardTask {
   const Call& call;
@@ -115,7 +120,7 @@ struct BackwardTask {
         dout[e] = given[e] * per_sum;
       }
       for (; e < packed.padded_E; ++e) dout[e] = 0;
-      scratch.delta[i] = (delta - static_cast<const W*>(results.dlse)[at]) * per_sum;
+      scratch.delta[i] = (delta - lse_gradient<W>(results, at)) * per_sum;
     }
   }
 
@@ -189,7 +194,7 @@ struct BackwardTask {
   void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
     for (int64_t i = 0; i < tile.rows; ++i) {
       if (scratch.row_sum[i] == 0) continue;  // no keys; NaN goes on
-      const W error = (scratch.dscore_sum[i] - static_cast<const W*>(results.dlse)[tile.index(i)]) / scratch.row_sum[i];
+      const W error = (scratch.dscore_sum[i] - lse_gradient<W>(results, tile.index(i))) / scratch.row_sum[i];
       for (int side = kLeft; side <= kRight; ++side) {
         if (tile.hidden[side]) continue;
         dslopes[side] -= static_cast<double>(scratch.slope_sum[side][i] - error * scratch.reach_sum[side][i]);
@@ -230,7 +235,7 @@ Status backward_as(const Call& call, const Backward& results) {
   // Enough tasks to share out, whatever the number of threads: the sums must not depend on it.
   constexpr int64_t kEnoughTasks = 16;
   const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
-  for (int64_t head = 0; head < num_heads; ++head) {
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
   clear_unseen_gradients<W>(call, results);
@@ -256,13 +261,13 @@ Status backward_as(const Call& call, const Backward& results) {
   BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
                            num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, BackwardTask<W, In>::run_head, &task);
+    parallel(call, call.B * call.G, BackwardTask<W, In>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(num_heads * num_parts, call.num_threads, BackwardTask<W, In>::run, &task);
-    parallel(call.B * call.G * packed.num_blocks, call.num_threads, BackwardTask<W, In>::collect, &task);
+    parallel(call, num_heads * num_parts, BackwardTask<W, In>::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<W, In>::collect, &task);
   }
-  for (int64_t head = 0; head < num_heads; ++head) {
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     double totals[2] = {0, 0};
     for (int64_t part = 0; part < num_parts; ++part) {
       totals[kLeft] += dslopes.data[(head * num_parts + part) * 2 + kLeft];

@@ -51,15 +51,22 @@ template <typename W, typename In>
 void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool measure_spread, W slack,
                    W* room) {
   const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
-  W squares[kKeys] = {}, entry_room[kKeys];
+  constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
+  W squares[kKeys], entry_room[kKeys];
+  Vector<W> ramp, totals[kVectors] = {};
+  for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
   for (int64_t d = 0; d < call.D; ++d) {
     const W* entries = key_entries<W, In>(call, head, block, d, entry_room);
-    for (int64_t i = 0; i < kKeys; ++i) {
-      const W difference = i < count ? entries[i] - head.center[d] : W{0};
-      room[d * kKeys + i] = difference;
-      squares[i] += difference * difference;
+    const Vector<W> center = broadcast(head.center[d]);
+#pragma GCC unroll 16
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector<W> difference = load(entries + j * kLanes) - center;
+      const Vector<W> kept = ramp < static_cast<W>(count - j * kLanes) ? difference : Vector<W>{};
+      store<W>(room + d * kKeys + j * kLanes, kept);
+      totals[j] += kept * kept;
     }
   }
+  __builtin_memcpy(squares, totals, sizeof squares);
   W found = 0, radius = 0;
   for (const W square : squares) found = larger_or_nan(found, square);
   const bool ordinary = is_ordinary(found);

@@ -365,16 +365,16 @@ Status decode_as(const Call& call, const Forward& results) {
                          ends.data + num_rows * 4};
   if (!call.key_bound) {
     const int64_t tasks = round_up(num_blocks, task.kBlocksAtOnce) / task.kBlocksAtOnce;
-    parallel(num_heads * tasks, call.num_threads, DecodeTask<W, In>::measure, &task);
+    parallel(call, num_heads * tasks, DecodeTask<W, In>::measure, &task);
     for (int64_t head = 0; head < num_heads; ++head) task.accumulate(head);
   }
-  parallel(num_rows, call.num_threads, DecodeTask<W, In>::run_near, &task);
+  parallel(call, num_rows, DecodeTask<W, In>::run_near, &task);
   task.parts[0] = 0;
   for (int64_t i = 0; i < num_rows * 2; ++i) {
     const int64_t count = i % 2 == kLeft ? task.begin[i] - task.end[i] : task.end[i] - task.begin[i];
     task.parts[i + 1] = task.parts[i] + round_up(count, kPartBlocks) / kPartBlocks;
   }
-  parallel(task.parts[num_rows * 2], call.num_threads, DecodeTask<W, In>::run_part, &task);
-  parallel(num_rows, 1, DecodeTask<W, In>::finish, &task);
+  parallel(call, task.parts[num_rows * 2], DecodeTask<W, In>::run_part, &task);
+  for (int64_t row = 0; row < num_rows; ++row) DecodeTask<W, In>::finish(&task, row, 0);
   return Status::ok;
 }

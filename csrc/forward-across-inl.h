@@ -249,10 +249,10 @@ inline Status forward_across(const Call& call, const Forward& results) {
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardAcross task{call, results, packed, pack, scratches.each.data, num_tiles, slack_of<float>(call.D)};
   if (packed.by_head) {
-    parallel(call.B * call.G, call.num_threads, ForwardAcross::run_head, &task);
+    parallel(call, call.B * call.G, ForwardAcross::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(call.B * call.H * num_tiles, call.num_threads, ForwardAcross::run, &task);
+    parallel(call, call.B * call.H * num_tiles, ForwardAcross::run, &task);
   }
   return Status::ok;
 }

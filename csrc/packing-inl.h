@@ -241,16 +241,16 @@ void pack_all(Pack& pack) {
   const int64_t parts = round_up(pack.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
   for (int64_t index = 0; index < num_heads; ++index) pack.set_up_head(index, index);
   const Task center = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->find_center(index); };
-  if (pack.packed.certify) parallel(num_heads, call.num_threads, center, &pack);
+  if (pack.packed.certify) parallel(call, num_heads, center, &pack);
   const Task blocks = [](void* context, int64_t task, int worker) {
     const Pack& self = *static_cast<Pack*>(context);
     const int64_t count = round_up(self.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
     const int64_t index = task / count, from = task % count * Pack::kBlocksAtOnce;
     self.pack(index, index, from, from + Pack::kBlocksAtOnce, worker);
   };
-  parallel(num_heads * parts, call.num_threads, blocks, &pack);
+  parallel(call, num_heads * parts, blocks, &pack);
   if (!pack.packed.certify) return;
   for (int64_t index = 0; index < num_heads; ++index) pack.find_largest(pack.packed.heads.data[index]);
   const Task bound = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->bound_tails(index, index); };
-  parallel(num_heads, call.num_threads, bound, &pack);
+  parallel(call, num_heads, bound, &pack);
 }

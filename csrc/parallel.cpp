@@ -36,6 +36,26 @@ struct Job {
   }
 };
 
+// Run a job on the caller's threads, of which there may be more or fewer than it asks for.
+void run_on(Team team, Job& job) {
+  struct Context {
+    Job& job;
+    std::atomic<int> joined{0};
+  } context{job};
+  team(
+      [](void* data) {
+        Context& context = *static_cast<Context*>(data);
+        const int worker = context.joined.fetch_add(1);
+        if (worker >= context.job.num_threads) return;
+        std::fenv_t own;
+        std::fegetenv(&own);
+        std::fesetenv(&context.job.environment);
+        context.job.work(worker);
+        std::fesetenv(&own);
+      },
+      &context, 0, 0);
+}
+
 class Pool {
  public:
   void run(Job& job) {
@@ -127,16 +147,21 @@ class Pool {
 };
 
 std::atomic<Pool*> shared_pool{nullptr};
+std::atomic<bool> forked{false};
 
-// The pool of this process. It is never destroyed: its threads may sleep in it until the very end. A process that was
-// forked off has none of the threads, and the lock may be held by one of them: it gets a pool of its own.
+// A process that was forked off has none of the threads: neither a team's, for which it would wait for ever, nor the
+// pool's, one of which may hold the lock.
+#if defined(LINBIAS_POSIX)
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+  shared_pool = nullptr;
+  forked = true;
+});
+#endif
+
+// The pool of this process. It is never destroyed: its threads may sleep in it until the very end.
 Pool& pool() {
   Pool* found = shared_pool.load();
   if (found) return *found;
-#if defined(LINBIAS_POSIX)
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { shared_pool = nullptr; });
-  (void)registered;
-#endif
   Pool* fresh = new Pool;
   if (shared_pool.compare_exchange_strong(found, fresh)) return *fresh;
   delete fresh;
@@ -145,11 +170,12 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel(std::int64_t num_tasks, int num_threads, Task run, void* context) {
-  Job job{run, context, num_tasks, static_cast<int>(std::min<std::int64_t>(num_threads, num_tasks))};
+void parallel(const Call& call, std::int64_t num_tasks, Task run, void* context) {
+  Job job{run, context, num_tasks, static_cast<int>(std::min<std::int64_t>(call.num_threads, num_tasks))};
   if (job.num_threads <= 1) return job.work(0);
   std::fegetenv(&job.environment);
-  pool().run(job);
+  if (call.team && !forked) run_on(call.team, job);
+  else pool().run(job);
 }
 
 }  // namespace linbias

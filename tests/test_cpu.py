@@ -2,6 +2,7 @@
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -275,13 +276,24 @@ def test_several_python_threads_may_call_at_once():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
-def test_a_fork_after_threads_can_call_on():
-    q, k, v = arrays(by_name("long"))
-    expected = cpu.attention(q, k, v, num_threads=2)
+def test_a_fork_after_threads_can_call_on(monkeypatch):
+    # PyTorch's own threads, and ours: a child has neither.
+    monkeypatch.setattr(core, "_WORK_PER_AWAKE_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    q, k, v = map(torch.from_numpy, arrays(by_name("long")))
+    calls = (
+        lambda: linbias.torch.attention(q, k, v, implementation="cpu"),
+        lambda: torch.from_numpy(cpu.attention(*(x.numpy() for x in (q, k, v)), num_threads=2)),
+    )
+    expected = [call() for call in calls]
+    assert torch_cpu._TEAM or not torch.backends.openmp.is_available()
     child = os.fork()
     if child == 0:
-        same = np.array_equal(cpu.attention(q, k, v, num_threads=2), expected)
+        signal.alarm(30)  # what waits for threads that are gone waits for ever
+        same = all(map(torch.equal, (call() for call in calls), expected))
         os._exit(0 if same else 1)
+    torch.set_num_threads(before)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -41,6 +41,7 @@ class Call:
         tolerance: float,
         seed: int = 0,
         num_threads: int = 1,
+        team: int = 0,
         precise: bool = False,
     ) -> None: ...
 
@@ -61,13 +62,13 @@ class Backward:
         self,
         *,
         dout: int,
-        dlse: int,
+        dlse: int = 0,
         saved: Forward,
         dq: int,
         dk: int,
         dv: int,
-        dleft: int,
-        dright: int,
+        dleft: int = 0,
+        dright: int = 0,
     ) -> None: ...
 
 def forward(call: Call, results: Forward) -> None: ...

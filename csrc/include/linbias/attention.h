@@ -18,6 +18,11 @@ struct Array {
   std::int64_t batch = 0, head = 0, row = 0;
 };
 
+// Threads of the caller's own: run work(data) on each of them, the calling thread among them, and return when all are
+// done. The last two arguments are 0. OpenMP's GOMP_parallel is such a function: where a framework shares out its
+// operations by that, its threads are awake, and further threads would wait for their turn.
+using Team = void (*)(void (*work)(void* data), void* data, unsigned num_threads, unsigned flags);
+
 // Key s stands at position s, query t of batch row b at query_start[b] + t.
 struct Call {
   DType dtype = DType::float32;
@@ -31,6 +36,7 @@ struct Call {
   double scale = 1, dropout = 0, tolerance = 0;
   std::uint32_t seed = 0;
   int num_threads = 1;   // clamped to [1, kLargestNumThreads]
+  Team team = nullptr;   // or null: threads that the core keeps
   bool precise = false;  // the result will be differentiated: `out` to float32 even where 16-bit products are faster
 };
 
@@ -70,12 +76,12 @@ struct Forward {
 // All arrays contiguous; dq, dk, dv are wide.
 struct Backward {
   const void* dout = nullptr;  // [B, H, T, E], wide
-  const void* dlse = nullptr;  // [B, H, T], wide
+  const void* dlse = nullptr;  // [B, H, T], wide; or null: zeros
   Forward saved;               // counts in `visited` are clamped to the blocks that there are
   void* dq = nullptr;          // [B, H, T, D]
   void* dk = nullptr;          // [B, G, S, D]
   void* dv = nullptr;          // [B, G, S, E]
-  void* dleft = nullptr;       // [B, H]
+  void* dleft = nullptr;       // [B, H]; or null, and dright with it: nobody asks
   void* dright = nullptr;      // [B, H]
 };
 

@@ -38,9 +38,9 @@ ABILITIES = Abilities(
     devices=("cpu",),
     largest_head=256,
 )
-# Below so many multiply-adds per thread, a second one gains less than it disturbs PyTorch's own threads, which spin
-# for a while after each operation: training on 128 tokens ran 7.7k tokens/s with one, 6.8k with two (2 cores).
-_WORK_PER_THREAD = 1 << 26
+# Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs. One that is awake, because it is
+# PyTorch's and spins after each operation, gains a quarter at 2^21 in all (2 cores).
+_WORK_PER_THREAD, _WORK_PER_AWAKE_THREAD = 1 << 26, 1 << 20
 
 
 def why_not(problem: Problem) -> str | None:
@@ -48,10 +48,13 @@ def why_not(problem: Problem) -> str | None:
     return WHY_MISSING or ABILITIES.lacks(problem)
 
 
-def num_threads(sizes: tuple[int, int, int, int, int, int, int], available: int) -> int:
+def num_threads(
+    sizes: tuple[int, int, int, int, int, int, int], available: int, awake: bool = False
+) -> int:
     """Threads that a call of these sizes (B H G T S D E) is worth, of those available."""
     B, H, _, T, S, D, E = sizes
-    return max(1, min(available, 1 + B * H * T * min(T, S) * (D + E) // _WORK_PER_THREAD))
+    enough = _WORK_PER_AWAKE_THREAD if awake else _WORK_PER_THREAD
+    return max(1, min(available, 1 + B * H * T * min(T, S) * (D + E) // enough))
 
 
 def num_tiles(T: int) -> int:

@@ -49,15 +49,17 @@ def _fill(inputs: Inputs, results: Results) -> None:
 
 
 def _fill_gradients(
-    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
     out, row_max, log_sum, visited = saved
     dq, dk, dv, dleft, dright = gradients
     for sums_of_tiles in (dk, dv, dleft, dright):
-        sums_of_tiles.zero_()
+        if sums_of_tiles is not None:
+            sums_of_tiles.zero_()
     # Weights are exp(score - row_max) times this; a row without a key has none.
     per_sum = torch.exp(-log_sum).masked_fill(log_sum == -torch.inf, 0.0)
-    delta = ((dout * out).sum(-1) - dlse) * per_sum
+    delta = (dout * out).sum(-1)
+    delta = (delta if dlse is None else delta - dlse) * per_sum
     dout = dout * per_sum[..., None]
     for group in _groups(inputs):
         sums = torch.zeros_like(group.k), torch.zeros_like(group.v)
@@ -67,8 +69,9 @@ def _fill_gradients(
             dq[here], dleft_tile, dright_tile = backward_tile(
                 group, tile, counts, dout[here], row_max[here], delta[here], *sums
             )
-            dleft[group.rows, group.heads] += dleft_tile
-            dright[group.rows, group.heads] += dright_tile
+            for total, part in ((dleft, dleft_tile), (dright, dright_tile)):
+                if total is not None:
+                    total[group.rows, group.heads] += part
         there = group.rows, group.kv_head, group.keys
         dk[there], dv[there] = sums
 

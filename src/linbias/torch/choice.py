@@ -1,5 +1,6 @@
 """Which implementation "auto" takes, and why."""
 
+import functools
 import math
 import re
 import types
@@ -43,20 +44,30 @@ def why_not_sdpa_first(problem: Problem) -> str | None:
         return "it does not give lse"
     if problem.T != problem.S:
         return "only as many queries as keys were measured"
-    target = core.target()
-    measured = _BY_KIND.get((target, problem.dtype, problem.gradients))
-    if measured is None:
-        return f"{problem.dtype} was not measured on {target}"
     size = max(problem.D, problem.E)
-    nearest = min(measured, key=lambda other: abs(math.log(other / size)))
-    if not size / 2 <= nearest <= size * 2:
-        return f"no head size near {size} was measured"
-    shortest, longest = measured[nearest]
+    lengths = _measured_lengths(core.target(), problem.dtype, problem.gradients, size)
+    if isinstance(lengths, str):
+        return lengths
+    shortest, longest = lengths
     if problem.T < shortest:
         return f"nothing shorter than {shortest} was measured"
     if problem.T > longest:
         return f"it was faster up to length {longest} only" if longest else "it was never faster"
     return None
+
+
+@functools.cache
+def _measured_lengths(
+    target: str | None, dtype: str, gradients: bool, size: int
+) -> tuple[int, int] | str:
+    """The entry of SDPA_IS_FASTER for the nearest head size, or why there is none."""
+    measured = _BY_KIND.get((target, dtype, gradients))
+    if measured is None:
+        return f"{dtype} was not measured on {target}"
+    nearest = min(measured, key=lambda other: abs(math.log(other / size)))
+    if not size / 2 <= nearest <= size * 2:
+        return f"no head size near {size} was measured"
+    return measured[nearest]
 
 
 _BY_KIND: dict[tuple[str | None, str, bool], dict[int, tuple[int, int]]] = {}

@@ -1,5 +1,8 @@
 """The compiled CPU core as PyTorch operators. What it computes, and how: csrc/attention-inl.h."""
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,23 @@ _DTYPES = (
 )
 
 
+def _team() -> int:
+    """The address of the function by which PyTorch shares out work, or 0 where it is not OpenMP's.
+
+    PyTorch's threads spin for a while after each operation, and threads of the core's own had to wait for them.
+    """
+    if not torch.backends.openmp.is_available():
+        return 0
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel  # in the libraries that PyTorch shares with all
+    except (AttributeError, OSError, TypeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+_TEAM = _team()
+
+
 def _fill(inputs: Inputs, results: Results) -> None:
     call, alive = _call(inputs)
     core.forward(call, _forward(results))
@@ -21,32 +41,35 @@ def _fill(inputs: Inputs, results: Results) -> None:
 
 
 def _fill_gradients(
-    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
     call, alive = _call(inputs)
     as_wide = inputs.left.dtype
     wide = gradients
     if inputs.q.dtype != as_wide:
         # out, and so its gradient, is narrow where forward did not expect to be differentiated.
-        saved = saved._replace(out=saved.out.to(as_wide))
-        wide = Gradients(*[torch.empty_like(x, dtype=as_wide) for x in gradients])
-    dout, dlse = dout.to(as_wide).contiguous(), dlse.contiguous()
+        saved, dout = saved._replace(out=saved.out.to(as_wide)), dout.to(as_wide)
+        arrays: list[Any] = [
+            x if x is None else torch.empty_like(x, dtype=as_wide) for x in gradients
+        ]
+        wide = Gradients(*arrays)
     core.backward(
         call,
         core.Backward(
-            dout=dout.data_ptr(),
-            dlse=dlse.data_ptr(),
+            dout=_address(dout, alive),
+            dlse=_address(dlse, alive),
             saved=_forward(saved),
             dq=wide.dq.data_ptr(),
             dk=wide.dk.data_ptr(),
             dv=wide.dv.data_ptr(),
-            dleft=wide.dleft.data_ptr(),
-            dright=wide.dright.data_ptr(),
+            dleft=_address(wide.dleft, alive),
+            dright=_address(wide.dright, alive),
         ),
     )
     if wide is not gradients:
         for gradient, computed in zip(gradients, wide, strict=True):
-            gradient.copy_(computed)
+            if gradient is not None and computed is not None:
+                gradient.copy_(computed)
     del alive
 
 
@@ -77,20 +100,19 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
     return first + near_first * keys, torch.minimum(first + near_end * keys, end), rows
 
 
-def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
-    """The call in addresses, and the tensors that have to live as long."""
-    q, k, v, left, right, key_range, query_start, key_bound = inputs[:8]
-    q, k, v = _readable(q), _readable(k), _readable(v)
+def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
+    """The call in addresses, and the copies of its arrays that have to live as long."""
+    q, k, v, left, right, key_range, query_start, key_bound, seed = inputs[:9]
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
-    left = left.expand(B, H).contiguous()
+    copies: list[Tensor] = []
     if right is not None:
-        right = right.expand(B, H).contiguous()
+        right = _of_batch(right, B)
     if key_range is not None:
-        key_range = key_range.to(torch.int64).contiguous()
+        key_range = key_range.to(torch.int64)
     if query_start is not None:
-        query_start = query_start.to(torch.int64).contiguous()
+        query_start = query_start.to(torch.int64)
     if key_bound is not None:
-        key_bound = key_bound.to(left.dtype).contiguous()
+        key_bound = key_bound.to(left.dtype)
     call = core.Call(
         dtype=_DTYPES[q.dtype],
         B=B,
@@ -100,22 +122,25 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor | None]]:
         S=S,
         D=D,
         E=E,
-        q=core.Array(q.data_ptr(), *q.stride()[:3]),
-        k=core.Array(k.data_ptr(), *k.stride()[:3]),
-        v=core.Array(v.data_ptr(), *v.stride()[:3]),
-        left=left.data_ptr(),
-        right=_address(right),
-        key_range=_address(key_range),
-        query_start=_address(query_start),
-        key_bound=_address(key_bound),
+        q=_array(q, copies),
+        k=_array(k, copies),
+        v=_array(v, copies),
+        left=_address(_of_batch(left, B), copies),
+        right=_address(right, copies),
+        key_range=_address(key_range, copies),
+        query_start=_address(query_start, copies),
+        key_bound=_address(key_bound, copies),
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
-        seed=0 if inputs.seed is None else int(inputs.seed),
-        num_threads=core.num_threads((B, H, G, T, S, D, E), torch.get_num_threads()),
+        seed=0 if seed is None else int(seed),
+        num_threads=core.num_threads(
+            (B, H, G, T, S, D, E), torch.get_num_threads(), awake=_TEAM != 0
+        ),
+        team=_TEAM,
         precise=inputs.precise,
     )
-    return call, [q, k, v, left, right, key_range, query_start, key_bound]
+    return call, copies
 
 
 def _forward(results: Results) -> "core.Forward":
@@ -129,10 +154,24 @@ def _forward(results: Results) -> "core.Forward":
     )
 
 
-def _readable(x: Tensor) -> Tensor:
-    """The array itself where its last stride is 1, whatever the others are."""
-    return x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous()
+def _array(x: Tensor, copies: list[Tensor]) -> "core.Array":
+    """Any strides but the last, which must be 1."""
+    batch, head, row, last = x.stride()
+    if last != 1 and x.shape[3] > 1:
+        x = x.contiguous()
+        copies.append(x)
+        batch, head, row, _ = x.stride()
+    return core.Array(x.data_ptr(), batch, head, row)
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _address(x: Tensor | None, copies: list[Tensor]) -> int:
+    if x is None:
+        return 0
+    x = x.contiguous()
+    copies.append(x)
+    return x.data_ptr()
+
+
+def _of_batch(slopes: Tensor, B: int) -> Tensor:
+    """Slopes [H] or [B, H] of every head of a batch."""
+    return slopes if slopes.dim() == 2 or B == 1 else slopes.expand(B, -1)

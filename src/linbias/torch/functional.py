@@ -150,7 +150,7 @@ def attention(
     if unknown:
         known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
         _checks.refuse_unknown("attention", unknown, known)
-    if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
+    if _is_nested(q) or _is_nested(k) or _is_nested(v):
         from linbias.torch import nested  # which is made of this function
 
         return nested.attention(
@@ -268,32 +268,23 @@ def prepare(
     lse: bool = False,
 ) -> tuple[Inputs, _checks.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
+    for name, array in given:
+        if not isinstance(array, Tensor):
+            describe(name, array, function)  # which refuses it
     q, k, v = autocast(q, k, v)
-    described = [describe(n, x, function) for n, x in zip("qkv", (q, k, v), strict=True)]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    left, right = (
-        None if slope is None else as_slopes(function, name, slope, wide, q.device)
-        for name, slope in (("left", left), ("right", right))
-    )
-    optional = [
-        None if array is None else describe(name, array, function)
-        for name, array in (
-            ("left", left),
-            ("right", right),
-            ("key_range", key_range),
-            ("query_start", query_start),
-            ("key_bound", key_bound),
-            ("mask", mask),
-        )
-    ]
+    if left is not None:
+        left = as_slopes(function, "left", left, wide, q.device)
+    if right is not None:
+        right = as_slopes(function, "right", right, wide, q.device)
     differentiated = torch.is_grad_enabled()
     slope_gradients = differentiated and (
         (left is not None and left.requires_grad) or (right is not None and right.requires_grad)
     )
     problem = _check(
         function,
-        *described,
-        *optional,
+        (q, k, v, left, right, key_range, query_start, key_bound, mask),
         causal=causal,
         scale=scale,
         dropout=dropout,
@@ -306,7 +297,8 @@ def prepare(
     )
     if not torch.compiler.is_compiling():
         _checks.warn_of_layout(function, problem)
-        _check_values(function, left, right, key_range, query_start, problem.S)
+        if not (left is None and right is None and key_range is None and query_start is None):
+            _check_values(function, left, right, key_range, query_start, problem.S)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     if not causal and right is None:
@@ -328,6 +320,10 @@ def last_end(key_range: Tensor) -> Tensor:
     """Where the ranges [B, G, 2] of each batch row end at last: [B], 0 where there are no heads."""
     ends = key_range[..., 1]
     return ends.amax(1) if ends.shape[1] else ends.sum(1)
+
+
+def _is_nested(array: object) -> bool:
+    return isinstance(array, Tensor) and array.is_nested
 
 
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
@@ -352,17 +348,39 @@ def _name(thing: torch.dtype | torch.device) -> str:
 _NAMES: dict[torch.dtype | torch.device, str] = {}
 
 
-def _check(*arguments: Any, **options: Any) -> _checks.Problem:
+_CHECKED = ("q", "k", "v", "left", "right", "key_range", "query_start", "key_bound", "mask")
+
+
+def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Problem:
     """`_checks.check`, whose answers are kept: most calls pose the same problem as one before."""
     if not torch.compiler.is_compiling():
         try:
-            return _kept_checks(*arguments, **options)
+            return _kept_check(function, *map(_signature, arrays), **options)
         except TypeError:
             pass  # a wrong kind of argument, to be refused below, or a size that is a symbol, which cannot be a key
-    return _checks.check(*arguments, **options)
+    described: list[Any] = [
+        None if array is None else describe(name, array, function)
+        for name, array in zip(_CHECKED, arrays, strict=True)
+    ]
+    return _checks.check(function, *described, **options)
 
 
-_kept_checks = functools.lru_cache(maxsize=256, typed=True)(_checks.check)
+def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    """What a rule may know of an array, as it comes: a key is looked up faster than names are."""
+    if array is None:
+        return None
+    if not isinstance(array, Tensor) or array.is_nested:
+        raise TypeError
+    return array.shape, array.dtype, array.device
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _kept_check(function: str, *signatures: Any, **options: Any) -> _checks.Problem:
+    described: list[Any] = [
+        None if x is None else _checks.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
+        for x in signatures
+    ]
+    return _checks.check(function, *described, **options)
 
 
 def as_slopes(
@@ -402,8 +420,6 @@ def _check_values(
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
-    if not all(isinstance(array, Tensor) for array in arrays):
-        return arrays  # the checks that follow say which is none
     device = arrays[0].device.type
     if not torch.is_autocast_enabled(device):
         return arrays

@@ -66,8 +66,8 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dleft: Tensor  # [B, H], wide
-    dright: Tensor
+    dleft: Tensor | None  # [B, H], wide; None where not asked for
+    dright: Tensor | None
 
 
 class Fill(Protocol):
@@ -75,8 +75,15 @@ class Fill(Protocol):
 
 
 class FillGradients(Protocol):
+    """dout has the dtype of `saved.out`; no dlse stands for zeros."""
+
     def __call__(
-        self, inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+        self,
+        inputs: Inputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: Results,
+        gradients: Gradients,
     ) -> None: ...
 
 
@@ -123,31 +130,27 @@ def define(
         num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
         wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
         out_like = left if wide else q
-        rows = torch.empty((B, H, T), dtype=left.dtype, device=left.device)
+        rows = left.new_empty((B, H, T))
         return Results(
             out_like.new_empty((B, H, T, v.shape[3])),
             rows,
             torch.empty_like(rows),
             torch.zeros(
-                B,
-                H,
-                num_tiles,
-                2,
+                (B, H, num_tiles, 2),
                 dtype=torch.int32,
-                device=q.device if visited_on_device else "cpu",
+                device=q.device if visited_on_device else _CPU,
             ),
         )
 
-    def empty_gradients(inputs: Inputs) -> Gradients:
+    def empty_gradients(inputs: Inputs, slopes: bool = True) -> Gradients:
         q, k, v, left = inputs[:4]
-        dslopes = left.new_empty(q.shape[:2])
         rows_first = torch.contiguous_format  # whatever the strides of q, k and v
         return Gradients(
             torch.empty_like(q, memory_format=rows_first),
             torch.empty_like(k, memory_format=rows_first),
             torch.empty_like(v, memory_format=rows_first),
-            dslopes,
-            torch.empty_like(dslopes),
+            left.new_empty(q.shape[:2]) if slopes else None,
+            left.new_empty(q.shape[:2]) if slopes else None,
         )
 
     def run_forward(inputs: Inputs) -> Results:
@@ -159,11 +162,16 @@ def define(
         with without_autocast(arguments[0].device):
             return run_forward(Inputs(*arguments))
 
-    def run_backward(dout: Tensor, dlse: Tensor, saved: Results, inputs: Inputs) -> Gradients:
-        gradients = empty_gradients(inputs)
+    def run_backward(
+        dout: Tensor, dlse: Tensor | None, saved: Results, inputs: Inputs, gradients: Gradients
+    ) -> Gradients:
         with without_autocast(inputs.q.device):
             fill_gradients(inputs, dout, dlse, saved, gradients)
         return gradients
+
+    def operate_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+        return run_backward(dout, dlse, saved, inputs, empty_gradients(inputs))
 
     forward = torch.library.custom_op(
         f"linbias::{name}_forward",
@@ -173,9 +181,7 @@ def define(
     )
     backward = torch.library.custom_op(
         f"linbias::{name}_backward",
-        lambda dout, dlse, *arguments: run_backward(
-            dout, dlse, Results(*arguments[:4]), Inputs(*arguments[4:])
-        ),
+        operate_backward,
         mutates_args=(),
         schema=f"(Tensor dout, Tensor dlse, {_parameters(Results)}, {_parameters(Inputs)}) -> {_returns(Gradients)}",
     )
@@ -185,6 +191,9 @@ def define(
     def lse_of(results: Results) -> Tensor:
         lse = results.row_max + results.log_sum
         return lse if unit == 1 else lse * unit
+
+    def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x if x.dtype == dtype else x.to(dtype)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
         arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
@@ -198,7 +207,7 @@ def define(
             inputs = inputs._replace(slope_gradients=True)
         return inputs, Results(*tensors[_NUM_ARRAYS:])
 
-    def for_arguments(inputs: Inputs, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
         dq, dk, dv, dleft, dright = gradients
         sides: list[Tensor | None] = [None, None]
         if inputs.slope_gradients:
@@ -237,23 +246,30 @@ def define(
             left: Tensor,
             right: Tensor | None,
             inputs: Inputs,
-        ) -> tuple[Tensor, Tensor]:
+            with_lse: bool,
+        ) -> Tensor | tuple[Tensor, Tensor]:
             # `inputs` holds the five, too, which are arguments for autograd to see.
             results = run_forward(inputs)
             save(ctx, inputs, results)
-            return results.out.to(q.dtype), lse_of(results)
+            out = as_dtype(results.out, q.dtype)
+            return (out, lse_of(results)) if with_lse else out
 
         @staticmethod
-        def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(
+            ctx: Any, dout: Tensor, dlse: Tensor | None = None
+        ) -> tuple[Tensor | None, ...]:
             inputs, results = saved(ctx)
-            dlog_sum = dlse if unit == 1 else dlse * unit
-            dout = dout.to(results.out.dtype)
+            dlog_sum = dlse if dlse is None or unit == 1 else dlse * unit
+            dout = as_dtype(dout, results.out.dtype)
             # Whoever wants a second derivative hears of it from the operator.
-            if torch.is_grad_enabled() or not unobserved(dout, dlse, *inputs[:3]):
+            if torch.is_grad_enabled() or not unobserved(dout, dlse):
+                if dlog_sum is None:
+                    dlog_sum = torch.zeros_like(results.log_sum)
                 gradients = backward(dout, dlog_sum, *results, *inputs)
             else:
-                gradients = run_backward(dout, dlog_sum, results, inputs)
-            return *for_arguments(inputs, gradients), None
+                gradients = empty_gradients(inputs, inputs.slope_gradients)
+                run_backward(dout, dlog_sum, results, inputs, gradients)
+            return *for_arguments(inputs, gradients), None, None
 
     def refuse(*_: Any) -> Any:
         raise NotImplementedError(
@@ -287,7 +303,8 @@ def define(
         arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
         if unobserved(*arrays):
             if inputs.precise:
-                return Direct.apply(*inputs[:5], inputs)
+                found = Direct.apply(*inputs[:5], inputs, with_lse)
+                return found if with_lse else (found, None)
             results = run_forward(inputs)
         elif not transforms.active():
             results = Results(*forward(*inputs))
@@ -298,7 +315,7 @@ def define(
             if transforms.forward_mode():  # the compiler would take the tangents for zero
                 refuse_forward_mode()
             results = Results(*forward(*inputs))
-        return results.out.to(inputs.q.dtype), lse_of(results) if with_lse else None
+        return as_dtype(results.out, inputs.q.dtype), lse_of(results) if with_lse else None
 
     return Operators(attention, forward)
 
@@ -306,10 +323,12 @@ def define(
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Where autocast is on, it would take the wide products back to 16 bits."""
     if not torch.is_autocast_enabled(device.type):
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.autocast(device.type, enabled=False)
 
 
+_CPU = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
 
 
@@ -321,7 +340,7 @@ def _parameters(record: type[Any]) -> str:
 
 
 def _returns(record: type[Any]) -> str:
-    return f"({', '.join(_SCHEMA_TYPES[hint] for hint in get_type_hints(record).values())})"
+    return f"({', '.join('Tensor' for _ in record._fields)})"
 
 
 _LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))

@@ -128,18 +128,20 @@ def _fill(inputs: Inputs, results: Results) -> None:
 
 
 def _fill_gradients(
-    inputs: Inputs, dout: Tensor, dlse: Tensor, saved: Results, gradients: Gradients
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
     from linbias.kernels.triton.backward import backward
 
     call = _call(inputs)
     for gradient in gradients:
-        gradient.zero_()  # some programs have nothing to write
+        if gradient is not None:
+            gradient.zero_()  # some programs have nothing to write
     asked: dict[str, Any] = gradients._asdict()
     if not inputs.slope_gradients:
         asked |= {"dleft": None, "dright": None}
     with _on(call.q):
-        backward(call, _small_strides(dout), dlse.contiguous(), **saved._asdict(), **asked)
+        dlse = torch.zeros_like(saved.row_max) if dlse is None else dlse.contiguous()
+        backward(call, _small_strides(dout), dlse, **saved._asdict(), **asked)
 
 
 operators = operator.define(
