@@ -87,7 +87,7 @@ def write_existing_models(folder: Path) -> None:
     )
 
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import BaichuanConfig, BaichuanForCausalLM
+    from linbias.models import BaichuanConfig, BaichuanForCausalLM, JaisConfig, JaisForCausalLM
     from linbias.transformers import LinbiasBertConfig, LinbiasBertForMaskedLM
     from linbias.transformers.encoders.original import to_original
 
@@ -109,6 +109,9 @@ def write_existing_models(folder: Path) -> None:
                 vocab_size=256, hidden_size=32, intermediate_size=48, num_attention_heads=4,
                 num_hidden_layers=1, normalize_head=True,
             )
+        ),
+        "inceptionai/jais-13b": JaisForCausalLM(
+            JaisConfig(vocab_size=256, n_embd=32, n_head=4, n_layer=1)
         ),
     }  # fmt: skip
     for name, model in decoders.items():

@@ -1,7 +1,7 @@
 """Language models: importing this makes all families known to Transformers' Auto classes.
 
 `LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's, and
-`BaichuanForCausalLM` reads the released Baichuan models with ALiBi.
+`BaichuanForCausalLM`, `JaisForCausalLM` and `BtlmForCausalLM` read released models with ALiBi.
 """
 
 from linbias import _extras
@@ -12,6 +12,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
 from linbias.models.config import LinbiasConfig
+from linbias.models.jais import (
+    BtlmConfig,
+    BtlmForCausalLM,
+    BtlmModel,
+    JaisConfig,
+    JaisForCausalLM,
+    JaisModel,
+)
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasModel
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
@@ -20,6 +28,8 @@ for _config, _base, _language_model in (
     (LinbiasConfig, LinbiasModel, LinbiasForCausalLM),
     (PaperConfig, PaperModel, PaperForCausalLM),
     (BaichuanConfig, BaichuanModel, BaichuanForCausalLM),
+    (JaisConfig, JaisModel, JaisForCausalLM),
+    (BtlmConfig, BtlmModel, BtlmForCausalLM),
 ):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _base, exist_ok=True)
@@ -29,6 +39,12 @@ __all__ = [
     "BaichuanConfig",
     "BaichuanForCausalLM",
     "BaichuanModel",
+    "BtlmConfig",
+    "BtlmForCausalLM",
+    "BtlmModel",
+    "JaisConfig",
+    "JaisForCausalLM",
+    "JaisModel",
     "LinbiasConfig",
     "LinbiasForCausalLM",
     "LinbiasModel",
