@@ -1,7 +1,7 @@
 """What the decoders of all families share: everything but embedding, blocks, norms and their names.
 
 A family's model is a `Decoder` with a few attributes and two methods of its own; each of its blocks has a
-`SelfAttention` that projects in the family's way. `linbias.py` and `paper.py` are the two families.
+`SelfAttention` that projects in the family's way. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
 """
 
 from typing import Any, ClassVar
