@@ -53,7 +53,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             f"it), got {corpus.tokenizer.vocab_size:,} tokens of another tokenizer"
         )
     length = settings.length
-    if before.position == "learned":
+    if before.method == "learned":
         if length > before.train_length:
             raise ValueError(
                 f"TrainSettings: length must be at most {before.train_length}, the rows of init's "
