@@ -1,8 +1,10 @@
 """The commands for language models: train, evaluate, generate."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -39,6 +41,7 @@ from linbias.cli.options import (
     Seed,
     Steps,
     Stride,
+    Task,
     Tensorboard,
     Threads,
     TokenizerOrKept,
@@ -59,6 +62,7 @@ from linbias.data import SPLITS
 
 def train(
     output: RunFolder = Path("output/train"),
+    task: Task = "causal",
     init: Init = None,
     position: PositionOrKept = None,
     fields: Fields = None,
@@ -94,23 +98,27 @@ def train(
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
+    [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
     from linbias.lm.settings import TrainSettings
 
     model = parse_fields(fields)
+    masked = task == "masked"
+    method = "encoder_position" if masked else "position"
     if init is None:
-        model["position"] = given_or(position, "alibi")
+        model[method] = given_or(position, "symmetric" if masked else "alibi")
         length = given_or(length, TrainSettings.length)
     else:
         from linbias.lm.initial import config_of
 
         refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
-        model |= {} if position is None else {"position": position}
+        model |= {} if position is None else {method: position}
         length = given_or(length, config_of(str(init)).train_length)
     settings = TrainSettings(
         model=model,
         length=length,
+        task=task,
         batch_size=batch_size,
         accumulation=accumulation,
         **budget(steps, tokens, seconds, default=1000),
@@ -147,7 +155,7 @@ def train(
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {metrics.loss:.3f} nats per token"
+        f"loss {metrics.loss:.3f} nats per {'masked ' * masked}token"
         + ("" if validated is None else f", {validated:.3f} on the validation split"),
         soft_wrap=True,
     )
@@ -179,7 +187,8 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text, at any length. Works with every causal model.
+    """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
+    train --task masked made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
@@ -187,7 +196,6 @@ def evaluate(
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
-    from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
@@ -201,6 +209,7 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
+        measure = _measure(loaded, model, text)
         results = []
         for tokens in lengths or (default_length(loaded),):
             with bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance:
@@ -209,7 +218,6 @@ def evaluate(
                     text.ids,
                     length=tokens,
                     stride=stride,
-                    num_bytes=text.num_bytes,
                     batch_tokens=batch_tokens,
                     limit_tokens=limit_tokens,
                     precision=precision,
@@ -227,7 +235,27 @@ def evaluate(
     if as_json:
         shared = {"model": model, "corpus": corpus, "split": text.split}
         print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
-        return
+    elif hasattr(results[0], "num_scored"):
+        _print_masked(text, results)
+    else:
+        _print_causal(text, results)
+
+
+def _measure(loaded: Any, model: str, text: Any) -> Callable[..., Any]:
+    """What scores a model of this kind on the text."""
+    from linbias.lm.evaluate import evaluate
+    from linbias.models import LinbiasForMaskedLM
+
+    if not isinstance(loaded, LinbiasForMaskedLM):
+        return partial(evaluate, num_bytes=text.num_bytes)
+    from linbias.data.masked import MaskTokens
+    from linbias.data.tokenizers import Tokenizer
+    from linbias.lm.masked import evaluate_masked
+
+    return partial(evaluate_masked, tokens=MaskTokens.of(Tokenizer.load(model)))
+
+
+def _print_causal(text: Any, results: list[Any]) -> None:
     out.print(escape(text.describe(results[0].num_tokens)), soft_wrap=True)
     table = number_table(
         *("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
@@ -240,6 +268,31 @@ def evaluate(
             f"{r.perplexity:,.3f}",
             f"{r.bits_per_byte:.4f}",
             f"{r.num_tokens:,}",
+            f"{r.tokens_per_second:,.0f}",
+            mebibytes(r.peak_memory_bytes),
+        )
+    out.print(table)
+
+
+def _print_masked(text: Any, results: list[Any]) -> None:
+    out.print(
+        escape(
+            f"{text.name}: masked and scored {results[0].num_scored:,} of {results[0].num_tokens:,} "
+            "tokens, the same ones at every length"
+        ),
+        soft_wrap=True,
+    )
+    table = number_table(
+        *("length", "stride", "nll", "perplexity", "accuracy", "masked", "tokens/s", "memory")
+    )
+    for r in results:
+        table.add_row(
+            f"{r.length:,}",
+            "-" if r.stride is None else f"{r.stride:,}",
+            f"{r.nll:.4f}",
+            f"{r.perplexity:,.3f}",
+            f"{r.accuracy:.1%}",
+            f"{r.num_scored:,}",
             f"{r.tokens_per_second:,.0f}",
             mebibytes(r.peak_memory_bytes),
         )
