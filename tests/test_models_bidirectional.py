@@ -124,6 +124,27 @@ def test_interpolated_slopes_follow_the_tokens_of_each_row(name: str) -> None:
     assert not torch.allclose(alone, plain.attend(*(x[1:, :, 3:11] for x in (q, k, v))))
 
 
+@pytest.mark.parametrize("length", [4, 6, 7, 14, 15, 16, 31])  # at once, by a mask, in blocks of 5
+def test_a_window_is_the_same_however_it_runs(length: int) -> None:
+    method = make("window")
+    q, k, v = (torch.randn(2, heads, length, 6, dtype=torch.float64) for heads in (4, 2, 2))
+    ends = torch.tensor([[0, length], [1, length - 1]])
+    for options in (AttendOptions(), AttendOptions(ends, torch.zeros(2, dtype=torch.int64))):
+        expected = method.weights(q, k, options) @ v.repeat_interleave(2, dim=1)
+        assert_same(method.attend(q, k, v, options)[:, :, 1:-1], expected[:, :, 1:-1])
+
+
+@every_method
+@torch.no_grad()
+def test_only_some_methods_tell_left_from_right(name: str) -> None:
+    model, ids = build(name), tokens(1, 13)
+    logits, mirrored = model(ids).logits, model(ids.flip(1)).logits.flip(1)
+    if name in ("symmetric", "window", "none"):
+        assert_same(mirrored, logits)
+    else:
+        assert not torch.allclose(mirrored, logits)
+
+
 def test_random_slopes_are_those_of_the_discussion_and_stay() -> None:
     method = METHODS["random"](settings(hidden_size=4000, num_attention_heads=2000))
     for side in (method.left, method.right):

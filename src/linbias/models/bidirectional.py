@@ -232,6 +232,20 @@ class LocalWindow(Sloped):
         if S <= window + 1:  # nothing is hidden
             return super().attend(q, k, v, options)
         slopes, _ = self.slopes(q, S, options.key_range)
+        if S <= 3 * window:  # fewer scores than in blocks
+            steps = torch.arange(S, device=q.device)
+            return attention(
+                q,
+                k,
+                v,
+                slopes,
+                causal=False,
+                key_range=options.key_range,
+                query_start=options.query_start,
+                mask=(steps[:, None] - steps).abs() <= window,
+                dropout=options.dropout,
+                implementation=self._implementation,
+            )
         count = math.ceil(S / window)
         behind = count * window - S
         blocks = pad(q, (0, 0, 0, behind)).unflatten(2, (count, window))
