@@ -1,8 +1,6 @@
 """The commands for language models: train, evaluate, generate."""
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,7 +194,9 @@ def evaluate(
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
+    from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
+    from linbias.models import LinbiasForMaskedLM
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
     from linbias.runs.processes import choose_device, joined
@@ -209,7 +209,15 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
-        measure = _measure(loaded, model, text)
+        if isinstance(loaded, LinbiasForMaskedLM):
+            _evaluate_masked(
+                *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
+                stride=stride,
+                batch_tokens=batch_tokens,
+                limit_tokens=limit_tokens,
+                precision=precision,
+            )
+            return
         results = []
         for tokens in lengths or (default_length(loaded),):
             with bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance:
@@ -218,6 +226,7 @@ def evaluate(
                     text.ids,
                     length=tokens,
                     stride=stride,
+                    num_bytes=text.num_bytes,
                     batch_tokens=batch_tokens,
                     limit_tokens=limit_tokens,
                     precision=precision,
@@ -235,27 +244,7 @@ def evaluate(
     if as_json:
         shared = {"model": model, "corpus": corpus, "split": text.split}
         print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
-    elif hasattr(results[0], "num_scored"):
-        _print_masked(text, results)
-    else:
-        _print_causal(text, results)
-
-
-def _measure(loaded: Any, model: str, text: Any) -> Callable[..., Any]:
-    """What scores a model of this kind on the text."""
-    from linbias.lm.evaluate import evaluate
-    from linbias.models import LinbiasForMaskedLM
-
-    if not isinstance(loaded, LinbiasForMaskedLM):
-        return partial(evaluate, num_bytes=text.num_bytes)
-    from linbias.data.masked import MaskTokens
-    from linbias.data.tokenizers import Tokenizer
-    from linbias.lm.masked import evaluate_masked
-
-    return partial(evaluate_masked, tokens=MaskTokens.of(Tokenizer.load(model)))
-
-
-def _print_causal(text: Any, results: list[Any]) -> None:
+        return
     out.print(escape(text.describe(results[0].num_tokens)), soft_wrap=True)
     table = number_table(
         *("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
@@ -274,14 +263,38 @@ def _print_causal(text: Any, results: list[Any]) -> None:
     out.print(table)
 
 
-def _print_masked(text: Any, results: list[Any]) -> None:
-    out.print(
-        escape(
-            f"{text.name}: masked and scored {results[0].num_scored:,} of {results[0].num_tokens:,} "
-            "tokens, the same ones at every length"
-        ),
-        soft_wrap=True,
-    )
+def _evaluate_masked(
+    loaded: Any,
+    model: str,
+    text: Any,
+    lengths: tuple[int, ...],
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """What `evaluate` does with a masked model."""
+    from linbias.data.masked import MaskTokens
+    from linbias.data.tokenizers import Tokenizer
+    from linbias.lm.masked import evaluate_masked
+
+    tokens, speaks = MaskTokens.of(Tokenizer.load(model)), is_first_process()
+    results = []
+    for length in lengths:
+        with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
+            results.append(
+                evaluate_masked(
+                    loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
+                )
+            )
+    if not speaks:
+        return
+    if as_json:
+        shared = {"model": model, "corpus": text.name, "split": text.split}
+        print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
+        return
+    scored, read = results[0].num_scored, results[0].num_tokens
+    words = f"masked and scored {scored:,} of {read:,} tokens, the same ones at every length"
+    out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
     table = number_table(
         *("length", "stride", "nll", "perplexity", "accuracy", "masked", "tokens/s", "memory")
     )
