@@ -73,7 +73,8 @@ class Sloped(Position):
         """Return the slopes of one call, scaled as the configuration asks: [H], or [B, H] where rows differ."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         left, right = self.sides(dtype, q.device)
-        return tuple(self._scale.scaled(side, num_keys, key_range) for side in (left, right))  # type: ignore[return-value]
+        scaled = self._scale.scaled
+        return scaled(left, num_keys, key_range), scaled(right, num_keys, key_range)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
@@ -93,10 +94,21 @@ class Sloped(Position):
         )
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+        return self._weights_where(None, q, k, options)
+
+    def _weights_where(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, options: AttendOptions
+    ) -> Tensor:
         left, right = self.slopes(q, k.shape[2], options.key_range)
-        placement = options.key_range, options.query_start
         return attention_weights(
-            q, k, left, causal=False, right=right, key_range=placement[0], query_start=placement[1]
+            q,
+            k,
+            left,
+            causal=False,
+            right=right,
+            key_range=options.key_range,
+            query_start=options.query_start,
+            mask=mask,
         )
 
 
@@ -232,19 +244,22 @@ class LocalWindow(Sloped):
         if S <= window + 1:  # nothing is hidden
             return super().attend(q, k, v, options)
         slopes, _ = self.slopes(q, S, options.key_range)
+        running: dict[str, Any] = {
+            "causal": False,
+            "dropout": options.dropout,
+            "implementation": self._implementation,
+        }
+        steps = torch.arange(min(S, 3 * window), device=q.device)
         if S <= 3 * window:  # fewer scores than in blocks
-            steps = torch.arange(S, device=q.device)
             return attention(
                 q,
                 k,
                 v,
                 slopes,
-                causal=False,
                 key_range=options.key_range,
                 query_start=options.query_start,
                 mask=(steps[:, None] - steps).abs() <= window,
-                dropout=options.dropout,
-                implementation=self._implementation,
+                **running,
             )
         count = math.ceil(S / window)
         behind = count * window - S
@@ -257,32 +272,22 @@ class LocalWindow(Sloped):
         key_range = (torch.stack([first, end], dim=-1)[:, None] - starts[:, None]).clamp(
             0, 3 * window
         )
-        steps = torch.arange(3 * window, device=q.device)
         near = (steps[:window, None] + window - steps).abs() <= window
         out = attention(
             blocks.transpose(1, 2).flatten(0, 1),
             k.permute(0, 2, 1, 4, 3).flatten(0, 1),
             v.permute(0, 2, 1, 4, 3).flatten(0, 1),
             slopes if slopes.dim() == 1 else slopes.repeat_interleave(count, dim=0),
-            causal=False,
             key_range=key_range.flatten(0, 1),
             query_start=torch.full((B * count,), window, device=q.device),
             mask=near,
-            dropout=options.dropout,
-            implementation=self._implementation,
+            **running,
         )
         return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        left, right = self.slopes(q, k.shape[2], options.key_range)
         near = distances_of(q, k, options).abs() <= self._window
-        placement: dict[str, Any] = {
-            "key_range": options.key_range,
-            "query_start": options.query_start,
-        }
-        return attention_weights(
-            q, k, left, causal=False, right=right, mask=near[:, None], **placement
-        )
+        return self._weights_where(near[:, None], q, k, options)
 
 
 class Method(Protocol):
