@@ -69,6 +69,7 @@ MEANINGS = {
     "--stride": "tokens by which a window moves",
     "--symmetric": "show later keys",
     "--t-mult": "factor on the length of further cosines",
+    "--task": "what a model learns to predict",
     "--temperature": "divisor of logits",
     "--tensorboard": "write a TensorBoard log",
     "--text": "one text for a model to read",

@@ -439,7 +439,7 @@ BAD_SETTINGS = [
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),
     ("model must be without vocab_size and train_length", {"model": {"vocab_size": 3}}),
     ("model must be made of LinbiasConfig's fields, got 'depth'; there are attention_dropout, .*"
-     "use_cache$", {"model": {"depth": 3}}),
+     "window$", {"model": {"depth": 3}}),
     (r"model must be .* got 'heads' \(perhaps num_attention_heads or num_key_value_heads\); there "
      "are", {"model": {"heads": 3}}),
     (r"model must be .* got 'hiden_size' \(perhaps hidden_size or head_size\);", {"model": {"hiden_size": 3}}),

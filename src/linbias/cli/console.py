@@ -61,6 +61,8 @@ def _by_option(line: str, command: Any) -> str:
     if "fields" in options:  # --set, which sets any field of the model
         others = {name: f"{options['fields']} {name}" for name in names}
         options = {**others, **options, "model": options["fields"]}
+    if "position" in options:
+        options["encoder_position"] = options["position"]
     options["train_length"] = options.get("length", options.get("train_lengths", "--length"))
     if not all(name in options for name in names):
         return line

@@ -4,7 +4,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -41,6 +41,7 @@ from linbias.cli.options import (
     Seed,
     Steps,
     Stride,
+    Task,
     Tensorboard,
     Threads,
     TokenizerOrKept,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
 def train(
     output: RunFolder = Path("output/train"),
+    task: Task = "causal",
     init: Init = None,
     position: PositionOrKept = None,
     fields: Fields = None,
@@ -100,23 +102,27 @@ def train(
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
+    [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
     from linbias.lm.settings import TrainSettings
 
     model = parse_fields(fields)
+    masked = task == "masked"
+    method = "encoder_position" if masked else "position"
     if init is None:
-        model["position"] = given_or(position, "alibi")
+        model[method] = given_or(position, "symmetric" if masked else "alibi")
         length = given_or(length, TrainSettings.length)
     else:
         from linbias.lm.initial import config_of
 
         refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
-        model |= {} if position is None else {"position": position}
+        model |= {} if position is None else {method: position}
         length = given_or(length, config_of(str(init)).train_length)
     settings = TrainSettings(
         model=model,
         length=length,
+        task=task,
         batch_size=batch_size,
         accumulation=accumulation,
         **budget(steps, tokens, seconds, default=1000),
@@ -153,7 +159,7 @@ def train(
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {metrics.loss:.3f} nats per token"
+        f"loss {metrics.loss:.3f} nats per {'masked ' * masked}token"
         + ("" if validated is None else f", {validated:.3f} on the validation split"),
         soft_wrap=True,
     )
@@ -203,7 +209,8 @@ def evaluate(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text, at any length. Works with every causal model.
+    """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
+    train --task masked made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
@@ -214,6 +221,7 @@ def evaluate(
     """
     from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
+    from linbias.models import LinbiasForMaskedLM
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
     from linbias.models.scale import with_slopes
@@ -228,6 +236,17 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
+        if isinstance(loaded, LinbiasForMaskedLM):
+            if fuse or scales is not None:
+                raise ValueError("evaluate: --fuse and --slope-scale are for causal models")
+            _evaluate_masked(
+                *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
+                stride=stride,
+                batch_tokens=batch_tokens,
+                limit_tokens=limit_tokens,
+                precision=precision,
+            )
+            return
         kept = None if fuse else getattr(loaded.config, "slope_scale", None)
         choices = scales or (kept,)
 
@@ -301,6 +320,55 @@ def _print_evaluations(
 
 def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
+
+
+def _evaluate_masked(
+    loaded: Any,
+    model: str,
+    text: Any,
+    lengths: tuple[int, ...],
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """What `evaluate` does with a masked model."""
+    from linbias.data.masked import MaskTokens
+    from linbias.data.tokenizers import Tokenizer
+    from linbias.lm.masked import evaluate_masked
+
+    tokens, speaks = MaskTokens.of(Tokenizer.load(model)), is_first_process()
+    results = []
+    for length in lengths:
+        with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
+            results.append(
+                evaluate_masked(
+                    loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
+                )
+            )
+    if not speaks:
+        return
+    if as_json:
+        shared = {"model": model, "corpus": text.name, "split": text.split}
+        print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
+        return
+    scored, read = results[0].num_scored, results[0].num_tokens
+    words = f"masked and scored {scored:,} of {read:,} tokens, the same ones at every length"
+    out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
+    table = number_table(
+        *("length", "stride", "nll", "perplexity", "accuracy", "masked", "tokens/s", "memory")
+    )
+    for r in results:
+        table.add_row(
+            f"{r.length:,}",
+            "-" if r.stride is None else f"{r.stride:,}",
+            f"{r.nll:.4f}",
+            f"{r.perplexity:,.3f}",
+            f"{r.accuracy:.1%}",
+            f"{r.num_scored:,}",
+            f"{r.tokens_per_second:,.0f}",
+            mebibytes(r.peak_memory_bytes),
+        )
+    out.print(table)
 
 
 def generate(

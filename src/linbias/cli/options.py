@@ -91,9 +91,13 @@ Init = Annotated[
 ]
 # With --init, these are the model's.
 _POSITIONS = "alibi, sinusoidal, learned, rotary, t5 or none"
+_ENCODER_POSITIONS = "symmetric, directional, asymmetric, random, littlebird, window, sinusoidal, learned, rotary, t5 or none"
 PositionOrKept = Annotated[
     str | None,
-    typer.Option(help=f"{_POSITIONS}. Default: alibi.", rich_help_panel="Model"),
+    typer.Option(
+        help=f"{_POSITIONS}. Default: alibi. With --task masked: {_ENCODER_POSITIONS}. Default: symmetric.",
+        rich_help_panel="Model",
+    ),
 ]
 TokenizerOrKept = Annotated[
     str | None, text_option("'bytes', or 'bpe' learned from the text. Default: bytes.")
@@ -121,6 +125,12 @@ PresetSteps = Annotated[
     training_option("Updates of the weights; warmup and cosine keep their shares."),
 ]
 Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
+Task = Annotated[
+    str,
+    training_option(
+        "'causal': the next token; 'masked': masked tokens, from those on both sides."
+    ),
+]
 LengthOrKept = Annotated[
     int | None, training_option("Tokens per sequence. Default: 128, or as --init was trained.")
 ]

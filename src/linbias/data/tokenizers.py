@@ -4,8 +4,8 @@ Both are byte-level: every text has an encoding and decodes to itself, and there
 "unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
 (`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
 
-Three bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
-text and 3 (ETX) ends one. Nothing adds them to a text unasked.
+Four bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
+text, 3 (ETX) ends one and 26 (SUB) stands for a masked token. Nothing adds them to a text unasked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
-_ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3"}
+_MASK = "\x1a"
+_ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
 # The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
 # in memory. So a text goes to it in batches of pieces, each of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -62,7 +63,12 @@ class Tokenizer:
     def special_ids(self) -> dict[str, int]:
         """The ids of padding, begin and end of a text, by the names of a model's configuration."""
         ids = {f"{role}_id": self.backend.token_to_id(token) for role, token in _ROLES.items()}
-        return {role: id for role, id in ids.items() if id is not None}
+        return {role: id for role, id in ids.items() if id is not None and role != "mask_token_id"}
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id of the token that stands for a masked one; None where there is none."""
+        return self.backend.token_to_id(_MASK)
 
     def encode(self, text: str | bytes) -> TokenIds:
         """Encodes text.

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from linbias.data.reading import Window, check_tokens, equal_windows
 from linbias.models.limits import able_to_read, position_limit
+from linbias.models.linbias import LinbiasForMaskedLM
 from linbias.models.paper import PaperForCausalLM
 from linbias.runs import PRECISIONS
 from linbias.runs.files import Record
@@ -43,7 +44,7 @@ from linbias.runs.memory import PeakMemory
 from linbias.runs.processes import max_over_all, num_processes, rank, sum_over_all
 
 # Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
-_MAX_LOGITS = 2**24
+MAX_LOGITS = 2**24
 # What the products of each precision are computed in; the sums of losses are always float32 and float64.
 _DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
@@ -206,7 +207,7 @@ def evaluate(
     try:
         with (
             PeakMemory(model.device) as memory,
-            _computing_in(model, precision),
+            computing_in(model, precision),
             able_to_read(model, min(length, num_tokens)),
             torch.inference_mode(),
         ):
@@ -249,6 +250,10 @@ def _check(
     batch_tokens: int,
     limit_tokens: int | None,
 ) -> None:
+    if isinstance(model, LinbiasForMaskedLM):
+        raise ValueError(
+            "evaluate: model must be causal, got one that sees later tokens (evaluate_masked scores it)"
+        )
     check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
     for name, value in [
         ("length", length),
@@ -268,7 +273,7 @@ def _check(
 
 
 @contextmanager
-def _computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
+def computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
     """Computes matrix products in a precision, on float32 weights; None changes nothing."""
     if precision is None:
         yield
@@ -302,7 +307,7 @@ def _batches(
     """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
     if not head_is_separate:  # all logits of a batch are held at once
         vocab_size = model.config.get_text_config().vocab_size
-        batch_tokens = min(batch_tokens, _MAX_LOGITS // vocab_size)
+        batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
     for batch in equal_windows(windows(num_tokens, length, stride), batch_tokens):
         tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
         rows = torch.from_numpy(tokens).to(model.device)
@@ -341,7 +346,7 @@ def _losses(
         input_ids=inputs, use_cache=False, return_dict=True
     ).last_hidden_state[:, -keep:]
     head: nn.Module = model.get_output_embeddings()
-    part_rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
+    part_rows = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
     parts = zip(
         torch.split(hidden.reshape(rows * keep, -1), part_rows),
         torch.split(targets.reshape(-1), part_rows),

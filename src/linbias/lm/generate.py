@@ -53,6 +53,10 @@ def generate(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
     model, tokenizer = load_model(path), load_tokenizer(path)
+    if not model.can_generate():
+        raise ValueError(
+            f"generate: model must be causal, got {path}, which tells masked tokens from both sides"
+        )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)

@@ -16,7 +16,7 @@ from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
 from linbias.models.config import LinbiasConfig
-from linbias.models.linbias import LinbiasForCausalLM
+from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.load import load_model
 from linbias.runs.files import fingerprint
 
@@ -35,12 +35,18 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     """
     if settings.init is None:
         return LinbiasConfig(
+            **_defaults(settings),
             **settings.model,
             vocab_size=corpus.tokenizer.vocab_size,
             train_length=settings.length,
             **corpus.tokenizer.special_ids,
         )
     before = config_of(settings.init)
+    if (before.encoder_position is None) != (settings.task == "causal"):
+        raise ValueError(
+            f"TrainSettings: task must be that of the model of init, got {settings.task!r} "
+            f"(its position method is {before.method!r})"
+        )
     for name, value in settings.model.items():
         if name not in _MAY_DIFFER and value != getattr(before, name):
             raise ValueError(
@@ -53,7 +59,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             f"it), got {corpus.tokenizer.vocab_size:,} tokens of another tokenizer"
         )
     length = settings.length
-    if before.position == "learned":
+    if before.method == "learned":
         if length > before.train_length:
             raise ValueError(
                 f"TrainSettings: length must be at most {before.train_length}, the rows of init's "
@@ -64,9 +70,18 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     return LinbiasConfig.from_dict({**before.to_dict(), **changes})
 
 
-def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LinbiasForCausalLM:
+def _defaults(settings: TrainSettings) -> dict[str, str]:
+    """Fields of the configuration that follow from the task, unless `settings.model` has them."""
+    masked = settings.task == "masked" and "encoder_position" not in settings.model
+    return {"encoder_position": "symmetric"} if masked else {}
+
+
+def initial_model(
+    settings: TrainSettings, config: LinbiasConfig
+) -> LinbiasForCausalLM | LinbiasForMaskedLM:
     """The model before its first step, in the state of PyTorch's random numbers."""
-    model = LinbiasForCausalLM(config)
+    kind = LinbiasForCausalLM if settings.task == "causal" else LinbiasForMaskedLM
+    model: LinbiasForCausalLM | LinbiasForMaskedLM = kind(config)
     if settings.init is not None:
         model.load_state_dict(load_model(settings.init, device="cpu").state_dict())
     return model

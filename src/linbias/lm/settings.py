@@ -9,6 +9,7 @@ from typing import Any
 from linbias.lm.methods import NAMES
 from linbias.runs import DEVICES, PRECISIONS
 
+TASKS = ("causal", "masked")
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 
@@ -21,7 +22,10 @@ class TrainSettings:
     Attributes:
         model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
             `train_length` follow from the corpus and `length`.
-        length: Tokens that a training sequence predicts, each from at most so many before it.
+        length: Tokens that a training sequence predicts, each from at most so many before it. With task "masked",
+            tokens of a sequence (see `linbias.data.masked`).
+        task: "causal", to predict the next token, or "masked", to tell masked tokens from those on both sides: then
+            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric".
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
@@ -53,6 +57,7 @@ class TrainSettings:
 
     model: dict[str, Any] = field(default_factory=dict)
     length: int = 128
+    task: str = "causal"
     batch_size: int = 32
     accumulation: int = 1
     steps: int | None = None
@@ -92,6 +97,12 @@ class TrainSettings:
             "precision", self.precision in PRECISIONS, f"one of {PRECISIONS}", self.precision
         )
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
+        self._require("task", self.task in TASKS, f"one of {TASKS}", self.task)
+        if self.task == "masked":
+            self._require("length", self.length >= 2, "at least 2 for task='masked'", self.length)
+        other = "encoder_position" if self.task == "causal" else "position"
+        rule = f"without {other}, which task={self.task!r} does not use"
+        self._require("model", other not in self.model, rule, self.model.get(other))
         given_elsewhere = {"vocab_size", "train_length"}
         given = sorted(given_elsewhere & set(self.model))
         rule = "without vocab_size and train_length, which follow from corpus and length"
@@ -173,6 +184,9 @@ class ExtrapolateSettings:
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)
         limit = self.limit_tokens
+        self._require(
+            "training.task", self.training.task == "causal", "'causal'", self.training.task
+        )
         self._require("limit_tokens", limit is None or limit >= 1, "at least 1", limit)
         shortest = min(min(self.test_lengths_of(length)) for length in self.train_lengths)
         in_range = self.stride is None or 1 <= self.stride <= shortest

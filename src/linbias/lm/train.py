@@ -32,14 +32,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
 
 from linbias.data.corpus import Corpus
+from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import Segments
+from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.settings import TrainSettings
 from linbias.models.load import no_bars
@@ -68,8 +70,8 @@ class LanguageModelMetrics(TrainingMetrics):
     """What a finished run measured.
 
     Attributes:
-        loss: Nats per token, mean over the last tenth of the steps.
-        validation_loss: Nats per token of the last validation; None without any.
+        loss: Nats per predicted token, mean over the last tenth of the steps.
+        validation_loss: Nats per predicted token of the last validation; None without any.
     """
 
     loss: float
@@ -89,7 +91,7 @@ def train(
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
-    each pass over the text. Sets the global random seeds. Under torchrun every process calls this,
+    each pass over the text. With task "masked" they are those of `linbias.data.masked`. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
 
     Args:
@@ -126,6 +128,8 @@ def train(
     on_cpu = uses_cpu(settings.device, settings.precision)
     _check_corpus(settings, corpus)
     initial_config(settings, corpus)  # may refuse, and should before anything is written
+    if settings.task == "masked":
+        MaskTokens.of(corpus.tokenizer)  # likewise
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_batch(settings)
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
@@ -332,11 +336,8 @@ def _trainer(
         model,
         arguments,
         data_collator=lambda batch: batch,
-        train_dataset=Segments(
-            corpus.train,
-            length=settings.length,
-            num_segments=steps * settings.batch_size,
-            seed=settings.seed,
+        train_dataset=_segments(
+            settings, corpus, corpus.train, steps * settings.batch_size, settings.seed
         ),
         eval_dataset=validation,
         compute_loss_func=mean_loss,
@@ -344,8 +345,26 @@ def _trainer(
     )
 
 
+def _segments(
+    settings: TrainSettings, corpus: Corpus, ids: TokenIds, count: int, seed: int
+) -> Segments:
+    """The sequences of the task."""
+    if settings.task == "causal":
+        return Segments(ids, length=settings.length, num_segments=count, seed=seed)
+    tokens = MaskTokens.of(corpus.tokenizer)
+    return MaskedSegments(
+        ids, length=settings.length, num_segments=count, seed=seed, tokens=tokens
+    )
+
+
 class _Trainer(Trainer):
-    """The Trainer, of which a validation leaves the training as it would be without."""
+    """The Trainer, of which a validation leaves the training as it would be without; it decays matrices only."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Those of the Trainer, but for learned slopes, which a decay would pull towards 1."""
+        names = super().get_decay_parameter_names(model)
+        vectors = {name for name, weight in model.named_parameters() if weight.ndim < 2}
+        return [name for name in names if name not in vectors]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """As the Trainer's, which draws random numbers for the order of its data."""
@@ -361,7 +380,7 @@ def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:
     if count > batch_size:
         count -= count % batch_size
     ids = corpus.valid[: count * length + 1]
-    return Segments(ids, length=length, num_segments=count, seed=0)
+    return _segments(settings, corpus, ids, count, seed=0)
 
 
 def _final_loss(state: TrainerState) -> float:

@@ -1,14 +1,15 @@
 """Language models: importing this makes all families known to Transformers' Auto classes.
 
-`LinbiasForCausalLM` is the project's own decoder with a choice of positions, `PaperForCausalLM` the paper's, and
-`BaichuanForCausalLM`, `JaisForCausalLM` and `BtlmForCausalLM` read released models with ALiBi.
+`LinbiasForCausalLM` is the project's own decoder with a choice of positions, `LinbiasForMaskedLM` the same blocks
+reading in both directions, `PaperForCausalLM` the paper's decoder. `BaichuanForCausalLM`, `JaisForCausalLM` and
+`BtlmForCausalLM` read released models with ALiBi.
 """
 
 from linbias import _extras
 
 _extras.require("linbias.models")
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
 from linbias.models.config import LinbiasConfig
@@ -20,7 +21,7 @@ from linbias.models.jais import (
     JaisForCausalLM,
     JaisModel,
 )
-from linbias.models.linbias import LinbiasForCausalLM, LinbiasModel
+from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
 
@@ -34,6 +35,7 @@ for _config, _base, _language_model in (
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _base, exist_ok=True)
     AutoModelForCausalLM.register(_config, _language_model, exist_ok=True)
+AutoModelForMaskedLM.register(LinbiasConfig, LinbiasForMaskedLM, exist_ok=True)
 
 __all__ = [
     "BaichuanConfig",
@@ -47,6 +49,7 @@ __all__ = [
     "JaisModel",
     "LinbiasConfig",
     "LinbiasForCausalLM",
+    "LinbiasForMaskedLM",
     "LinbiasModel",
     "PaperConfig",
     "PaperForCausalLM",

@@ -1,15 +1,19 @@
-"""The settings of the project's own language model: one flat, checked record, saved as config.json."""
+"""The settings of the project's own language models: one flat, checked record, saved as config.json."""
 
 from typing import Any, ClassVar
 
 from linbias.transformers import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
+ENCODER_POSITIONS = (
+    *("symmetric", "directional", "asymmetric", "random", "littlebird", "window"),
+    *("sinusoidal", "learned", "rotary", "t5", "none"),
+)
 BLOCKS = ("sequential", "parallel", "parallel_fused")
 
 
 class LinbiasConfig(fields.CheckedConfig):
-    """Describe a decoder-only language model and how it learns the order of its tokens.
+    """Describe a language model and how it learns the order of its tokens.
 
     The defaults are the small byte-level model of `linbias extrapolate`. num_key_value_heads, head_size
     and intermediate_size given as None are filled in.
@@ -25,6 +29,11 @@ class LinbiasConfig(fields.CheckedConfig):
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
         position: "alibi", "sinusoidal", "learned", "rotary", "t5" or "none"; see
             `linbias.models.positions`.
+        encoder_position: None for a model that predicts the next token. A name makes one that reads in both
+            directions, as `LinbiasForMaskedLM` does, and is its position method in the place of `position`:
+            "symmetric", "directional", "asymmetric", "random", "littlebird", "window", "sinusoidal", "learned",
+            "rotary", "t5" or "none"; see `linbias.models.bidirectional`.
+        window: Distance from a query beyond which encoder_position "window" hides keys.
         block: "sequential" (attention, then feed-forward), "parallel" (both read the same normed
             input), or "parallel_fused" (so, from one product, with SwiGLU, and RMS norms in all of
             the model).
@@ -70,6 +79,8 @@ class LinbiasConfig(fields.CheckedConfig):
     head_size: int = None  # type: ignore[assignment]  # likewise
     intermediate_size: int = None  # type: ignore[assignment]  # likewise
     position: str = "alibi"
+    encoder_position: str | None = None
+    window: int = 32
     block: str = "sequential"
     train_length: int = 128
     slope_schedule: str = "paper"
@@ -102,7 +113,23 @@ class LinbiasConfig(fields.CheckedConfig):
         if self.position == "sinusoidal":
             rule = "even for position='sinusoidal'"
             fields.require(self, "hidden_size", self.hidden_size % 2 == 0, rule)
+        self._check_encoder_position()
         super().__post_init__(**kwargs)
+
+    @property
+    def method(self) -> str:
+        """The name of the position method that the model uses."""
+        return self.encoder_position or self.position
+
+    def _check_encoder_position(self) -> None:
+        for position, name, holds, words in (
+            ("directional", "num_attention_heads", self.num_attention_heads % 2 == 0, "even"),
+            ("sinusoidal", "hidden_size", self.hidden_size % 2 == 0, "even"),
+            ("rotary", "head_size", self.head_size % 2 == 0, "even"),
+            ("t5", "t5_num_buckets", self.t5_num_buckets >= 4, "at least 4"),
+        ):
+            if self.encoder_position == position:
+                fields.require(self, name, holds, f"{words} for encoder_position={position!r}")
 
     def _fill(self, name: str, value: int) -> bool:
         """Fill in a field that was left open; say whether it was."""
@@ -115,6 +142,11 @@ class LinbiasConfig(fields.CheckedConfig):
 _RULES = {
     **fields.SHARED,
     "position": fields.one_of(POSITIONS),
+    "encoder_position": fields.Rule(
+        f"None or one of {ENCODER_POSITIONS}",
+        lambda value: value is None or (isinstance(value, str) and value in ENCODER_POSITIONS),
+    ),
+    "window": fields.COUNT,
     "block": fields.one_of(BLOCKS),
     "hidden_dropout": fields.PROBABILITY,
     "initializer_range": fields.POSITIVE,

@@ -165,7 +165,7 @@ class Decoder(DecoderPreTrainedModel):
                 block; 0 means all.
 
         Raises:
-            ValueError: Not exactly one kind of input, a mask of the wrong shape or with gaps, position_ids of the
+            ValueError: Not exactly one kind of input, a cache for a model that reads in both directions, a mask of the wrong shape or with gaps, position_ids of the
                 wrong shape or of several texts with a cache, or more tokens than a learned position table or a
                 static cache has room for.
             IndexError: An id beyond the vocabulary.
@@ -173,6 +173,13 @@ class Decoder(DecoderPreTrainedModel):
         name = type(self).__name__
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
+        if not self.position.causal:
+            if use_cache or past_key_values is not None:
+                raise ValueError(
+                    f"{name}: a model that reads in both directions has no cache; "
+                    "use_cache must be False and past_key_values None"
+                )
+            use_cache = False
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         padding = self._read_mask(
             attention_mask, position_ids, embedded, past_key_values, bool(use_cache)

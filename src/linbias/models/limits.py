@@ -33,7 +33,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """The longest input that the model's learned position table allows; None without one."""
     config = model.config.get_text_config()
     if config.model_type == "linbias":
-        return int(config.train_length) if config.position == "learned" else None
+        return int(config.train_length) if config.method == "learned" else None
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in _TABLES and isinstance(module, nn.Embedding):
             return int(getattr(config, "max_position_embeddings", module.num_embeddings))

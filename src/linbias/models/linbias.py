@@ -1,7 +1,7 @@
-"""The project's own language model: a pre-norm decoder with a choice of positions.
+"""The project's own language model: a pre-norm transformer with a choice of positions.
 
-Read from the bottom up to follow a token: `LinbiasForCausalLM` (logits and loss) calls
-`LinbiasModel` (embedding, blocks, final norm; its forward is `decoder.Decoder.forward`), which calls
+Read from the bottom up to follow a token: `LinbiasForCausalLM` or, where later tokens are seen as well,
+`LinbiasForMaskedLM` (logits and loss) calls `LinbiasModel` (embedding, blocks, final norm; its forward is `decoder.Decoder.forward`), which calls
 `DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
 """
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import Cache, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from linbias.models import decoder
-from linbias.models.config import LinbiasConfig
+from linbias.models import bidirectional, decoder
+from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.positions import METHODS, Position
 from linbias.transformers import Padding
 
@@ -147,6 +147,16 @@ class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
 
     config_class = LinbiasConfig
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "FusedBlock"]
+    # What slopes are made of: in 16 bits they would not be those of training.
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {
+        *("position.log_left", "position.log_right"),
+        *("position.left", "position.right", "position.first"),
+    }
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, bidirectional.Sloped):
+            module.reset()
 
 
 class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
@@ -163,7 +173,10 @@ class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = METHODS[config.position](config)
+        if config.encoder_position is None:
+            self.position = METHODS[config.position](config)
+        else:
+            self.position = bidirectional.METHODS[config.encoder_position](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         fused = config.block == "parallel_fused"
         block, norm = (FusedBlock, nn.RMSNorm) if fused else (DecoderBlock, nn.LayerNorm)
@@ -195,6 +208,11 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
+        if config.encoder_position is not None:
+            raise ValueError(
+                "LinbiasForCausalLM: encoder_position must be None, or tokens would see those to "
+                f"predict, got {config.encoder_position!r} (LinbiasForMaskedLM reads so)"
+            )
         self.model = LinbiasModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -256,6 +274,78 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LinbiasForMaskedLM(LinbiasPreTrainedModel):
+    """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
+
+    It saves, loads and trains as any Transformers model does, with `DataCollatorForLanguageModeling` and `Trainer`;
+    importing `linbias.models` makes it known to `AutoModelForMaskedLM`. `config.encoder_position` names its
+    position method.
+
+    Example:
+        >>> config = LinbiasConfig(hidden_size=32, num_attention_heads=2, encoder_position="symmetric")
+        >>> LinbiasForMaskedLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 256])
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        super().__init__(config)
+        if config.encoder_position is None:
+            raise ValueError(
+                f"LinbiasForMaskedLM: encoder_position must be one of {ENCODER_POSITIONS}, got None"
+            )
+        self.model = LinbiasModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> MaskedLMOutput:
+        """Return logits in at least float32, and with labels the mean loss in nats.
+
+        Arguments not listed here are those of `decoder.Decoder.forward`.
+
+        Args:
+            labels: [B, T]; the logits at token t are scored on labels[:, t]. -100 is not scored.
+            token_type_ids: Not used; some tokenizers make them.
+            num_items_in_batch: As for `LinbiasForCausalLM`.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+        return MaskedLMOutput(
+            loss=loss,
+            logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

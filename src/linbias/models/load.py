@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,7 +36,7 @@ from linbias.transformers.fields import check_sizes
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
-    """Load a causal language model, ready to evaluate, from a folder or a Hugging Face model id.
+    """Load a language model, ready to evaluate, from a folder or a Hugging Face model id.
 
     A checkpoint that is damaged, or that lacks weights (which Transformers alone would replace by
     random ones), is refused.
@@ -45,7 +46,8 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         device: None means the first CUDA device, or else the CPU.
 
     Returns:
-        The model, in evaluation mode.
+        The model, in evaluation mode: `LinbiasForMaskedLM` where the configuration says that it reads in both
+        directions, else a causal one.
 
     Raises:
         ValueError: There is no such model, or it cannot be read whole.
@@ -55,7 +57,9 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         with no_bars(), _source(path):
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             check_sizes(config.get_text_config())
-            model, info = AutoModelForCausalLM.from_pretrained(
+            reads_both_ways = getattr(config, "encoder_position", None) is not None
+            kind = AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
+            model, info = kind.from_pretrained(
                 str(path),
                 config=config,
                 trust_remote_code=False,

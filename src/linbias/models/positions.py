@@ -5,8 +5,9 @@
     attend   is the attention itself, where a bias belongs, in every layer
     weights  are those of `attend`, to look at
 
-What a method does not need, it inherits from `Position`, which adds nothing and attends causally.
-`METHODS`, below the classes, maps the names of the configuration to them.
+What a method does not need, it inherits from `Position`, which adds nothing. With causal=False a query sees
+later keys as well: `bidirectional.py` has the methods of models that read so. `METHODS`, below the classes,
+maps the names of the configuration to those that attend causally.
 
 Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
 heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
@@ -47,12 +48,18 @@ _NO_OPTIONS = AttendOptions()
 
 
 class Position(nn.Module):
-    """No positions at all: the causal mask alone hints at order (position="none")."""
+    """No positions at all: the causal mask alone, if there is one, hints at order (position="none").
+
+    Args:
+        config: Of the model.
+        causal: Hide the keys after each query.
+    """
 
     uses_key_bound = False  # whether `attend` reads options.key_bound
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__()
+        self.causal = causal
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return hidden
@@ -63,15 +70,17 @@ class Position(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
-        """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]; no query sees a later key."""
+        """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]."""
         T, S = q.shape[2], k.shape[2]
         grouped = q.shape[1] != k.shape[1]
-        if options.key_range is None and options.query_start is None and T in (1, S):
+        placed = options.key_range is not None or options.query_start is not None
+        if not placed and (T in (1, S) or not self.causal):
             # No mask to build: a square is plainly causal, a single last query sees every key.
+            is_causal = self.causal and T == S
             return scaled_dot_product_attention(
-                q, k, v, dropout_p=options.dropout, is_causal=T == S, enable_gqa=grouped
+                q, k, v, dropout_p=options.dropout, is_causal=is_causal, enable_gqa=grouped
             )
-        visible = _visible(_distances(q, k, options), options)
+        visible = self._visible(distances_of(q, k, options), options)
         return scaled_dot_product_attention(
             q, k, v, visible[:, None], options.dropout, enable_gqa=grouped
         )
@@ -81,11 +90,15 @@ class Position(nn.Module):
 
         A query that sees no key has zeros.
         """
-        distances = _distances(q, k, options)
+        return self._weights_with(self._bias(distances_of(q, k, options)), q, k, options)
+
+    def _weights_with(
+        self, bias: Tensor | float, q: Tensor, k: Tensor, options: AttendOptions
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1]) + self._bias(distances)
-        seen = _seen(distances, options)[:, None]
+        scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1]) + bias
+        seen = self._seen(distances_of(q, k, options), options)[:, None]
         # Not -inf: the softmax of a row without keys would be NaN.
         scores = scores.masked_fill(~seen, torch.finfo(wide).min)
         return scores.softmax(-1) * seen
@@ -93,6 +106,24 @@ class Position(nn.Module):
     def _bias(self, distances: Tensor) -> Tensor | float:
         """What is added to the scores at distances [1 or B, T, S]: [1 or B, H, T, S]."""
         return 0.0
+
+    def _seen(self, distances: Tensor, options: AttendOptions) -> Tensor:
+        """[1 or B, T, S]: which keys each query may see."""
+        seen = distances >= 0 if self.causal else torch.ones_like(distances, dtype=torch.bool)
+        if options.key_range is not None:
+            first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
+            keys = torch.arange(distances.shape[-1], device=distances.device)
+            seen = seen & (keys >= first) & (keys < end)
+        return seen
+
+    def _visible(self, distances: Tensor, options: AttendOptions) -> Tensor:
+        """As `_seen`, but a query that may see no key, as those of padding, sees them all.
+
+        Some SDPA kernels give NaN for a row without keys, and NaN in a padding row would reach the other rows as
+        0 * NaN one layer later. Nobody reads what such a query gathers.
+        """
+        seen = self._seen(distances, options)
+        return seen | ~seen.any(-1, keepdim=True)
 
 
 class Alibi(Position):
@@ -146,8 +177,8 @@ class Sinusoidal(Position):
 class Learned(Position):
     """Add one trained vector per position; past the last one there is nothing to add."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
         self.table = nn.Embedding(config.train_length, config.hidden_size)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -167,8 +198,8 @@ class Learned(Position):
 class Rotary(Position):
     """Turn queries and keys by their position, so that scores see distance (arXiv 2104.09864)."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
         self._base = config.rotary_base
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,11 +217,12 @@ class Rotary(Position):
 class T5(Position):
     """Add a trained number per head and bucket of distance to every score (arXiv 1910.10683).
 
-    As in T5, all layers share the table; its backward pass needs the bias [H, T, S] in memory.
+    As in T5, all layers share the table; where later keys are seen, they have half of the buckets. Its backward
+    pass needs the bias [H, T, S] in memory.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
         self.bias = nn.Embedding(config.t5_num_buckets, config.num_attention_heads)
         self._max_distance = config.t5_max_distance
 
@@ -203,27 +235,31 @@ class T5(Position):
         # The bias depends on distance alone. A row of the batch has T + S - 1 distances, from that of its last
         # query to the first key downwards: look those up, then lay them out as [T, S], each query one step
         # after the next.
-        farthest = _query_start(q, k, options) + T - 1
+        farthest = query_start_of(q, k, options) + T - 1
         distances = farthest - torch.arange(T + S - 1, device=q.device)
-        line = self.bias(self.bucket(distances.clamp(min=0))).mT.to(q.dtype)
+        line = self.bias(self.bucket(distances)).mT.to(q.dtype)
         masked = options.key_range is not None or options.query_start is not None
-        if (
-            not masked
-        ):  # then the later keys are hidden before the line is laid out, which is cheaper
+        if not masked and self.causal:  # hidden before the line is laid out, which is cheaper
             line = line.masked_fill((distances < 0)[:, None], -math.inf)
         bias = line.unfold(-1, S, 1).flip(-2)  # [1 or B, H, T, S]
         if masked:
-            visible = _visible(_distances(q, k, options), options)
+            visible = self._visible(distances_of(q, k, options), options)
             bias = torch.where(visible[:, None], bias, -math.inf)
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, bias, options.dropout, enable_gqa=grouped)
 
     def _bias(self, distances: Tensor) -> Tensor:
-        return self.bias(self.bucket(distances.clamp(min=0))).movedim(-1, 1)
+        return self.bias(self.bucket(distances)).movedim(-1, 1)
 
     def bucket(self, distances: Tensor) -> Tensor:
-        """Number the buckets: one per distance in the nearer half, then ever wider ones."""
+        """Number the buckets of a side: one per distance in the nearer half, then ever wider ones."""
         count = self.bias.num_embeddings
+        if self.causal:
+            return self._bucket_of_side(distances.clamp(min=0), count)
+        count //= 2
+        return self._bucket_of_side(distances.abs(), count) + count * (distances < 0)
+
+    def _bucket_of_side(self, distances: Tensor, count: int) -> Tensor:
         exact = count // 2
         octaves = (distances.float() / exact).clamp(min=1).log()
         share = octaves / math.log(self._max_distance / exact)
@@ -247,7 +283,7 @@ def _angles(positions: Tensor, count: int, base: float) -> Tensor:
     return positions[..., None] * base**-exponents
 
 
-def _query_start(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+def query_start_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, 1]: where the first query of each row stands."""
     if options.query_start is not None:
         return options.query_start[:, None]
@@ -256,27 +292,7 @@ def _query_start(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     return torch.full((1, 1), k.shape[2] - q.shape[2], device=q.device)
 
 
-def _distances(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
+def distances_of(q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
     """[1 or B, T, S]: how far each key lies before each query."""
-    queries = _query_start(q, k, options) + torch.arange(q.shape[2], device=q.device)
+    queries = query_start_of(q, k, options) + torch.arange(q.shape[2], device=q.device)
     return queries[..., None] - torch.arange(k.shape[2], device=q.device)
-
-
-def _seen(distances: Tensor, options: AttendOptions) -> Tensor:
-    """[1 or B, T, S]: which keys each query may see."""
-    seen = distances >= 0
-    if options.key_range is not None:
-        first, end = options.key_range[:, None, :1], options.key_range[:, None, 1:]
-        keys = torch.arange(distances.shape[-1], device=distances.device)
-        seen = seen & (keys >= first) & (keys < end)
-    return seen
-
-
-def _visible(distances: Tensor, options: AttendOptions) -> Tensor:
-    """As `_seen`, but a query that may see no key, as those of padding, sees them all.
-
-    Some SDPA kernels give NaN for a row without keys, and NaN in a padding row would reach the other rows as
-    0 * NaN one layer later. Nobody reads what such a query gathers.
-    """
-    seen = _seen(distances, options)
-    return seen | ~seen.any(-1, keepdim=True)

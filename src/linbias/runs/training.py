@@ -31,7 +31,7 @@ class TrainingMetrics:
 
     Attributes:
         steps: Updates of the weights.
-        tokens: Tokens that were predicted, over all steps and processes.
+        tokens: Tokens that were read, over all steps and processes.
         seconds: Training time of all sessions.
         peak_memory_bytes: Highest memory of the first process in the last session.
         num_parameters: Parameters of the model.

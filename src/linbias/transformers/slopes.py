@@ -58,7 +58,10 @@ class ModelSlopes:
             [H], or [B, H] where rows differ; float32, or float64 for a float64 q.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
-        left = constant(self._slopes, dtype, q.device)
+        return self.scaled(constant(self._slopes, dtype, q.device), num_keys, key_range)
+
+    def scaled(self, left: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
+        """Return slopes [H] times the factor of one call: [H], or [B, H] where rows differ."""
         if self._scale is None:
             return left
         if self._scale != "interpolate":
@@ -66,4 +69,4 @@ class ModelSlopes:
         if key_range is None:
             return left * min(1.0, self._train_length / num_keys) if num_keys else left
         keys_of_row = (key_range[:, 1:] - key_range[:, :1]).clamp(min=1)
-        return left * (self._train_length / keys_of_row.to(dtype)).clamp(max=1.0)
+        return left * (self._train_length / keys_of_row.to(left.dtype)).clamp(max=1.0)

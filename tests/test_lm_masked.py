@@ -1,0 +1,173 @@
+"""Masked language models: what they train on, what is scored at every length, and runs that go on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from linbias.data.corpus import Corpus
+from linbias.data.masked import MaskedSegments, MaskTokens
+from linbias.lm.evaluate import evaluate
+from linbias.lm.masked import blocks, evaluate_masked, masked_positions
+from linbias.lm.settings import TrainSettings
+from linbias.lm.train import train
+from linbias.models import LinbiasConfig, LinbiasForMaskedLM
+from linbias.models.load import load_model
+from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
+from test_cli import run
+
+TOKENS = MaskTokens(begin=2, mask=26)
+MASKED = replace(
+    SETTINGS, task="masked", model={**SETTINGS.model, "encoder_position": "asymmetric"}
+)
+
+
+def test_sequences_hold_every_token_once_a_pass_and_mask_others_each_time() -> None:
+    ids = np.arange(100, 200, dtype=np.uint8)
+    segments = MaskedSegments(ids, length=21, num_segments=8, seed=3, tokens=TOKENS)
+    batch = segments.__getitems__(list(range(8)))  # two passes of four sequences
+    read, labels = batch["input_ids"], batch["labels"]
+    chosen = labels != -100
+    assert (read[:, 0] == 2).all() and not chosen[:, 0].any()
+    assert (chosen.sum(1) == 3).all()  # 15 % of 20
+    assert (read[chosen] == 26).all() and (read != 26)[~chosen].all()
+    text = torch.where(chosen, labels, read)[:, 1:]
+    for one in (text[:4], text[4:]):
+        assert sorted(one.flatten().tolist()) == list(range(100, 180))
+    assert not torch.equal(chosen[:4], chosen[4:])
+    again = segments.__getitems__([5, 2])
+    assert torch.equal(again["labels"], labels[[5, 2]])
+
+
+@pytest.mark.parametrize("stride", [None, 1, 4, 7])
+@pytest.mark.parametrize("num_tokens", [1, 9, 10, 11, 40])
+def test_every_token_is_scored_once_amid_others(num_tokens: int, stride: int | None) -> None:
+    width = min(9, num_tokens)
+    found = list(blocks(num_tokens, width, stride and min(stride, width)))
+    assert [t for b in found for t in range(b.first, b.end)] == list(range(num_tokens))
+    assert all(b.stop - b.start == width and 0 <= b.start <= b.first for b in found)
+    margin = (9 - (stride or 9)) // 2
+    for block in found:
+        assert block.first == 0 or block.first - block.start >= margin
+        assert block.end == num_tokens or block.stop - block.end >= margin
+
+
+@pytest.fixture(scope="module")
+def model() -> LinbiasForMaskedLM:
+    torch.manual_seed(0)
+    config = LinbiasConfig(**TINY, encoder_position="directional", initializer_range=0.3)
+    return LinbiasForMaskedLM(config).eval()
+
+
+@pytest.mark.parametrize("stride", [None, 3])
+def test_the_same_tokens_are_scored_at_every_length(
+    model: LinbiasForMaskedLM, stride: int | None
+) -> None:
+    ids = np.random.default_rng(1).integers(97, 122, 50).astype(np.uint8)
+    masked = masked_positions(50)
+    assert np.array_equal(masked_positions(30), masked[:30])
+    losses = {}
+    for length in (8, 21, 51, 200):
+        result = evaluate_masked(
+            model, ids, length=length, tokens=TOKENS, stride=stride, batch_tokens=30
+        )
+        assert (result.num_tokens, result.num_scored) == (50, masked.sum())
+        losses[length] = result.nll
+        total, right = 0.0, 0
+        for block in blocks(50, min(length - 1, 50), stride):
+            read = np.where(masked, 26, ids)[block.start : block.stop]
+            logits = model(torch.tensor([[2, *read]])).logits[0, 1:].detach()
+            for token in range(block.first, block.end):
+                if masked[token]:
+                    says = logits[token - block.start]
+                    total += float(cross_entropy(says, torch.tensor(int(ids[token]))))
+                    right += int(says.argmax()) == ids[token]
+        assert result.nll == pytest.approx(total / masked.sum(), rel=1e-5)
+        assert result.accuracy == pytest.approx(right / masked.sum())
+    assert losses[51] == pytest.approx(losses[200], rel=1e-6) and losses[8] != losses[51]
+    short = evaluate_masked(model, ids, length=8, tokens=TOKENS, limit_tokens=30)
+    assert (short.num_tokens, short.num_scored) == (30, masked[:30].sum())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 1}, "length must be at least 2, got 1"),
+        ({"stride": 8}, r"stride must lie in \[1, length - 1 = 7\], got 8"),
+        ({"limit_tokens": 1}, "text must be long enough to mask a token, got 1 tokens"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    model: LinbiasForMaskedLM, changes: dict[str, int], message: str
+) -> None:
+    ids = np.full(50, 97)
+    with pytest.raises(ValueError, match=f"evaluate: {message}"):
+        evaluate_masked(model, ids, **{"length": 8, "tokens": TOKENS, **changes})
+    with pytest.raises(ValueError, match="evaluate: model must be causal"):
+        evaluate(model, ids, length=8)
+
+
+@pytest.fixture(scope="module")
+def masked_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_into(MASKED, corpus, tmp_path_factory.mktemp("masked") / "run")
+
+
+def test_a_run_that_was_stopped_ends_with_the_weights_of_an_unbroken_one(
+    masked_run: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    interrupt(corpus, tmp_path, 7, MASKED)
+    assert_same_run(train_into(MASKED, corpus, tmp_path), masked_run)
+    trained = load_model(masked_run, device="cpu")
+    assert type(trained) is LinbiasForMaskedLM
+    position = trained.model.position
+    assert not torch.equal(position.log_left, position.log_right)
+
+
+def test_training_learns_and_leaves_slopes_undecayed(corpus: Corpus, tmp_path: Path) -> None:
+    settings = replace(MASKED, model={**TINY, "encoder_position": "asymmetric"}, validate_steps=40)
+    settings = replace(settings, steps=40, learning_rate=1e-2, save_steps=40)
+    run = train_into(settings, corpus, tmp_path / "a")
+    assert metrics(run)["loss"] < 3.4 and metrics(run)["validation_loss"] < 4.5  # from 5.5
+    frozen = replace(
+        settings, learning_rate=1e-9, weight_decay=1e6, clip=0.0, steps=1, validate_steps=0
+    )
+    slopes = load_model(train_into(frozen, corpus, tmp_path / "b")).model.position.log_left.exp()
+    torch.testing.assert_close(slopes.detach(), torch.tensor([2**-4, 2**-8]))
+
+
+def test_a_run_goes_on_from_a_model_of_its_task_alone(
+    masked_run: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    going_on = TrainSettings(length=16, task="masked", init=str(masked_run), steps=1, batch_size=2)
+    train(going_on, corpus, tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match="task must be that of the model of init, got 'causal'"):
+        train(replace(going_on, task="causal"), corpus, tmp_path / "other", progress=False)
+    with pytest.raises(ValueError, match="model must be without position, which task='masked'"):
+        TrainSettings({"position": "alibi"}, task="masked", steps=1)
+    with pytest.raises(ValueError, match="task must be one of"):
+        TrainSettings(task="both", steps=1)
+
+
+def test_the_command_line_trains_and_scores_a_masked_model(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    sizes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+    words = ["train", "--task", "masked", "--position", "window", "--corpus", text, *sizes]
+    words += ["--set", "window=4", "--length", 16, "--steps", 2, "--batch-size", 4, "-o", folder]
+    result = run(*words, "-q")
+    assert result.exit_code == 0, result.stderr
+    assert "nats per masked token" in result.stdout
+    scored = run("evaluate", folder, "--corpus", text, "--split", "train", "--length", "16,64", "-q", "--json")  # fmt: skip
+    short, long = json.loads(scored.stdout)
+    assert short["num_scored"] == long["num_scored"] > 30 and short["nll"] != long["nll"]
+    table = run(
+        "evaluate", folder, "--corpus", text, "--split", "train", "--length", "16", "-q"
+    ).stdout
+    assert "masked and scored" in table and "accuracy" in table
+    refused = run("generate", folder, "-p", "a")
+    assert refused.exit_code == 2 and "generate: model must be causal" in refused.stderr
+    words[4] = "alibi"
+    assert "--position: must be None or one of ('symmetric'," in run(*words, "-q").stderr
