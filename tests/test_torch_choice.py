@@ -26,6 +26,9 @@ def measured(monkeypatch):
         (core.target(), "float32", True): {64: (16, 32)},
     }
     monkeypatch.setattr(choice, "_BY_KIND", records)
+    choice._measured_lengths.cache_clear()
+    yield
+    choice._measured_lengths.cache_clear()
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ from linbias.models.positions import (
     distances_of,
     query_start_of,
 )
-from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights, merge
 from linbias.torch.constant import constant
+from linbias.transformers.slopes import ModelSlopes
 from linbias.variants import variant_slopes
 
 _NO_OPTIONS = AttendOptions()
@@ -58,7 +58,7 @@ class Sloped(Position):
         super().__init__(config, causal=False)
         heads, schedule = config.num_attention_heads, config.slope_schedule
         self._fixed = variant_slopes("LinbiasConfig", self.variant, heads, schedule)
-        self._scale = ModelSlopes(heads, schedule, config.slope_scale, config.train_length)
+        self._scale = ModelSlopes((0.0,) * heads, config.slope_scale, config.train_length)
         self._implementation = config.attention_implementation
 
     def sides(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -73,8 +73,8 @@ class Sloped(Position):
         """Return the slopes of one call, scaled as the configuration asks: [H], or [B, H] where rows differ."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         left, right = self.sides(dtype, q.device)
-        scaled = self._scale.scaled
-        return scaled(left, num_keys, key_range), scaled(right, num_keys, key_range)
+        scale = self._scale.apply_scale
+        return scale(left, num_keys, key_range), scale(right, num_keys, key_range)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS

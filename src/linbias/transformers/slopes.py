@@ -58,9 +58,9 @@ class ModelSlopes:
             [H], or [B, H] where rows differ; float32, or float64 for a float64 q.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
-        return self.scaled(constant(self._slopes, dtype, q.device), num_keys, key_range)
+        return self.apply_scale(constant(self._slopes, dtype, q.device), num_keys, key_range)
 
-    def scaled(self, left: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
+    def apply_scale(self, left: Tensor, num_keys: int, key_range: Tensor | None = None) -> Tensor:
         """Return slopes [H] times the factor of one call: [H], or [B, H] where rows differ."""
         if self._scale is None:
             return left
