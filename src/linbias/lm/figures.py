@@ -224,13 +224,17 @@ def _panel_inches(axes: Axes) -> tuple[float, float]:
 
 
 def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
-    """Writes each name beside the end of its line; names that would overlap share the room around them."""
+    """Writes each name beside the end of its line; names that would overlap share the room around them.
+
+    A line that ends before the others has its name below, where it covers none of them.
+    """
+    last = max((end.x for end in ends), default=0.0)
     low, high = axes.get_ylim()
     line_height = sizes.name_inches / (0.68 * _panel_inches(axes)[1]) * (high - low)
     for (x, _, name, colour), height in _without_overlap(ends, line_height):
         axes.annotate(
             name,
-            (x, height),
+            (x, height if x == last else height - 1.2 * line_height),
             fontsize=sizes.name,
             xytext=(0.9 * sizes.name, 0),
             textcoords="offset points",
