@@ -6,7 +6,7 @@ keys, that was measured, and the longest up to which it is faster; 0 where it is
 
 SDPA_IS_FASTER: dict[tuple[str, str, bool, int], tuple[int, int]] = {
     ("avx512_amx", "bfloat16", False, 32): (64, 0),
-    ("avx512_amx", "bfloat16", False, 64): (64, 64),
+    ("avx512_amx", "bfloat16", False, 64): (64, 0),
     ("avx512_amx", "bfloat16", True, 32): (64, 0),
     ("avx512_amx", "bfloat16", True, 64): (64, 0),
     ("avx512_amx", "float32", False, 32): (64, 0),
