@@ -6,7 +6,7 @@
 bloom: two layers of the shape of BLOOM-560m (16 heads of 64), float32 and bfloat16, one text; fused and eager.
 encoder: two layers of the shape of jina-embeddings-v2-base (12 heads of 64); its attention, and in its place
 scaled_dot_product_attention with the bias as a mask for the whole batch, which is the fastest way to run the original's math.
-texts: the same encoder on 32 texts of 64 to 8,192 tokens in batches sorted by length; with and without padding.
+texts: the same encoder on 32 texts of 64 to 8,192 tokens in batches of like length; with and without padding.
 generate: 200 tokens after a prompt of 16,384, two layers of BLOOM-560m.
 Weights are random. Records go to records, or where --records says.
 """
@@ -109,15 +109,16 @@ def with_mask(model: LinbiasBertModel, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def texts(options: argparse.Namespace) -> None:
-    """32 texts, lengths spread evenly by logarithm."""
-    lengths = torch.logspace(6, 13, 32, base=2).long()
-    batches = [
-        (
-            torch.randint(VOCABULARY, (len(part), int(part.max()))),
-            (torch.arange(int(part.max())) < part[:, None]).long(),
-        )
-        for part in lengths.split(4)
-    ]
+    """32 texts, lengths spread evenly by logarithm, batches of at most 16,384 tokens with their padding."""
+    batches: list[tuple[Tensor, Tensor]] = []
+    part: list[int] = []
+    for length in [*torch.logspace(6, 13, 32, base=2).long().tolist(), 0]:
+        if part and (length == 0 or (len(part) + 1) * length > 16_384):
+            rows = torch.tensor(part)[:, None]
+            ids = torch.randint(VOCABULARY, (len(part), max(part)))
+            batches.append((ids, (torch.arange(max(part)) < rows).long()))
+            part = []
+        part.append(length)
     for dtype in options.dtypes:
         model = encoder_model(dtype)
         compare(
