@@ -20,6 +20,7 @@ from linbias.models.positions import AttendOptions, Position
 from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
 from linbias.transformers import Padding, fields
+from linbias.transformers.slopes import ModelSlopes
 
 
 class JaisConfig(fields.CheckedConfig):
@@ -166,20 +167,13 @@ class StoredSlopes(Position):
         values = torch.tensor(slopes(config.n_head), dtype=torch.float32)
         self.slopes = nn.Parameter(values[:, None], requires_grad=False)
         self._scale = 1.0 / config.head_size if config.mup_scale_qk_dot_by_d else None
-        self._scaling = config.alibi_scaling or {}
+        self._scaling = _scaling(config)
         self._implementation = config.attention_implementation
 
     def left(self, q: Tensor, num_keys: int, options: AttendOptions) -> Tensor:
         """[H], or [B, H] where rows of other lengths have other slopes."""
-        left = self.slopes[:, 0].to(torch.promote_types(q.dtype, torch.float32))
-        if (factor := self._scaling.get("factor")) is not None:
-            return left / factor
-        if (length := self._scaling.get("train_seq_len")) is None:
-            return left
-        if options.key_range is None:
-            return left * min(1.0, length / max(num_keys, 1))
-        keys_of_row = (options.key_range[:, 1:] - options.key_range[:, :1]).clamp(min=1)
-        return left * (length / keys_of_row.to(left.dtype)).clamp(max=1.0)
+        stored = self.slopes[:, 0].to(torch.promote_types(q.dtype, torch.float32))
+        return self._scaling.apply_scale(stored, num_keys, options.key_range)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
@@ -201,6 +195,17 @@ class StoredSlopes(Position):
             key_range=options.key_range,
             query_start=options.query_start,
         )
+
+
+def _scaling(config: JaisConfig) -> ModelSlopes:
+    """What `alibi_scaling` asks for, in the words of our own models; the slopes themselves are stored elsewhere."""
+    asked = config.alibi_scaling or {}
+    unused = (0.0,) * config.n_head
+    if asked.get("factor") is not None:
+        return ModelSlopes(unused, 1.0 / asked["factor"])
+    if asked.get("train_seq_len") is not None:
+        return ModelSlopes(unused, "interpolate", asked["train_seq_len"])
+    return ModelSlopes(unused)
 
 
 class SelfAttention(decoder.SelfAttention):
