@@ -1,51 +1,63 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
-// bfloat16 on the matrix unit, forward and backward: what both need of a call. Scores are computed with keys down the
-// rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of whole vectors,
-// and the weights leave the registers in the form in which the next product wants them. Scores are in bits (log2),
-// biased and scaled in float32.
+// bfloat16 and float32 on the matrix unit, forward and backward: what both need of a call. Scores are computed with
+// keys down the rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of
+// whole vectors, and the weights leave the registers in the form in which the next product wants them. Scores are
+// biased and scaled in float32; those of bfloat16 are in bits (log2).
 
 constexpr int64_t kGroups = kRows / kSide;  // of 16 queries each, in a tile
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
-// Keys and values as the unit wants them; padded_D and padded_E are multiples of its depth.
+// Keys and values as the unit wants them, in parts; padded_D and padded_E are multiples of its depth.
 struct AcrossPacked : Packed<float> {
-  Buffer<uint16_t> key_rows;           // [slots, rows, padded_D]
-  Buffer<uint16_t> values_transposed;  // [slots, blocks, wide_E, kKeys], forward only
-  Buffer<uint16_t> value_rows;         // [slots, rows, padded_E], backward only
-  Buffer<uint16_t> keys_transposed;    // [slots, blocks, wide_D, kKeys], backward only
+  Buffer<uint16_t> key_rows;           // [slots, blocks, parts, kKeys, padded_D]
+  Buffer<uint16_t> values_transposed;  // [slots, blocks, parts, wide_E, kKeys], forward only
+  Buffer<uint16_t> value_rows;         // [slots, blocks, parts, kKeys, padded_E], backward only
+  Buffer<uint16_t> keys_transposed;    // [slots, blocks, parts, wide_D, kKeys], backward only
   Buffer<uint16_t> rows_room;          // [threads, kKeys, padded_E], forward only
-  Buffer<uint32_t> keys_room;          // [threads, kKeys, padded_D / 2], with a certificate
+  Buffer<uint32_t> keys_room;          // [threads, parts, padded_D / 2, 16], with a certificate
+  int parts;
   int64_t wide_D, wide_E;
 
-  AcrossPacked(const Call& call, bool for_backward)
-      : Packed<float>(call, for_backward), wide_D(round_up(call.D, kSide)), wide_E(round_up(call.E, kSide)) {
+  AcrossPacked(const Call& call, int num_parts, bool for_backward)
+      : Packed<float>(call, for_backward),
+        parts(num_parts),
+        wide_D(round_up(call.D, kSide)),
+        wide_E(round_up(call.E, kSide)) {
     padded_D = round_up(call.D, kDeep);
     padded_E = round_up(call.E, kDeep);
   }
 
+  // Heads of float32 leave the second cache at a sixth of this, but fresh memory for all of them would cost more.
+  bool is_head_small() const { return is_small((parts > 1 ? 1 : 2) * (padded_D + padded_E)); }
+
   bool allocate(const Call& call) {
     const int64_t slots = num_slots(call);
     return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
-           key_rows.allocate(slots, rows, padded_D) &&
-           (backward ? value_rows.allocate(slots, rows, padded_E) && keys_transposed.allocate(slots, rows, wide_D)
-                     : values_transposed.allocate(slots, rows, wide_E) &&
+           key_rows.allocate(slots, rows, parts * padded_D) &&
+           (backward ? value_rows.allocate(slots, rows, parts * padded_E) &&
+                           keys_transposed.allocate(slots, rows, parts * wide_D)
+                     : values_transposed.allocate(slots, rows, parts * wide_E) &&
                            rows_room.allocate(call.num_threads, kKeys, padded_E)) &&
-           (!certify || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) &&
-                         allocate_tails(call, slots) && keys_room.allocate(call.num_threads, kKeys, padded_D / 2)));
+           (!certify ||
+            (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) && allocate_tails(call, slots) &&
+             keys_room.allocate(call.num_threads, parts * kSide, padded_D / 2)));
   }
 
-  uint16_t* keys_at(int64_t slot, int64_t block) const {
-    return key_rows.data + (slot * rows + block * kKeys) * padded_D;
+  Parts<uint16_t> in_block(const Buffer<uint16_t>& of, int64_t slot, int64_t block, int64_t size, int64_t row) const {
+    return {of.data + (slot * num_blocks + block) * parts * size, row, parts, size};
   }
-  uint16_t* values_at(int64_t slot, int64_t block) const {
-    return value_rows.data + (slot * rows + block * kKeys) * padded_E;
+  Parts<uint16_t> keys_at(int64_t slot, int64_t block) const {
+    return in_block(key_rows, slot, block, kKeys * padded_D, padded_D);
   }
-  uint16_t* keys_transposed_at(int64_t slot, int64_t block) const {
-    return keys_transposed.data + (slot * rows + block * kKeys) * wide_D;
+  Parts<uint16_t> values_at(int64_t slot, int64_t block) const {
+    return in_block(value_rows, slot, block, kKeys * padded_E, padded_E);
   }
-  uint16_t* values_transposed_at(int64_t slot, int64_t block) const {
-    return values_transposed.data + (slot * rows + block * kKeys) * wide_E;
+  Parts<uint16_t> keys_transposed_at(int64_t slot, int64_t block) const {
+    return in_block(keys_transposed, slot, block, kKeys * wide_D, kKeys);
+  }
+  Parts<uint16_t> values_transposed_at(int64_t slot, int64_t block) const {
+    return in_block(values_transposed, slot, block, kKeys * wide_E, kKeys);
   }
 };
 
@@ -61,45 +73,53 @@ inline float zero_or_nan_across(const uint16_t* x, int64_t count) {
 }
 
 // Pack keys and values, and measure them for the certificate.
-struct PackAcross : PackTask<float, Bfloat16, false> {
+template <typename In>
+struct PackAcross : PackTask<float, In, false> {
+  using PackTask<float, In, false>::call, PackTask<float, In, false>::packed;
+  static constexpr int kParts = kPartsOf<In>;
   AcrossPacked& across;
 
-  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, Bfloat16, false>{for_call, to}, across(to) {}
+  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, In, false>{for_call, to}, across(to) {}
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];
-    const uint16_t* k = reinterpret_cast<const uint16_t*>(keys_of(index));
-    const uint16_t* v = reinterpret_cast<const uint16_t*>(values_of(index));
-    const int64_t D = packed.padded_D, E = packed.padded_E;
-    const bool measure_spread = packed.certify && has_a_long_window(index);
+    const bool measure_spread = packed.certify && this->has_a_long_window(index);
     MatrixUnit unit;
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
+      const In* k = this->keys_of(index) + block * kKeys * call.k.row;
+      const In* v = this->values_of(index) + block * kKeys * call.v.row;
       const int64_t count = head.num_keys - block * kKeys;
-      uint16_t* keys = across.keys_at(slot, block);
-      uint16_t* values = across.backward ? across.values_at(slot, block) : across.rows_room.data + worker * kKeys * E;
-      copy_rows(k + block * kKeys * call.k.row, call.k.row, count, call.D, kKeys, D, keys);
-      copy_rows(v + block * kKeys * call.v.row, call.v.row, count, call.E, kKeys, E, values);
-      if (across.backward) lay_transposed(keys, D, across.wide_D, across.keys_transposed_at(slot, block));
-      else lay_transposed(values, E, across.wide_E, across.values_transposed_at(slot, block));
-      head.radius[block] = zero_or_nan_across(keys, kKeys * D) + zero_or_nan_across(values, kKeys * E);
-      if (packed.certify)
-        measure(unit, head, block, keys, measure_spread, across.keys_room.data + worker * kKeys * D / 2);
+      const Parts<uint16_t> keys = across.keys_at(slot, block);
+      Parts<uint16_t> values;  // in which what is not finite shows in the first part
+      copy_parts(k, call.k.row, count, call.D, kKeys, keys);
+      if (across.backward) {
+        values = across.values_at(slot, block);
+        copy_parts(v, call.v.row, count, call.E, kKeys, values);
+        lay_transposed(keys, across.wide_D, across.keys_transposed_at(slot, block));
+      } else {
+        values = across.values_transposed_at(slot, block);
+        const Parts<uint16_t> room = {across.rows_room.data + worker * kKeys * packed.padded_E, packed.padded_E};
+        copy_transposed(v, call.v.row, count, call.E, across.wide_E, room, values);
+      }
+      head.radius[block] = zero_or_nan_across(keys.data, keys.step) + zero_or_nan_across(values.data, values.step);
+      if (packed.certify) {
+        measure(unit, head, block, k, keys, measure_spread,
+                across.keys_room.data + worker * kParts * kSide * packed.padded_D / 2);
+      }
     }
   }
 
-  // What measure_block does, with the Gram matrix of the keys themselves, which the unit makes of exact products, and
-  // the center taken off afterwards; the last term is for the rounding of that.
-  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const uint16_t* keys, bool measure_spread,
-               uint32_t* room) const {
+  // What measure_block does, with the Gram matrix of the keys themselves, which the unit makes of products that are
+  // exact but for the parts left out, and the center taken off afterwards; the last term is for the rounding of that.
+  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Parts<uint16_t> keys,
+               bool measure_spread, uint32_t* room) const {
     const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.padded_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], found = 0;  // along: k.c
     for (int64_t s = 0; s < count; ++s) {
       Floats squares{}, products{};
       for (int64_t d = 0; d < deep_D; d += 16) {
-        HalfWords half;
-        __builtin_memcpy(&half, keys + s * deep_D + d, sizeof half);
-        const Floats key = even_of_pairs(__builtin_convertvector(half, Words)), center = load(head.center + d);
+        const Floats key = sum_of_parts<kParts>(keys.data + s * deep_D + d, keys.step), center = load(head.center + d);
         squares += (key - center) * (key - center);
         products += key * center;
       }
@@ -107,16 +127,17 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
       along[s] = sum<float>(products);
     }
     const bool ordinary = is_ordinary(found);
-    const float radius = ordinary ? square_root(found) : longest_from_center(head, keys, count);
+    const float radius = ordinary ? square_root(found) : longest_from_center(head, given, count);
     head.radius[block] += radius;
     head.spread[block] = head.radius[block];
     if (!measure_spread || !ordinary) return;
     const float center_square = head.center_norm * head.center_norm;
+    const Parts<uint32_t> columns = {room, kSide, kParts, kSide * deep_D / 2};
     Floats largest_row{};
     for (int64_t t = 0; t < count; t += kSide) {
       float gram[kKeys * kSide];
-      lay_across(keys + t * deep_D, deep_D, room);
-      multiply_strip<4>(unit, deep_D, keys, deep_D, room, gram, false);
+      lay_across(keys.at(t * deep_D), kSide, columns);
+      multiply_strip<4>(unit, deep_D, keys, columns, gram, false);
       Floats total{}, off;
       for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
@@ -133,45 +154,54 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
   }
 
   // The largest |k - center| of some keys whose squares vanish or overflow.
-  float longest_from_center(const Head<float>& head, const uint16_t* keys, int64_t count) const {
+  float longest_from_center(const Head<float>& head, const In* keys, int64_t count) const {
     float longest = 0, difference[kLargestSize];
     if (call.D > kLargestSize) return __builtin_nanf("");
     for (int64_t s = 0; s < count; ++s) {
-      for (int64_t d = 0; d < call.D; ++d)
-        difference[d] = widen(Bfloat16{keys[s * packed.padded_D + d]}) - head.center[d];
+      for (int64_t d = 0; d < call.D; ++d) difference[d] = widen(keys[s * call.k.row + d]) - head.center[d];
       longest = larger_or_nan(longest, length_of<float>(difference, call.D, 1));
     }
     return longest;
   }
 };
 
-constexpr int kOutputParts = 3;  // bfloat16 that add up to any float32: the gradient of the output
+constexpr int64_t kQueriesAcross = 64;  // rows of queries, and with one part columns of weights; the last 16 are zeros
+constexpr int64_t kMostAcross = 192;    // columns of weights, with all parts
 
-// What a worker needs for one tile. What there is of each query is in `of`, but for its pivot: row_max in bits.
+// What a worker needs for one tile, in parts where products want it. What there is of each query is in `of`, but for
+// its pivot: row_max in the unit of scores.
 struct AcrossScratch {
   Scratch<float> of;
   float pivot[kRows];
-  uint16_t* rows;                       // [64, larger of padded_D, padded_E]: queries, or gradients, as they come
-  uint32_t* q_across;                   // [kGroups, padded_D / 2, 16]
-  uint32_t* dout_across[kOutputParts];  // [kGroups, padded_E / 2, 16]
-  uint32_t* q_pairs;                    // [32, wide_D]
-  uint32_t* dout_pairs[kOutputParts];   // [32, wide_E]
-  float *score, *dweight;               // [kKeys, 16]
+  uint16_t* rows;                       // [parts, 64, larger of padded_D, padded_E]: queries, or gradients
+  uint32_t *q_across, *dout_across;     // [parts, kGroups, padded_D or padded_E / 2, 16]
+  uint32_t *q_pairs, *dout_pairs;       // [96, wide_D or wide_E]: BackwardAcross says which queries in which parts
+  float *score, *dweight;               // [kGroups, kKeys, 16]
   float* acc;                           // [kGroups, wide_E or wide_D, 16]
-  uint32_t* pairs[2];                   // [kKeys / 2, 16]: weights, or gradients of scores
-  uint16_t* weight_rows;                // [kKeys, 64]
-  uint16_t* dscore_rows[2];             // [kKeys, 64]
+  uint32_t* pairs;                      // [parts, kGroups, kKeys / 2, 16]: weights, or gradients of scores
+  uint16_t *weight_rows, *dscore_rows;  // [kKeys, 192], the factors of these
+
+  Parts<uint16_t> rows_of(int64_t padded, int parts) const { return {rows, padded, parts, kQueriesAcross * padded}; }
 };
+
+constexpr int64_t kGroupScores = kKeys * kSide;                                        // of a group
+constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
+
+// Queries, or gradients, across: those of a group begin at `group * kSide * padded / 2`.
+inline Parts<uint32_t> across_of(uint32_t* data, int64_t padded, int parts) {
+  return {data, kSide, parts, kRows * padded / 2};
+}
 
 struct AcrossScratches {
   Buffer<AcrossScratch> each;
   Buffer<uint32_t> memory;
 
   bool allocate(const Call& call, const AcrossPacked& packed) {
+    constexpr int64_t kParts = kMostParts, kHalf = kRows / 2, kHalfAcross = kQueriesAcross / 2;
     const int64_t deep = larger_of(packed.padded_D, packed.padded_E), wide = larger_of(packed.wide_D, packed.wide_E);
-    const int64_t words = 64 * deep / 2 + kRows * packed.padded_D / 2 + 32 * packed.wide_D +
-                          kOutputParts * (kRows * packed.padded_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 +
-                          kRows * wide + kKeys * 16 + 3 * kKeys * 32;
+    const int64_t words = kParts * (kHalfAcross * deep + kHalf * (packed.padded_D + packed.padded_E) +
+                                    kHalfAcross * (packed.wide_D + packed.wide_E) + kPairsStep) +
+                          kKeys * kMostAcross + 2 * kGroups * kGroupScores + kRows * wide;
     if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
     for (int worker = 0; worker < call.num_threads; ++worker) {
       AcrossScratch& scratch = each.data[worker];
@@ -179,56 +209,80 @@ struct AcrossScratches {
       const auto take = [&next](int64_t count) { return (next += count) - count; };
       const auto take_floats = [&take](int64_t count) { return reinterpret_cast<float*>(take(count)); };
       const auto take_halves = [&take](int64_t count) { return reinterpret_cast<uint16_t*>(take(count / 2)); };
-      scratch.rows = take_halves(64 * deep);
-      scratch.q_across = take(kRows * packed.padded_D / 2);
-      scratch.q_pairs = take(32 * packed.wide_D);
-      for (int part = 0; part < kOutputParts; ++part) {
-        scratch.dout_across[part] = take(kRows * packed.padded_E / 2);
-        scratch.dout_pairs[part] = take(32 * packed.wide_E);
-      }
-      for (int part = 0; part < 2; ++part) {
-        scratch.pairs[part] = take(kKeys / 2 * 16);
-        scratch.dscore_rows[part] = take_halves(kKeys * 64);
-      }
-      scratch.weight_rows = take_halves(kKeys * 64);
-      scratch.score = take_floats(kKeys * 16);
-      scratch.dweight = take_floats(kKeys * 16);
+      scratch.rows = take_halves(kParts * kQueriesAcross * deep);
+      scratch.q_across = take(kParts * kHalf * packed.padded_D);
+      scratch.dout_across = take(kParts * kHalf * packed.padded_E);
+      scratch.q_pairs = take(kParts * kHalfAcross * packed.wide_D);
+      scratch.dout_pairs = take(kParts * kHalfAcross * packed.wide_E);
+      scratch.pairs = take(kParts * kPairsStep);
+      scratch.weight_rows = take_halves(kKeys * kMostAcross);
+      scratch.dscore_rows = take_halves(kKeys * kMostAcross);
+      scratch.score = take_floats(kGroups * kGroupScores);
+      scratch.dweight = take_floats(kGroups * kGroupScores);
       scratch.acc = take_floats(kRows * wide);
     }
     return true;
   }
 };
 
-// The scores of 16 queries and a block in bits, biased, of one key at a time; -inf where hidden.
+// 0, 1, 2 ... as float, to be read as an operand.
+constexpr struct Numbers {
+  float of[kKeys] = {};
+  constexpr Numbers() {
+    for (int64_t s = 0; s < kKeys; ++s) of[s] = static_cast<float>(s);
+  }
+} kNumbers;
+
+// x - a b, rounded once where the target can; said here because compilers may fuse forward and backward differently.
+LINBIAS_INLINE Floats less_product(Floats x, Floats a, Floats b) {
+#if defined(__AVX512DQ__)
+  return (Floats)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)x);
+#else
+  return x - a * b;
+#endif
+}
+
+// The scores of 16 queries and a block, biased, of one key at a time; -inf where hidden. They are in bits, but for
+// float32 (kFine), where slopes and scores keep all their digits. There a bias is rounded once, and before the pivot
+// comes off: forward and backward, whose pivots differ, round alike.
+template <bool kFine>
 struct BiasedAcross {
+  static constexpr float kUnit = kFine ? 1.0f : kLog2eAcross;  // of scores
   static constexpr float kSteepest = 1e30f;  // finite in bits, too, so that it is 0 times a distance of 0
   Floats relative{};                         // positions of the queries, counted from the block's first key
   Floats away{};                             // far: the bias of the key that is nearest
-  float scale, slope[2];
-  float further[kKeys];  // far: the bias of a key on top of that
+  float scale, slope[2], outwards = 0;       // far: the slope, negative to the right
+  float further[kKeys];                      // far: the bias of a key on top of that
   bool far, hidden[2];
   int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
 
   BiasedAcross(const Tile<float>& tile, int64_t block, float factor) {
-    scale = factor * kLog2eAcross;
+    scale = factor * kUnit;
     far = tile.is_far(block);
     for (int side = kLeft; side <= kRight; ++side) {
       hidden[side] = tile.hidden[side];
-      const float bits = tile.slope[side] * kLog2eAcross;
-      slope[side] = bits < kSteepest ? bits : kSteepest;
+      const float steep = tile.slope[side] * kUnit;
+      slope[side] = steep < kSteepest ? steep : kSteepest;
     }
     if (!far) return;
     const bool to_the_left = block <= tile.near_last;
-    for (int64_t s = 0; s < kKeys; ++s) {
+    outwards = to_the_left ? slope[kLeft] : -slope[kRight];
+    for (int64_t s = 0; s < kKeys && !kFine; ++s) {
       further[s] =
           to_the_left ? -slope[kLeft] * static_cast<float>(kKeys - 1 - s) : -slope[kRight] * static_cast<float>(s);
     }
   }
 
   // To 16 queries of the tile. Hidden keys take part all the same where they are not finite, and show.
-  void turn_to(const Tile<float>& tile, int64_t block, int64_t group, bool finite) {
+  LINBIAS_INLINE void turn_to(const Tile<float>& tile, int64_t block, int64_t group, bool finite) {
     const int64_t from = tile.position + group * kSide - block * kKeys;
-    for (int lane = 0; lane < kSide; ++lane) relative[lane] = static_cast<float>(from + lane);
+    constexpr int64_t kCounted = int64_t{1} << 30;  // as 32-bit integers
+    if (from > -kCounted && from < kCounted) {
+      relative = __builtin_convertvector(
+          Lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(from), Floats);
+    } else {
+      for (int lane = 0; lane < kSide; ++lane) relative[lane] = static_cast<float>(from + lane);
+    }
     end_shown = kKeys;
     if (far) {
       const bool to_the_left = block <= tile.near_last;
@@ -242,21 +296,26 @@ struct BiasedAcross {
     end_shown = larger_of(end_shown, 0);
   }
 
-  LINBIAS_INLINE Floats reach(int64_t s) const { return relative - static_cast<float>(s); }
+  LINBIAS_INLINE Floats reach(int64_t s) const { return relative - kNumbers.of[s]; }
 
   // pivot is what is taken off every score of a query; in a far block it may be part of `base`, far_base(pivot).
-  LINBIAS_INLINE Floats far_base(Floats pivot) const { return away - pivot; }
+  LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
-    return product * scale + (base + further[s]);
+    if constexpr (kFine) return less_product(product * scale, broadcast(outwards), reach(s)) - base;
+    else return product * scale + (base + further[s]);
+  }
+
+  static LINBIAS_INLINE Floats weight(Floats score) {
+    return power_of_two<kFine>(kFine ? score * kLog2eAcross : score);
   }
 
   LINBIAS_INLINE Floats near_score(Floats product, int64_t s, int64_t num_keys) const {
     const Floats lowest = broadcast(-kInfinity<float>), distance = reach(s);
     Floats y = product * scale;
     if (hidden[kRight] && !hidden[kLeft]) {  // causal
-      y = distance < 0.0f ? lowest : y - slope[kLeft] * distance;
+      y = distance < 0.0f ? lowest : less_product(y, broadcast(slope[kLeft]), distance);
     } else {
-      y -= distance > 0.0f ? slope[kLeft] * distance : -slope[kRight] * distance;
+      y = less_product(y, distance > 0.0f ? broadcast(slope[kLeft]) : broadcast(-slope[kRight]), distance);
       if (hidden[kLeft]) y = distance > 0.0f ? lowest : y;
       if (hidden[kRight]) y = distance < 0.0f ? lowest : y;
     }
@@ -283,28 +342,73 @@ struct DropoutAcross {
   }
 };
 
-inline void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, AcrossScratch& scratch) {
+// The queries of a tile in rows and across, in parts.
+template <typename In>
+void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, AcrossScratch& scratch) {
   const Call& call = *tile.call;
-  const uint16_t* q = static_cast<const uint16_t*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head +
-                      tile.start * call.q.row;
-  copy_rows(q, call.q.row, tile.rows, call.D, round_up(tile.rows, kDeep), packed.padded_D, scratch.rows);
-  for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-    lay_across(scratch.rows + group * kSide * packed.padded_D, packed.padded_D,
-               scratch.q_across + group * kSide * packed.padded_D / 2);
+  const In* q =
+      static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
+  const Parts<uint16_t> rows = scratch.rows_of(packed.padded_D, kPartsOf<In>);
+  copy_parts(q, call.q.row, tile.rows, call.D, kQueriesAcross, rows);
+  lay_across(rows, tile.rows, across_of(scratch.q_across, packed.padded_D, kPartsOf<In>));
+}
+
+// Which keys of a block each group of queries takes part in: the first `shown`; none of a group beyond the tile.
+struct Shown {
+  int64_t groups, of[kGroups] = {};
+  bool all;  // all of the keys in every group of a whole tile
+
+  template <typename Biased>
+  Shown(const Tile<float>& tile, Biased& biased, int64_t block, bool finite)
+      : groups(round_up(tile.rows, kSide) / kSide), all(groups == kGroups) {
+    for (int64_t group = 0; group < groups; ++group) {
+      if (!biased.far) biased.turn_to(tile, block, group, finite);
+      set(group, biased.far ? kKeys : biased.end_shown);
+    }
+  }
+  void set(int64_t group, int64_t count) {
+    of[group] = count;
+    all = all && count == kKeys;
+  }
+};
+
+// The products of a block's keys, or values, and what lies across of each group: to[kGroups, kKeys, 16].
+inline void multiply_groups(MatrixUnit& unit, const Shown& shown, Parts<uint16_t> rows, Parts<uint32_t> across,
+                            float* to) {
+  const int64_t column = kSide * rows.row / 2;
+  if (shown.all) {
+    return multiply_columns<kGroups>(unit, kKeys, rows.row, rows, across, column, to, kGroupScores, false);
+  }
+  for (int64_t group = 0; group < shown.groups; ++group) {
+    if (shown.of[group] == 0) continue;
+    multiply_column(unit, shown.of[group], rows.row, rows, across.at(group * column), to + group * kGroupScores, false);
+  }
+}
+
+// Add to acc[kGroups, size, 16] the products of transposed rows[size, kKeys] and the pairs of each group.
+inline void add_groups(MatrixUnit& unit, const Shown& shown, int64_t size, Parts<uint16_t> transposed,
+                       Parts<uint32_t> pairs, float* acc) {
+  if (shown.all) {
+    return multiply_columns<kGroups>(unit, size, kKeys, transposed, pairs, kGroupPairs, acc, size * kSide, true);
+  }
+  for (int64_t group = 0; group < shown.groups; ++group) {
+    if (shown.of[group] == 0) continue;
+    multiply_column(unit, size, shown.of[group], transposed, pairs.at(group * kGroupPairs), acc + group * size * kSide,
+                    true);
   }
 }
 
 // Would the block whose products are in scratch.score add next to nothing to any query of a group? If so, add it to
 // what is left out.
-inline bool is_negligible_across(const BiasedAcross& biased, int64_t group, int64_t rows, float allowance,
-                                 AcrossScratch& scratch) {
+template <typename Biased>
+bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, float allowance, AcrossScratch& scratch) {
   float* left_out = scratch.of.left_out + group * kSide;
+  const float* scores = scratch.score + group * kGroupScores;
   const Floats base = biased.far_base(load(scratch.pivot + group * kSide));
   Floats high = broadcast(-kInfinity<float>);
 #pragma GCC unroll 4
-  for (int64_t s = 0; s < kKeys; ++s)
-    high = larger<float>(biased.far_score(load(scratch.score + s * kSide), s, base), high);
-  const Floats total = load(left_out) + power_of_two(high) * static_cast<float>(kKeys);
+  for (int64_t s = 0; s < kKeys; ++s) high = larger<float>(biased.far_score(load(scores + s * kSide), s, base), high);
+  const Floats total = load(left_out) + Biased::weight(high) * static_cast<float>(kKeys);
   Lanes small = (Lanes)(high <= 0.0f) & (Lanes)(total <= allowance * load(scratch.of.row_sum + group * kSide));
   for (int lane = 0; lane < kSide; ++lane) small[lane] |= group * kSide + lane < rows ? 0 : -1;
   if (!in_all_lanes(small)) return false;

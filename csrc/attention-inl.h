@@ -14,7 +14,8 @@
 // bfloat16: where the CPU multiplies pairs of bfloat16 (LINBIAS_BF16), forward does so. The weights, float32 like all
 // sums, are rounded to one bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two:
 // backward takes differences from `out`, and one would cost the gradients of slopes two digits.
-// Where there is a matrix unit for bfloat16 (LINBIAS_AMX), these inputs take a way of their own: across-inl.h.
+// Where there is a matrix unit for bfloat16 (LINBIAS_AMX), these inputs, and most calls of float32, take a way of their
+// own: across-inl.h.
 // Only C functions and templates of this file are used: an inline function of the standard library, compiled here
 // with the target's flags, could be linked into code that runs everywhere.
 
@@ -100,6 +101,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #if defined(LINBIAS_AMX)
 #include "narrow-inl.h"
 #include "matrix-inl.h"
+#include "parts-inl.h"
 #include "across-inl.h"
 #include "forward-across-inl.h"
 #include "backward-across-inl.h"
@@ -111,16 +113,31 @@ constexpr bool kAcross = false;
 #if defined(LINBIAS_AMX)
 template <>
 constexpr bool kAcross<Bfloat16> = true;
-#else  // named in branches that are never taken
-[[maybe_unused]] Status forward_across(const Call&, const Forward&) { return Status::ok; }
-[[maybe_unused]] Status backward_across(const Call&, const Backward&) { return Status::ok; }
+template <>
+constexpr bool kAcross<float> = true;
 #endif
+
+// Whether a matrix unit takes on a call. It makes six products for one of float32, and splits what goes into them: that
+// pays where heads fill the depth of its products and there are several blocks to visit (measured: even at 160 tokens,
+// a tenth faster at 192). The model of the unit takes on all, so that tests of it can be small.
+template <typename In>
+[[maybe_unused]] bool is_across(const Call& call) {
+#if defined(LINBIAS_AMX_EMULATED)
+  return true;
+#endif
+  constexpr int64_t kFewest = 192, kNarrowest = 32;
+  return sizeof(In) == 2 || (smaller_of(call.T, call.S) >= kFewest && smaller_of(call.D, call.E) >= kNarrowest);
+}
 
 template <typename W, typename In>
 Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
   if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
-  if constexpr (kAcross<In>) return forward_across(call, results);
+#if defined(LINBIAS_AMX)
+  if constexpr (kAcross<In>) {
+    if (is_across<In>(call)) return forward_across<In>(call, results);
+  }
+#endif
   constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
   Packed<W> packed(call, false);
   Buffer<Scratch<W>> scratches;
@@ -142,6 +159,16 @@ Status forward_as(const Call& call, const Forward& results) {
   return Status::ok;
 }
 
+template <typename W, typename In>
+Status backward_by_choice(const Call& call, const Backward& results) {
+#if defined(LINBIAS_AMX)
+  if constexpr (kAcross<In>) {
+    if (is_across<In>(call)) return backward_across<In>(call, results);
+  }
+#endif
+  return backward_as<W, In>(call, results);
+}
+
 }  // namespace
 
 Status forward(const Call& call, const Forward& results) {
@@ -156,12 +183,10 @@ Status forward(const Call& call, const Forward& results) {
 
 Status backward(const Call& call, const Backward& results) {
   switch (call.dtype) {
-    case DType::float32: return backward_as<float, float>(call, results);
-    case DType::float64: return backward_as<double, double>(call, results);
-    case DType::float16: return backward_as<float, Float16>(call, results);
-    case DType::bfloat16:
-      if constexpr (kAcross<Bfloat16>) return backward_across(call, results);
-      else return backward_as<float, Bfloat16>(call, results);
+    case DType::float32: return backward_by_choice<float, float>(call, results);
+    case DType::float64: return backward_by_choice<double, double>(call, results);
+    case DType::float16: return backward_by_choice<float, Float16>(call, results);
+    case DType::bfloat16: return backward_by_choice<float, Bfloat16>(call, results);
   }
   return Status::ok;
 }

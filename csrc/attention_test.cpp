@@ -121,6 +121,11 @@ void test_the_definition() {
       {1, 2, 1, 49, 65, 31, 33, false, false, {}, 0, 3},
       {2, 6, 2, 48, 64, 64, 64, false},
       {1, 6, 6, 300, 700, 24, 40, false, false, {}, 0, 5},
+      // Calls of float32 that a matrix unit takes on, too: with a certificate, dropout and few heads; without one,
+      // many.
+      {1, 6, 6, 300, 700, 40, 33, false, false, {}, 0, 5},
+      {1, 4, 2, 200, 330, 32, 65, true, true, {}, 0.3, 3},
+      {1, 17, 17, 193, 192, 32, 32, true, false, {}, 0, 2},
       // Heads enough to be packed one by one: without a certificate and with one, sizes of whole vectors and others.
       {3, 12, 6, 52, 70, 16, 16, true, false, {}, 0, 2},
       {3, 6, 6, 49, 67, 31, 33, false, true, {}, 0, 2},
@@ -351,6 +356,25 @@ void test_numbers_of_float16() {
   });
 }
 
+// Queries that see one key each: the output is the value, also where it is one of the largest float32 numbers, or as
+// small as its last digit allows a matrix unit, which splits it and knows no subnormal numbers.
+void test_numbers_of_float32() {
+  Case c{1, 1, 1, 200, 200, 32, 40, false};
+  Inputs x = draw(c, false);
+  x.left = x.right = {kInf};
+  std::mt19937 random(3);
+  for (std::size_t i = 0; i < x.v.size(); ++i) {
+    const int exponent = static_cast<int>(i % 231) - 103;  // up to 127
+    x.v[i] = std::ldexp((i % 2 ? -1.0 : 1.0) * (0x800000 + static_cast<int>(random() >> 9)), exponent - 23);
+  }
+  x.v[5] = std::numeric_limits<float>::max();
+  on_every_target([&] {
+    Arrays<float> a(c, x);
+    forward(a.call, a.results);
+    check(a.out == a.v, describe(c, "float32"), "out is the value");
+  });
+}
+
 // A value that is not finite shows in every row that sees it, however little it weighs; few rows are decoded.
 template <typename In>
 void test_values_that_are_not_finite_show() {
@@ -476,6 +500,7 @@ int main(int count, char** names) {
            test_positions_beyond_float32<Brain>,
            test_slope_gradients_of_large_values,
            test_numbers_of_float16,
+           test_numbers_of_float32,
            test_values_that_are_not_finite_show<float>,
            test_values_that_are_not_finite_show<double>,
            test_values_that_are_not_finite_show<Half>,

@@ -1,19 +1,25 @@
 // Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
 //
 // The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these
-// differences. Weights are divided by their sum within their exponents. Weights and gradients of scores are rounded to
-// bfloat16 where they enter a product, gradients of scores to the sum of kScoreParts of them; dout goes in as the sum
-// of as many as hold it: one for a gradient of bfloat16, and three for any. Sums of gradients of scores are float32
+// differences. For bfloat16 weights are divided by their sum within their exponents, and rounded to bfloat16 where they
+// enter a product, as are gradients of scores; for float32 both go in as sums of three. dout goes in as the sum of as
+// many as hold it: one for a gradient of bfloat16, and three for any. Sums of gradients of scores are float32
 // throughout.
 
-constexpr int kScoreParts = 1;
-constexpr int64_t kQueriesAcross = 64;  // columns of rows of weights; the last 16 are zeros
-
+template <typename In>
 struct BackwardAcross {
+  static constexpr int kParts = kPartsOf<In>;
+  static constexpr bool kFine = kParts > 1;
+  using Biased = BiasedAcross<kFine>;
+  // The products with a tile's queries as their depth: weights and gradients of scores, a key in a row, times dout and
+  // q. A tile of 48 queries does not fill the unit's depth of 32 twice, but its three parts, one after the other, do:
+  // columns of parts 0, 1, 2, 0 times rows of parts 2, 1, 0, 0 are four of the six products, and those of 0, 1 times 1,
+  // 0 the other two. With one part there are 64 columns, the last of them zeros.
+  static constexpr int64_t kColumns = kFine ? kMostAcross : kQueriesAcross;
   const Call& call;
   const Backward& results;
   const AcrossPacked& packed;
-  const PackAcross& pack;
+  const PackAcross<In>& pack;
   AcrossScratch* scratches;
   int64_t num_tiles, num_parts, tiles_per_part;
   float *dk, *dv;   // [B, H, parts, rows, wide_D or wide_E], or by head [threads, rows, ...]
@@ -64,11 +70,12 @@ struct BackwardAcross {
             double* dslopes_of) const {
     const Tile<float> tile(call, packed, b, h, t);
     MatrixUnit unit;
-    load_queries_across(tile, packed, scratch);
-    lay_in_pairs(scratch.rows, packed.padded_D, round_up(tile.rows, kDeep), packed.wide_D, scratch.q_pairs);
+    load_queries_across<In>(tile, packed, scratch);
+    lay_depth(scratch.rows_of(packed.padded_D, kParts), packed.wide_D, scratch.q_pairs);
     const int dout_parts = load_output_gradient(tile, scratch);
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.wide_D));
-    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < kQueriesAcross / kSide; ++group) {
+    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < (kFine ? kRows : kQueriesAcross) / kSide;
+         ++group) {
       clear(scratch, group, 0);
     }
     const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
@@ -91,7 +98,7 @@ struct BackwardAcross {
   }
 
   // The gradient of the output in the forms that products want, and what is known of each query. Returns in how many
-  // parts.
+  // parts. For float32 dout and delta are divided by the row's sum, so that weights need not be.
   int load_output_gradient(const Tile<float>& tile, AcrossScratch& scratch) const {
     Scratch<float>& of = scratch.of;
     for (int64_t i = 0; i < kRows; ++i) {
@@ -100,57 +107,76 @@ struct BackwardAcross {
       of.row_sum[i] = 1;
       scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
     }
-    const int64_t at = tile.index(0), E = call.E, deep_E = packed.padded_E, rows = round_up(tile.rows, kDeep);
+    const int64_t at = tile.index(0), E = call.E, deep_E = packed.padded_E;
     const float* given = static_cast<const float*>(results.dout) + at * E;
     const float* out = static_cast<const float*>(results.saved.out) + at * E;
-    const float* log_sum = static_cast<const float*>(results.saved.log_sum) + at;
-    const float* row_max = static_cast<const float*>(results.saved.row_max) + at;
-    int parts = 1;
-    for (int part = 0; part < parts; ++part) {
-      Words lost{};
-      for (int64_t i = 0; i < rows; ++i) {
-        const bool seen = i < tile.rows && log_sum[i] != -kInfinity<float>;
-        Floats delta{};
-        for (int64_t e = 0; e < deep_E; e += 32) {
-          Floats x[2] = {}, y[2] = {};
-          const size_t bytes = sizeof(float) * static_cast<size_t>(seen ? smaller_of(larger_of(E - e, 0), 32) : 0);
-          if (bytes == sizeof x) {
-            __builtin_memcpy(x, given + i * E + e, sizeof x);
-            __builtin_memcpy(y, out + i * E + e, sizeof y);
-          } else if (bytes > 0) {
-            __builtin_memcpy(x, given + i * E + e, bytes);
-            __builtin_memcpy(y, out + i * E + e, bytes);
-          }
-          delta += x[0] * y[0] + x[1] * y[1];
-          uint16_t* to = scratch.rows + i * deep_E + e;
-          for (int taken = 0; taken <= part; ++taken) {
-            const Words rounded = round_to_pairs<true>(x[0], x[1], to, to + 16);
-            x[0] -= even_of_pairs(rounded);
-            x[1] -= odd_of_pairs(rounded);
-          }
-          lost |= (Words)x[0] | (Words)x[1];
+    Words beyond[kMostParts] = {};  // whether some part is not 0
+    for (int64_t i = 0; i < kQueriesAcross; ++i) {
+      const bool seen = i < tile.rows && find_pivot(tile, i, scratch);
+      const float per_sum = seen ? 1 / of.row_sum[i] : 1;
+      Floats delta{};
+      for (int64_t e = 0; e < deep_E; e += 32) {
+        Floats x[2] = {}, y[2] = {};
+        const size_t bytes = sizeof(float) * static_cast<size_t>(seen ? smaller_of(larger_of(E - e, 0), 32) : 0);
+        if (bytes == sizeof x) {
+          __builtin_memcpy(x, given + i * E + e, sizeof x);
+          __builtin_memcpy(y, out + i * E + e, sizeof y);
+        } else if (bytes > 0) {
+          __builtin_memcpy(x, given + i * E + e, bytes);
+          __builtin_memcpy(y, out + i * E + e, bytes);
         }
-        if (!seen || part > 0) continue;
-        of.delta[i] = sum<float>(delta) - lse_gradient<float>(results, at + i);
-        scratch.pivot[i] = row_max[i] * kLog2eAcross + log_sum[i] * kLog2eAcross;
+        delta += x[0] * y[0] + x[1] * y[1];
+        uint16_t* to = scratch.rows + i * deep_E + e;
+        const auto put = [&](int part, Words first, Words second) __attribute__((always_inline)) {
+          beyond[part] |= (first | second) & 0x7fff0000u;
+          store_upper_halves(first, second, to + part * kQueriesAcross * deep_E);
+        };
+        split(x[0] * per_sum, x[1] * per_sum, put);
       }
-      if (part + 1 < kOutputParts && !in_all_lanes((Lanes)((lost & 0x7fffffffu) == 0u))) parts = part + 2;
-      for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-        lay_across(scratch.rows + group * kSide * deep_E, deep_E,
-                   scratch.dout_across[part] + group * kSide * deep_E / 2);
-      }
-      lay_in_pairs(scratch.rows, deep_E, rows, packed.wide_E, scratch.dout_pairs[part]);
+      if (seen) of.delta[i] = (sum<float>(delta) - lse_gradient<float>(results, at + i)) * per_sum;
     }
+    int parts = kMostParts;
+    while (!kFine && parts > 1 && in_all_lanes((Lanes)(beyond[parts - 1] == 0u))) --parts;
+    const Parts<uint16_t> dout = scratch.rows_of(deep_E, parts);
+    lay_across(dout, tile.rows, across_of(scratch.dout_across, deep_E, parts));
+    lay_depth(dout, packed.wide_E, scratch.dout_pairs);
     return parts;
+  }
+
+  // Rows of queries as the second factor of products with their depth.
+  static void lay_depth(Parts<uint16_t> rows, int64_t columns, uint32_t* to) {
+    if constexpr (kFine) {
+      for (const int part : {2, 1, 0, 0}) {
+        lay_in_pairs(rows.data + part * rows.step, rows.row, kRows, columns, to);
+        to += kRows / 2 * columns;
+      }
+    } else {
+      for (int part = 0; part < rows.count; ++part) {
+        lay_in_pairs(rows.data + part * rows.step, rows.row, kQueriesAcross, columns,
+                     to + part * kQueriesAcross / 2 * columns);
+      }
+    }
+  }
+
+  // The pivot of a row, and for float32 its sum, as forward left them. Returns whether it has seen a key.
+  bool find_pivot(const Tile<float>& tile, int64_t i, AcrossScratch& scratch) const {
+    const float row_max = static_cast<const float*>(results.saved.row_max)[tile.index(i)];
+    const float log_sum = static_cast<const float*>(results.saved.log_sum)[tile.index(i)];
+    if (log_sum == -kInfinity<float>) return false;
+    scratch.pivot[i] = row_max * Biased::kUnit;
+    if constexpr (kFine) scratch.of.row_sum[i] = natural_exp(log_sum);
+    else scratch.pivot[i] += log_sum * Biased::kUnit;
+    return true;
   }
 
   // Zeros for the weights of a group and their gradients, from some key on.
   static void clear(AcrossScratch& scratch, int64_t group, int64_t from) {
+    constexpr int64_t kPartColumns = kFine ? kRows : kQueriesAcross;
+    const HalfWords zeros{};
     for (int64_t s = from; s < kKeys; ++s) {
-      const HalfWords zeros{};
-      __builtin_memcpy(scratch.weight_rows + s * kQueriesAcross + group * kSide, &zeros, sizeof zeros);
-      for (int part = 0; part < kScoreParts; ++part) {
-        __builtin_memcpy(scratch.dscore_rows[part] + s * kQueriesAcross + group * kSide, &zeros, sizeof zeros);
+      for (int64_t at = s * kColumns + group * kSide; at < (s + 1) * kColumns; at += kPartColumns) {
+        __builtin_memcpy(scratch.weight_rows + at, &zeros, sizeof zeros);
+        __builtin_memcpy(scratch.dscore_rows + at, &zeros, sizeof zeros);
       }
     }
   }
@@ -159,61 +185,69 @@ struct BackwardAcross {
   void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts,
              bool (&negligible)[kGroups], AcrossScratch& scratch, float* dk_of, float* dv_of) const {
     const Head<float>& head = *tile.head;
-    const int64_t deep_E = packed.padded_E;
-    const uint16_t *keys = packed.keys_at(slot, block), *values = packed.values_at(slot, block);
+    const Parts<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_at(slot, block),
+                          keys_transposed = packed.keys_transposed_at(slot, block);
+    const Parts<uint32_t> q = across_of(scratch.q_across, packed.padded_D, kParts),
+                          dout = across_of(scratch.dout_across, packed.padded_E, dout_parts),
+                          dscore_pairs = {scratch.pairs, kSide, kParts, kPairsStep};
     const bool finite = head.radius[block] == head.radius[block];
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
-    BiasedAcross biased(tile, block, static_cast<float>(call.scale));
+    Biased biased(tile, block, static_cast<float>(call.scale));
+    Shown shown(tile, biased, block, finite);
+    multiply_groups(unit, shown, keys, q, scratch.score);
     int64_t most_shown = 0;
-    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-      biased.turn_to(tile, block, group, finite);
-      int64_t shown = biased.end_shown;
-      if (shown > 0) {
-        multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
-                        scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
-        negligible[group] = negligible[group] && finite && biased.far &&
-                            is_negligible_across(biased, group, tile.rows, allowance, scratch);
-        if (negligible[group]) shown = 0;
+    for (int64_t group = 0; group < shown.groups; ++group) {
+      if (shown.of[group] > 0 && negligible[group]) {
+        biased.turn_to(tile, block, group, finite);
+        negligible[group] = finite && biased.far && is_negligible_across(biased, group, tile.rows, allowance, scratch);
+        if (negligible[group]) shown.set(group, 0);
       }
-      clear(scratch, group, shown);
-      if (shown == 0) continue;
-      most_shown = larger_of(most_shown, shown);
-      for (int part = 0; part < dout_parts; ++part) {
-        multiply_column(unit, shown, deep_E, values, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2,
-                        scratch.dweight, part > 0);
-      }
-      score_gradients(tile, biased, block, group, shown, scratch);
-      for (int part = 0; part < kScoreParts; ++part) {
-        multiply_column(unit, packed.wide_D, shown, packed.keys_transposed_at(slot, block), kKeys, scratch.pairs[part],
-                        scratch.acc + group * kSide * packed.wide_D, true);
-      }
+      clear(scratch, group, shown.of[group]);
+      most_shown = larger_of(most_shown, shown.of[group]);
     }
     if (most_shown == 0) return;
-    const int64_t queries = round_up(tile.rows, kDeep);
-    for (int part = 0; part < dout_parts; ++part) {
-      add_product(unit, most_shown, packed.wide_E, queries, scratch.weight_rows, kQueriesAcross,
-                  scratch.dout_pairs[part], packed.wide_E, dv_of + block * kKeys * packed.wide_E, packed.wide_E);
+    multiply_groups(unit, shown, values, dout, scratch.dweight);
+    for (int64_t group = 0; group < shown.groups; ++group) {
+      if (shown.of[group] == 0) continue;
+      biased.turn_to(tile, block, group, finite);
+      score_gradients(tile, biased, block, group, shown.of[group], scratch);
     }
-    for (int part = 0; part < kScoreParts; ++part) {
-      add_product(unit, most_shown, packed.wide_D, queries, scratch.dscore_rows[part], kQueriesAcross, scratch.q_pairs,
-                  packed.wide_D, dk_of + block * kKeys * packed.wide_D, packed.wide_D);
+    add_groups(unit, shown, packed.wide_D, keys_transposed, dscore_pairs, scratch.acc);
+    add_over_queries(unit, most_shown, packed.wide_E, dout_parts, scratch.weight_rows, scratch.dout_pairs,
+                     dv_of + block * kKeys * packed.wide_E);
+    add_over_queries(unit, most_shown, packed.wide_D, 1, scratch.dscore_rows, scratch.q_pairs,
+                     dk_of + block * kKeys * packed.wide_D);
+  }
+
+  // to[keys, size] += rows[keys, kColumns] times what lay_depth laid.
+  static void add_over_queries(MatrixUnit& unit, int64_t keys, int64_t size, int parts, const uint16_t* rows,
+                               const uint32_t* pairs, float* to) {
+    if constexpr (kFine) {
+      const Stretch stretches[] = {{0, 0, 4 * kRows}, {0, kRows / 2 * size, 2 * kRows}};
+      add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
+    } else {
+      for (int part = 0; part < parts; ++part) {
+        const Stretch stretches[] = {{0, part * kQueriesAcross / 2 * size, kQueriesAcross}};
+        add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
+      }
     }
   }
 
-  LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+  LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
                                       int64_t shown, AcrossScratch& scratch) const {
     const Floats pivot = load(scratch.pivot + group * kSide), base = biased.far_base(pivot);
+    const float* scores = scratch.score + group * kGroupScores;
     const int64_t num_keys = tile.head->num_keys - block * kKeys;
     const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
     if (biased.far && !(call.dropout > 0)) {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
-        return biased.far_score(load(scratch.score + s * kSide), s, base);
+        return biased.far_score(load(scores + s * kSide), s, base);
       };
       gradients_of(tile, biased, block, group, shown, score, keep, scratch);
       return;
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
-      const Floats product = load(scratch.score + s * kSide);
+      const Floats product = load(scores + s * kSide);
       return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s, num_keys) - pivot;
     };
     if (call.dropout > 0) {
@@ -229,17 +263,18 @@ struct BackwardAcross {
   // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
   // the slopes need. drop(key, x) is x for the queries that keep the key under dropout.
   template <typename Score, typename Drop>
-  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
                                    int64_t shown, const Score& score, const Drop& drop, AcrossScratch& scratch) const {
     const Floats delta = load(scratch.of.delta + group * kSide);
+    const float* dweights = scratch.dweight + group * kGroupScores;
     Floats total{}, slope[2] = {}, reach[2] = {};
     const bool one_side = biased.far || biased.hidden[kRight];
     for (int64_t s = 0; s < shown; s += 2) {
       Floats weight[2], dscore[2];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
-        weight[i] = power_of_two(score(s + i));
-        const Floats dweight = drop(s + i, load(scratch.dweight + (s + i) * kSide));
+        weight[i] = Biased::weight(score(s + i));
+        const Floats dweight = drop(s + i, load(dweights + (s + i) * kSide));
         dscore[i] = weight[i] * (dweight - delta);
         const Floats distance = biased.reach(s + i);
         total += dscore[i];
@@ -255,15 +290,7 @@ struct BackwardAcross {
         }
         weight[i] = drop(s + i, weight[i]);
       }
-      const int64_t at = s * kQueriesAcross + group * kSide;
-      round_to_pairs<true>(weight[0], weight[1], scratch.weight_rows + at, scratch.weight_rows + at + kQueriesAcross);
-      for (int part = 0; part < kScoreParts; ++part) {
-        uint16_t* rows = scratch.dscore_rows[part] + at;
-        const Words pairs = round_to_pairs<true>(dscore[0], dscore[1], rows, rows + kQueriesAcross);
-        store_words(scratch.pairs[part] + s / 2 * kSide, pairs);
-        dscore[0] -= even_of_pairs(pairs);
-        dscore[1] -= odd_of_pairs(pairs);
-      }
+      store_weights(weight, dscore, s, group, scratch);
     }
     // In a block to the right all distances are negative.
     const bool to_the_right = biased.far && block > tile.near_last;
@@ -276,14 +303,36 @@ struct BackwardAcross {
     add_to(of.reach_sum[kRight] + group * kSide, reach[kRight]);
   }
 
+  // The weights of two keys and the gradients of their scores, as rows, and of these as pairs, too.
+  LINBIAS_INLINE static void store_weights(const Floats (&weight)[2], const Floats (&dscore)[2], int64_t s,
+                                           int64_t group, AcrossScratch& scratch) {
+    const int64_t at = s * kColumns + group * kSide;
+    uint16_t *weights = scratch.weight_rows + at, *dscores = scratch.dscore_rows + at;
+    uint32_t* pairs = scratch.pairs + group * kGroupPairs + s / 2 * kSide;
+    if constexpr (kFine) {
+      split(weight[0], weight[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
+        store_upper_halves(first, second, weights + part * kRows, kColumns);
+        if (part == 0) store_upper_halves(first, second, weights + 3 * kRows, kColumns);
+      });
+      split(dscore[0], dscore[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
+        store_upper_halves(first, second, dscores + part * kRows, kColumns);
+        if (part == 0) store_upper_halves(first, second, dscores + 3 * kRows, kColumns);
+        store_words(pairs + part * kPairsStep, side_by_side(first, second));
+      });
+    } else {
+      round_to_pairs<true>(weight[0], weight[1], weights, weights + kColumns);
+      store_words(pairs, round_to_pairs<true>(dscore[0], dscore[1], dscores, dscores + kColumns));
+    }
+  }
+
   LINBIAS_INLINE static void add_to(float* sums, Floats x) { store<float>(sums, load(sums) + x); }
 
-  // As BackwardTask's, with weights that are divided by their sums.
+  // As BackwardTask's.
   void add_slope_gradients(const Tile<float>& tile, const AcrossScratch& scratch, double* dslopes_of) const {
     const Scratch<float>& of = scratch.of;
     for (int64_t i = 0; i < tile.rows; ++i) {
       if (scratch.pivot[i] == kInfinity<float>) continue;
-      const float error = of.dscore_sum[i] - lse_gradient<float>(results, tile.index(i));
+      const float error = (of.dscore_sum[i] - lse_gradient<float>(results, tile.index(i))) / of.row_sum[i];
       for (int side = kLeft; side <= kRight; ++side) {
         if (tile.hidden[side]) continue;
         dslopes_of[side] -= static_cast<double>(of.slope_sum[side][i] - error * of.reach_sum[side][i]);
@@ -331,7 +380,8 @@ struct BackwardAcross {
 };
 
 // Calls that a matrix unit takes on.
-inline Status backward_across(const Call& call, const Backward& results) {
+template <typename In>
+Status backward_across(const Call& call, const Backward& results) {
   constexpr int64_t kEnoughTasks = 16;  // as in backward_as
   const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
@@ -339,11 +389,11 @@ inline Status backward_across(const Call& call, const Backward& results) {
   }
   clear_unseen_gradients<float>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
-  AcrossPacked packed(call, true);
+  AcrossPacked packed(call, kPartsOf<In>, true);
   AcrossScratches scratches;
   Buffer<float> dk, dv;
   Buffer<double> dslopes;
-  packed.by_head = packed.is_small(2 * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughTasks;
+  packed.by_head = packed.is_head_small() && call.B * call.G >= kEnoughTasks;
   int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
   const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
   num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
@@ -352,15 +402,15 @@ inline Status backward_across(const Call& call, const Backward& results) {
       !dv.allocate(sums, packed.rows, packed.wide_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
     return Status::out_of_memory;
   }
-  PackAcross pack(call, packed);
-  BackwardAcross task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
-                      num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+  PackAcross<In> pack(call, packed);
+  BackwardAcross<In> task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
+                          num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {
-    parallel(call, call.B * call.G, BackwardAcross::run_head, &task);
+    parallel(call, call.B * call.G, BackwardAcross<In>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(call, num_heads * num_parts, BackwardAcross::run, &task);
-    parallel(call, call.B * call.G * packed.num_blocks, BackwardAcross::collect, &task);
+    parallel(call, num_heads * num_parts, BackwardAcross<In>::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardAcross<In>::collect, &task);
   }
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     double totals[2] = {0, 0};

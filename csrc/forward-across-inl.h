@@ -7,11 +7,15 @@
 
 constexpr float kHeadroom = 0x1p40f;  // of the weights of a block, together
 
+template <typename In>
 struct ForwardAcross {
+  static constexpr int kParts = kPartsOf<In>;
+  static constexpr bool kFine = kParts > 1;
+  using Biased = BiasedAcross<kFine>;
   const Call& call;
   const Forward& results;
   const AcrossPacked& packed;
-  const PackAcross& pack;
+  const PackAcross<In>& pack;
   AcrossScratch* scratches;
   int64_t num_tiles;
   float slack;
@@ -39,7 +43,7 @@ struct ForwardAcross {
     const Tile<float> tile(call, packed, b, h, t);
     const Head<float>& head = *tile.head;
     MatrixUnit unit;
-    load_queries_across(tile, packed, scratch);
+    load_queries_across<In>(tile, packed, scratch);
     for (int64_t i = 0; i < kRows; ++i) {
       scratch.pivot[i] = scratch.of.row_max[i] = -kInfinity<float>;
       scratch.of.row_sum[i] = scratch.of.left_out[i] = 0;
@@ -78,17 +82,18 @@ struct ForwardAcross {
   void measure_queries(const Tile<float>& tile, AcrossScratch& scratch) const {
     const Head<float>& head = *tile.head;
     const float scale = static_cast<float>(call.scale), size = scale < 0 ? -scale : scale;
+    const Parts<uint16_t> rows = scratch.rows_of(packed.padded_D, kParts);
+    const In* q =
+        static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
     for (int64_t i = 0; i < tile.rows; ++i) {
       Floats squares{}, aligned{};
       for (int64_t d = 0; d < packed.padded_D; d += 16) {
-        HalfWords half;
-        __builtin_memcpy(&half, scratch.rows + i * packed.padded_D + d, sizeof half);
-        const Floats x = even_of_pairs(__builtin_convertvector(half, Words));
+        const Floats x = sum_of_parts<kParts>(rows.data + i * rows.row + d, rows.step);
         squares += x * x;
         aligned += x * load(head.center + d);
       }
-      const auto* query = reinterpret_cast<const Bfloat16*>(scratch.rows + i * packed.padded_D);
-      const float norm = length_from(sum<float>(squares), query, call.D) * size * (1 + slack) * (1 + slack);
+      const float norm =
+          length_from(sum<float>(squares), q + i * call.q.row, call.D) * size * (1 + slack) * (1 + slack);
       scratch.of.norm[i] = norm;
       scratch.of.base[i] = sum<float>(aligned) * scale + slack * (norm * (head.center_norm + head.largest));
       find_entry(head, scratch.of, i);
@@ -102,40 +107,42 @@ struct ForwardAcross {
              AcrossScratch& scratch) const {
     const Head<float>& head = *tile.head;
     const int64_t num_keys = head.num_keys - block * kKeys;
-    const uint16_t *keys = packed.keys_at(slot, block), *values = packed.values_transposed_at(slot, block);
-    BiasedAcross biased(tile, block, static_cast<float>(call.scale));
+    const Parts<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_transposed_at(slot, block);
+    const Parts<uint32_t> q = across_of(scratch.q_across, packed.padded_D, kParts), weights = {scratch.pairs, kSide,
+                                                                                               kFine          ? kParts
+                                                                                               : call.precise ? 2
+                                                                                                              : 1,
+                                                                                               kPairsStep};
+    Biased biased(tile, block, static_cast<float>(call.scale));
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const bool finite = head.radius[block] == head.radius[block];
-    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
+    Shown shown(tile, biased, block, finite);
+    multiply_groups(unit, shown, keys, q, scratch.score);
+    for (int64_t group = 0; group < shown.groups; ++group) {
+      if (shown.of[group] == 0) continue;
       biased.turn_to(tile, block, group, finite);
-      const int64_t shown = biased.end_shown;
-      if (shown == 0) continue;
-      multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
-                      scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
       if (negligible[group] && finite && biased.far &&
           is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
+        shown.set(group, 0);
         continue;
       }
       const Floats added = add_weights(tile, biased, block, group, num_keys, scratch);
       const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
       negligible[group] = in_all_lanes(small);
-      float* acc = scratch.acc + group * kSide * packed.wide_E;
-      for (int part = 0; part < (call.precise ? 2 : 1); ++part) {
-        multiply_column(unit, packed.wide_E, shown, values, kKeys, scratch.pairs[part], acc, true);
-      }
     }
+    add_groups(unit, shown, packed.wide_E, values, weights, scratch.acc);
   }
 
   // Turn the products of a group into weights in pairs, and add them up. Returns their sums.
-  LINBIAS_INLINE Floats add_weights(const Tile<float>& tile, const BiasedAcross& biased, int64_t block, int64_t group,
+  LINBIAS_INLINE Floats add_weights(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
                                     int64_t num_keys, AcrossScratch& scratch) const {
-    float* pivots = scratch.pivot + group * kSide;
+    float *pivots = scratch.pivot + group * kSide, *scores = scratch.score + group * kGroupScores;
     float* sums = scratch.of.row_sum + group * kSide;
-    const bool plain = !call.precise && !(call.dropout > 0);
+    const bool plain = (kFine || !call.precise) && !(call.dropout > 0);
     if (biased.far && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
       const Floats base = biased.far_base(load(pivots));
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
-        return biased.far_score(load(scratch.score + s * kSide), s, base);
+        return biased.far_score(load(scores + s * kSide), s, base);
       };
       const Floats added = plain ? round_weights<true>(tile, block, group, kKeys, score, scratch)
                                  : round_weights<false>(tile, block, group, kKeys, score, scratch);
@@ -147,8 +154,7 @@ struct ForwardAcross {
     move_pivots(biased, group, num_keys, scratch);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
-    const auto score = [&](int64_t s)
-                           __attribute__((always_inline)) { return load(scratch.score + s * kSide) - pivot; };
+    const auto score = [&](int64_t s) __attribute__((always_inline)) { return load(scores + s * kSide) - pivot; };
     const Floats added = plain ? round_weights<true>(tile, block, group, biased.end_shown, score, scratch)
                                : round_weights<false>(tile, block, group, biased.end_shown, score, scratch);
     store<float>(sums, load(sums) + added);
@@ -156,21 +162,22 @@ struct ForwardAcross {
   }
 
   // Bias the products of a group in place, and raise its pivots to their maxima, with what was summed before.
-  LINBIAS_INLINE void move_pivots(const BiasedAcross& biased, int64_t group, int64_t num_keys,
-                                  AcrossScratch& scratch) const {
+  LINBIAS_INLINE void move_pivots(const Biased& biased, int64_t group, int64_t num_keys, AcrossScratch& scratch) const {
     Floats high = broadcast(-kInfinity<float>);
     const Floats base = biased.far_base(Floats{});
+    float* scores = scratch.score + group * kGroupScores;
     for (int64_t s = 0; s < biased.end_shown; ++s) {
-      const Floats product = load(scratch.score + s * kSide);
+      const Floats product = load(scores + s * kSide);
       const Floats x = biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s, num_keys);
-      store<float>(scratch.score + s * kSide, x);
+      store<float>(scores + s * kSide, x);
       high = larger<float>(x, high);
     }
     const Floats before = load(scratch.pivot + group * kSide);
-    const Floats row_max = high * kLn2Across, found = row_max * kLog2eAcross;  // as backward will find it from row_max
+    // As backward will find the pivot from row_max.
+    const Floats row_max = kFine ? high : high * kLn2Across, found = row_max * Biased::kUnit;
     const Lanes raised = (Lanes)(found > before);
     if (in_all_lanes(~raised)) return;
-    const Floats pivot = raised ? found : before, shrink = raised ? power_of_two(before - pivot) : broadcast(1.0f);
+    const Floats pivot = raised ? found : before, shrink = raised ? Biased::weight(before - pivot) : broadcast(1.0f);
     store<float>(scratch.pivot + group * kSide, pivot);
     float* maxima = scratch.of.row_max + group * kSide;
     store<float>(maxima, raised ? row_max : load(maxima));
@@ -181,34 +188,34 @@ struct ForwardAcross {
     for (int64_t e = 0; e < packed.wide_E; ++e) store<float>(acc + e * kSide, load(acc + e * kSide) * shrink);
   }
 
-  // 2^score in pairs of keys, rounded, and where it matters what that lost; the sum of what it was.
+  // 2^score in pairs of keys and in parts; the sum of what it was. Where it does not matter what rounding loses
+  // (kPlain), a bfloat16 is one part.
   template <bool kPlain, typename Score>
   LINBIAS_INLINE Floats round_weights(const Tile<float>& tile, int64_t block, int64_t group, int64_t shown,
                                       const Score& score, AcrossScratch& scratch) const {
+    constexpr int kWeightParts = kFine ? kParts : kPlain ? 1 : 2;
+    uint32_t* pairs = scratch.pairs + group * kGroupPairs;
     Floats total[2] = {};
     if constexpr (kPlain) {
 #pragma GCC unroll 2
       for (int64_t s = 0; s < shown; s += 2) {
-        const Floats even = power_of_two(score(s)), odd = power_of_two(score(s + 1));
+        const Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
         total[0] += even;
         total[1] += odd;
-        store_words(scratch.pairs[0] + s / 2 * kSide, round_to_pairs<false>(even, odd));
+        store_pairs<kWeightParts>(even, odd, pairs + s / 2 * kSide, kPairsStep);
       }
       return total[0] + total[1];
     }
     const DropoutAcross dropout(tile);
     for (int64_t s = 0; s < shown; s += 2) {
-      Floats even = power_of_two(score(s)), odd = power_of_two(score(s + 1));
+      Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
       total[0] += even;
       total[1] += odd;
       if (call.dropout > 0) {
         even = dropout.apply(tile, group, block * kKeys + s, even);
         odd = dropout.apply(tile, group, block * kKeys + s + 1, odd);
       }
-      const Words pairs = round_to_pairs<false>(even, odd);
-      store_words(scratch.pairs[0] + s / 2 * kSide, pairs);
-      store_words(scratch.pairs[1] + s / 2 * kSide,
-                  round_to_pairs<false>(even - even_of_pairs(pairs), odd - odd_of_pairs(pairs)));
+      store_pairs<kWeightParts>(even, odd, pairs + s / 2 * kSide, kPairsStep);
     }
     return total[0] + total[1];
   }
@@ -225,12 +232,13 @@ struct ForwardAcross {
         store_transposed(acc, packed.wide_E, share, rows, call.E, static_cast<float*>(results.out) + at * call.E);
       }
       for (int64_t i = 0; i < rows; ++i) {
-        // What the pivot lost by rounding on its way to row_max goes to log_sum.
-        const double bits = static_cast<double>(scratch.pivot[group * kSide + i]);
         const float row_max = scratch.of.row_max[group * kSide + i];
-        const bool finite = row_max - row_max == 0;
-        const float lost = finite ? static_cast<float>(bits * 0.6931471805599453 - static_cast<double>(row_max)) : 0.0f;
         static_cast<float*>(results.row_max)[at + i] = row_max;
+        // What a pivot in bits lost by rounding on its way to row_max goes to log_sum.
+        const double bits = static_cast<double>(scratch.pivot[group * kSide + i]);
+        const bool in_bits = !kFine && row_max - row_max == 0;
+        const float lost =
+            in_bits ? static_cast<float>(bits * 0.6931471805599453 - static_cast<double>(row_max)) : 0.0f;
         static_cast<float*>(results.log_sum)[at + i] = __builtin_logf(row_sum[i]) + lost;
       }
     }
@@ -238,21 +246,21 @@ struct ForwardAcross {
 };
 
 // Calls that a matrix unit takes on.
-inline Status forward_across(const Call& call, const Forward& results) {
+template <typename In>
+Status forward_across(const Call& call, const Forward& results) {
   constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
-  AcrossPacked packed(call, false);
+  AcrossPacked packed(call, kPartsOf<In>, false);
   AcrossScratches scratches;
-  packed.by_head =
-      packed.is_small(2 * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughHeads * call.num_threads;
+  packed.by_head = packed.is_head_small() && call.B * call.G >= kEnoughHeads * call.num_threads;
   if (!packed.allocate(call) || !scratches.allocate(call, packed)) return Status::out_of_memory;
-  PackAcross pack(call, packed);
+  PackAcross<In> pack(call, packed);
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
-  ForwardAcross task{call, results, packed, pack, scratches.each.data, num_tiles, slack_of<float>(call.D)};
+  ForwardAcross<In> task{call, results, packed, pack, scratches.each.data, num_tiles, slack_of<float>(call.D)};
   if (packed.by_head) {
-    parallel(call, call.B * call.G, ForwardAcross::run_head, &task);
+    parallel(call, call.B * call.G, ForwardAcross<In>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(call, call.B * call.H * num_tiles, ForwardAcross::run, &task);
+    parallel(call, call.B * call.H * num_tiles, ForwardAcross<In>::run, &task);
   }
   return Status::ok;
 }

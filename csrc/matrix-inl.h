@@ -5,6 +5,14 @@
 // holds B[k, n] and B[k + 1, n] side by side for each column n. This file is all that knows the instructions;
 // LINBIAS_AMX_EMULATED puts a model in plain C++ in their place, so that what is built on them can be tested anywhere.
 
+// A product is made where it is needed; the model of it would take minutes to compile so, under sanitizers.
+#if defined(LINBIAS_AMX_EMULATED)
+#define LINBIAS_PRODUCT __attribute__((noinline, unused)) static
+#else
+#define LINBIAS_PRODUCT LINBIAS_INLINE
+#endif
+
+constexpr int kMostParts = 3;              // of a number
 constexpr int64_t kSide = 16, kDeep = 32;  // rows and columns of a tile of sums; the depth of one product
 
 // The right to use the unit, for as long as it lives: a thread's tile registers hold nothing before and after.
@@ -31,21 +39,17 @@ struct MatrixUnit {
       __builtin_memcpy(static_cast<char*>(to) + i * row_bytes, registers[kFrom].words[i], sizeof(uint32_t) * kSide);
     }
   }
-  static Vector<float> upper_half(Words x) { return (Vector<float>)(x & 0xffff0000u); }
-  static Vector<float> lower_half(Words x) { return (Vector<float>)(x << 16); }
   template <int kSum, int kA, int kB>
   void multiply_add() {
     for (int64_t i = 0; i < kSide; ++i) {
-      Vector<float> total;
-      __builtin_memcpy(&total, registers[kSum].words[i], sizeof total);
+      Floats total{};
       for (int64_t k = 0; k < kSide; ++k) {
-        Words b;
-        __builtin_memcpy(&b, registers[kB].words[k], sizeof b);
-        const Words a = Words{} + registers[kA].words[i][k];
-        total += lower_half(a) * lower_half(b);
-        total += upper_half(a) * upper_half(b);
+        const Words a = Words{} + registers[kA].words[i][k], b = load_words(registers[kB].words[k]);
+        total += even_of_pairs(a) * even_of_pairs(b);
+        total += odd_of_pairs(a) * odd_of_pairs(b);
       }
-      __builtin_memcpy(registers[kSum].words[i], &total, sizeof total);
+      total += (Floats)load_words(registers[kSum].words[i]);
+      store_words(registers[kSum].words[i], (Words)total);
     }
   }
 #else
@@ -82,11 +86,33 @@ struct MatrixUnit {
 #endif
 };
 
+// A factor of a product: the sum of `count` matrices of bfloat16 (uint16_t, in rows) or of pairs of them (uint32_t),
+// each `step` elements after the one before. parts-inl.h says which of their products matter.
+template <typename X>
+struct Parts {
+  X* data;
+  int64_t row;
+  int count = 1;
+  int64_t step = 0;
+
+  Parts at(int64_t offset) const { return {data + offset, row, count, step}; }
+};
+
+// Run make(i, j) for the parts i of one factor and j of another whose product matters, the smallest first.
+template <typename A, typename B, typename Make>
+LINBIAS_INLINE void for_pairs_of_parts(const A& a, const B& b, const Make& make) {
+  for (int sum = (a.count + b.count <= kMostParts ? a.count + b.count - 1 : kMostParts) - 1; sum >= 0; --sum) {
+    for (int i = sum < b.count ? 0 : sum - b.count + 1; i <= sum && i < a.count; ++i) {
+      make(a.data + i * a.step, b.data + (sum - i) * b.step);
+    }
+  }
+}
+
 // c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c and b without gaps between rows. depth is a multiple
 // of 32.
 template <int kTiles>
-LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b,
-                                   float* c, bool add) {
+LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, Parts<uint16_t> a, Parts<uint32_t> b, float* c,
+                                   bool add) {
   static_assert(kTiles >= 1 && kTiles <= 4);
   constexpr int64_t kSums = kSide * kSide, kRowBytes = kSide * 4;
   if (add) {
@@ -100,24 +126,26 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, const uint16
     if constexpr (kTiles > 2) unit.zero<2>();
     if constexpr (kTiles > 3) unit.zero<3>();
   }
-  const int64_t a_bytes = a_row * 2;
-  for (int64_t k = 0; k < depth; k += kDeep) {
-    unit.load<4>(b + k / 2 * kSide, kRowBytes);
-    unit.load<5>(a + k, a_bytes);
-    unit.multiply_add<0, 5, 4>();
-    if constexpr (kTiles > 1) {
-      unit.load<6>(a + kSide * a_row + k, a_bytes);
-      unit.multiply_add<1, 6, 4>();
+  const int64_t a_bytes = a.row * 2;
+  for_pairs_of_parts(a, b, [&](const uint16_t* from, const uint32_t* with) __attribute__((always_inline)) {
+    for (int64_t k = 0; k < depth; k += kDeep) {
+      unit.load<4>(with + k / 2 * kSide, kRowBytes);
+      unit.load<5>(from + k, a_bytes);
+      unit.multiply_add<0, 5, 4>();
+      if constexpr (kTiles > 1) {
+        unit.load<6>(from + kSide * a.row + k, a_bytes);
+        unit.multiply_add<1, 6, 4>();
+      }
+      if constexpr (kTiles > 2) {
+        unit.load<7>(from + 2 * kSide * a.row + k, a_bytes);
+        unit.multiply_add<2, 7, 4>();
+      }
+      if constexpr (kTiles > 3) {
+        unit.load<5>(from + 3 * kSide * a.row + k, a_bytes);
+        unit.multiply_add<3, 5, 4>();
+      }
     }
-    if constexpr (kTiles > 2) {
-      unit.load<7>(a + 2 * kSide * a_row + k, a_bytes);
-      unit.multiply_add<2, 7, 4>();
-    }
-    if constexpr (kTiles > 3) {
-      unit.load<5>(a + 3 * kSide * a_row + k, a_bytes);
-      unit.multiply_add<3, 5, 4>();
-    }
-  }
+  });
   unit.store<0>(c, kRowBytes);
   if constexpr (kTiles > 1) unit.store<1>(c + kSums, kRowBytes);
   if constexpr (kTiles > 2) unit.store<2>(c + 2 * kSums, kRowBytes);
@@ -125,22 +153,65 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, const uint16
 }
 
 // The same for any multiple of 16 rows.
-LINBIAS_INLINE void multiply_column(MatrixUnit& unit, int64_t rows, int64_t depth, const uint16_t* a, int64_t a_row,
-                                    const uint32_t* b, float* c, bool add) {
+LINBIAS_PRODUCT void multiply_column(MatrixUnit& unit, int64_t rows, int64_t depth, Parts<uint16_t> a,
+                                     Parts<uint32_t> b, float* c, bool add) {
   int64_t i = 0;
   for (; i + 4 * kSide <= rows; i += 4 * kSide) {
-    multiply_strip<4>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+    multiply_strip<4>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
   }
   for (; i + 2 * kSide <= rows; i += 2 * kSide) {
-    multiply_strip<2>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+    multiply_strip<2>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
   }
-  if (i < rows) multiply_strip<1>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+  if (i < rows) multiply_strip<1>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
 }
 
-// c[32, 16 * kColumns] += a[32, depth] b[depth, 16 * kColumns].
+// kColumns products at once, which read `a` once: c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16], j < kColumns, with
+// b_column elements of b from one to the next, and c_column of c. rows is a multiple of 16.
 template <int kColumns>
-LINBIAS_INLINE void add_square(MatrixUnit& unit, int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b,
-                               int64_t b_row, float* c, int64_t c_row) {
+LINBIAS_PRODUCT void multiply_columns(MatrixUnit& unit, int64_t rows, int64_t depth, Parts<uint16_t> a,
+                                      Parts<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
+  static_assert(kColumns >= 1 && kColumns <= 3);
+  constexpr int64_t kRowBytes = kSide * 4;
+  const int64_t a_bytes = a.row * 2;
+  for (int64_t i = 0; i < rows; i += kSide, c += kSide * kSide) {
+    if (add) {
+      unit.load<0>(c, kRowBytes);
+      if constexpr (kColumns > 1) unit.load<1>(c + c_column, kRowBytes);
+      if constexpr (kColumns > 2) unit.load<2>(c + 2 * c_column, kRowBytes);
+    } else {
+      unit.zero<0>();
+      if constexpr (kColumns > 1) unit.zero<1>();
+      if constexpr (kColumns > 2) unit.zero<2>();
+    }
+    for (int64_t k = 0; k < depth; k += kDeep) {
+      for (int part = b.count - 1; part >= 0; --part) {
+        const uint32_t* with = b.data + part * b.step + k / 2 * kSide;
+        unit.load<4>(with, kRowBytes);
+        if constexpr (kColumns > 1) unit.load<5>(with + b_column, kRowBytes);
+        if constexpr (kColumns > 2) unit.load<6>(with + 2 * b_column, kRowBytes);
+        for (int other = (a.count < kMostParts - part ? a.count : kMostParts - part) - 1; other >= 0; --other) {
+          unit.load<3>(a.data + other * a.step + i * a.row + k, a_bytes);
+          unit.multiply_add<0, 3, 4>();
+          if constexpr (kColumns > 1) unit.multiply_add<1, 3, 5>();
+          if constexpr (kColumns > 2) unit.multiply_add<2, 3, 6>();
+        }
+      }
+    }
+    unit.store<0>(c, kRowBytes);
+    if constexpr (kColumns > 1) unit.store<1>(c + c_column, kRowBytes);
+    if constexpr (kColumns > 2) unit.store<2>(c + 2 * c_column, kRowBytes);
+  }
+}
+
+// Products that are added up: `depth` columns of one factor from `a` elements on, and rows of the other from `b` on.
+struct Stretch {
+  int64_t a, b, depth;
+};
+
+// c[32, 16 * kColumns] += a[32, depth] b[depth, 16 * kColumns], of all stretches.
+template <int kColumns, int kStretches>
+LINBIAS_INLINE void add_square(MatrixUnit& unit, const Stretch (&stretches)[kStretches], const uint16_t* a,
+                               int64_t a_row, const uint32_t* b, int64_t b_row, float* c, int64_t c_row) {
   const int64_t a_bytes = a_row * 2, b_bytes = b_row * 4, c_bytes = c_row * 4;
   unit.load<0>(c, c_bytes);
   unit.load<1>(c + kSide * c_row, c_bytes);
@@ -148,16 +219,20 @@ LINBIAS_INLINE void add_square(MatrixUnit& unit, int64_t depth, const uint16_t* 
     unit.load<2>(c + kSide, c_bytes);
     unit.load<3>(c + kSide * c_row + kSide, c_bytes);
   }
-  for (int64_t k = 0; k < depth; k += kDeep) {
-    unit.load<4>(a + k, a_bytes);
-    unit.load<5>(a + kSide * a_row + k, a_bytes);
-    unit.load<6>(b + k / 2 * b_row, b_bytes);
-    unit.multiply_add<0, 4, 6>();
-    unit.multiply_add<1, 5, 6>();
-    if constexpr (kColumns > 1) {
-      unit.load<7>(b + k / 2 * b_row + kSide, b_bytes);
-      unit.multiply_add<2, 4, 7>();
-      unit.multiply_add<3, 5, 7>();
+  for (const Stretch& stretch : stretches) {
+    const uint16_t* a_k = a + stretch.a;
+    const uint32_t* b_k = b + stretch.b;
+    for (int64_t k = 0; k < stretch.depth; k += kDeep, a_k += kDeep, b_k += kDeep / 2 * b_row) {
+      unit.load<4>(a_k, a_bytes);
+      unit.load<5>(a_k + kSide * a_row, a_bytes);
+      unit.load<6>(b_k, b_bytes);
+      unit.multiply_add<0, 4, 6>();
+      unit.multiply_add<1, 5, 6>();
+      if constexpr (kColumns > 1) {
+        unit.load<7>(b_k + kSide, b_bytes);
+        unit.multiply_add<2, 4, 7>();
+        unit.multiply_add<3, 5, 7>();
+      }
     }
   }
   unit.store<0>(c, c_bytes);
@@ -168,15 +243,18 @@ LINBIAS_INLINE void add_square(MatrixUnit& unit, int64_t depth, const uint16_t* 
   }
 }
 
-// c[rows, columns] += a[rows, depth] b[depth, columns]: rows a multiple of 32, columns of 16, depth of 32.
-LINBIAS_INLINE void add_product(MatrixUnit& unit, int64_t rows, int64_t columns, int64_t depth, const uint16_t* a,
-                                int64_t a_row, const uint32_t* b, int64_t b_row, float* c, int64_t c_row) {
+// c[rows, columns] += a[rows, depth] b[depth, columns], b and c without gaps: rows a multiple of 32, columns of 16,
+// depths of 32.
+template <int kStretches>
+LINBIAS_PRODUCT void add_product(MatrixUnit& unit, int64_t rows, int64_t columns,
+                                 const Stretch (&stretches)[kStretches], const uint16_t* a, int64_t a_row,
+                                 const uint32_t* b, float* c) {
   for (int64_t j = 0; j < columns; j += 2 * kSide) {
     for (int64_t i = 0; i < rows; i += 2 * kSide) {
       const uint16_t* a_i = a + i * a_row;
-      float* c_ij = c + i * c_row + j;
-      if (columns - j > kSide) add_square<2>(unit, depth, a_i, a_row, b + j, b_row, c_ij, c_row);
-      else add_square<1>(unit, depth, a_i, a_row, b + j, b_row, c_ij, c_row);
+      float* c_ij = c + i * columns + j;
+      if (columns - j > kSide) add_square<2>(unit, stretches, a_i, a_row, b + j, columns, c_ij, columns);
+      else add_square<1>(unit, stretches, a_i, a_row, b + j, columns, c_ij, columns);
     }
   }
 }

@@ -27,10 +27,10 @@ LINBIAS_INLINE bool in_all_lanes(Lanes x) {
 #endif
 }
 
-// 2^x to 2e-7: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the smallest normal number.
+// 2^x to 2e-7, or to 7e-8 where kFine: 2^(x - floor x) as a polynomial (minimax, exact at 0 and 1); 0 below the
+// smallest normal number.
+template <bool kFine = false>
 LINBIAS_INLINE Floats power_of_two(Floats x) {
-  constexpr float kFifth = 0.001879318617f, kFourth = 0.008990994655f, kThird = 0.05581867695f, kSecond = 0.2401592731f,
-                  kFirst = 0.6931517124f;
 #if defined(__AVX512DQ__)
   const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor x
 #else
@@ -40,17 +40,32 @@ LINBIAS_INLINE Floats power_of_two(Floats x) {
   const Floats rounded = (inside - 0.5f) + Simd<float>::kRound;
   const Floats r = inside - (rounded - Simd<float>::kRound);
 #endif
-  Floats y = r * kFifth + kFourth;
-  y = y * r + kThird;
-  y = y * r + kSecond;
-  y = y * r + kFirst;
-  y = y * r + 1.0f;
+  constexpr int kTerms = kFine ? 7 : 6;
+  static constexpr float
+      kCoarse[] = {0.001879318617f, 0.008990994655f, 0.05581867695f, 0.2401592731f, 0.6931517124f, 1.0f},
+      kExact[] = {2.17150053e-4f, 1.24408817e-3f, 9.67806391e-3f, 5.54841533e-2f, 0.240229517f, 0.693147004f, 1.0f};
+  constexpr const float* kTerm = kFine ? kExact : kCoarse;
+  Floats y = broadcast(kTerm[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < kTerms; ++i) y = y * r + kTerm[i];
 #if defined(__AVX512DQ__)
   return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
 #else
   const Lanes exponent = ((Lanes)rounded + Simd<float>::kExponentBias) << Simd<float>::kMantissaBits;
   y = y * (Floats)exponent;
   return x < -126.0f ? Floats{} : y;
+#endif
+}
+
+// 16 halves and 16 more, side by side in words: the first below.
+LINBIAS_INLINE Words interleave(HalfWords low, HalfWords high) {
+#if defined(__AVX512BW__)
+  const __m512i order =
+      (__m512i)((Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x10001u + 0x100000u);
+  return (Words)_mm512_permutexvar_epi16(order,
+                                         _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)low), (__m256i)high, 1));
+#else
+  return __builtin_convertvector(low, Words) | __builtin_convertvector(high, Words) << 16;
 #endif
 }
 
@@ -128,8 +143,7 @@ LINBIAS_INLINE void lay_in_pairs(const uint16_t* rows, int64_t padded, int64_t c
       HalfWords even, odd;
       __builtin_memcpy(&even, rows + i * padded + d, sizeof even);
       __builtin_memcpy(&odd, rows + (i + 1) * padded + d, sizeof odd);
-      store_words(to + i / 2 * columns + d, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words)
-                                                                                       << 16);
+      store_words(to + i / 2 * columns + d, interleave(even, odd));
     }
   }
 }

@@ -1,0 +1,170 @@
+// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+//
+// The inputs as sums of bfloat16, which is all that the unit multiplies: one for bfloat16 itself, and three for
+// float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of parts i and j
+// with i + j < 3: what is left out is below 2^-22 of the product, of either sign, and about 2^-26 in the mean, less
+// than a float32 sum loses by rounding. Parts below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
+// becomes NaN where it is multiplied.
+
+template <typename In>
+constexpr int kPartsOf = kMostParts;
+template <>
+constexpr int kPartsOf<Bfloat16> = 1;
+
+constexpr uint32_t kUpperHalf = 0xffff0000u;
+
+#if defined(__AVX512BW__)
+// Which of 64 halves are the upper ones of 32 words.
+LINBIAS_INLINE Words upper_halves_in_order() {
+  return (Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x40004u + 0x30001u;
+}
+#endif
+
+// The upper halves of two vectors side by side in words: `even` below, `odd` above.
+LINBIAS_INLINE Words side_by_side(Words even, Words odd) {
+#if defined(__AVX512BW__)
+  const Words order = (Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x20002u;
+  return (Words)_mm512_permutex2var_epi16((__m512i)even, (__m512i)(order + 0x210001u), (__m512i)odd);
+#else
+  return even >> 16 | (odd & kUpperHalf);
+#endif
+}
+
+// The same one after the other, 16 and 16 numbers, the second ones `apart` after the first.
+LINBIAS_INLINE void store_upper_halves(Words first, Words second, uint16_t* to, int64_t apart = 16) {
+#if defined(__AVX512BW__)
+  const __m512i both = _mm512_permutex2var_epi16((__m512i)first, (__m512i)upper_halves_in_order(), (__m512i)second);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(both));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + apart), _mm512_extracti64x4_epi64(both, 1));
+#else
+  const HalfWords one = __builtin_convertvector(first >> 16, HalfWords),
+                  two = __builtin_convertvector(second >> 16, HalfWords);
+  __builtin_memcpy(to, &one, sizeof one);
+  __builtin_memcpy(to + apart, &two, sizeof two);
+#endif
+}
+
+// Two vectors in three parts: put(part, first, second) gets words whose upper halves are the numbers of a part. The
+// first part is cut off, so that no number becomes infinite, the second is rounded, and the third is what is left.
+template <typename Put>
+LINBIAS_INLINE void split(Floats first, Floats second, const Put& put) {
+  put(0, (Words)first, (Words)second);
+  first -= (Floats)((Words)first & kUpperHalf);
+  second -= (Floats)((Words)second & kUpperHalf);
+  const Words one = (Words)first + 0x8000u, two = (Words)second + 0x8000u;
+  put(1, one, two);
+  put(2, (Words)(first - (Floats)(one & kUpperHalf)), (Words)(second - (Floats)(two & kUpperHalf)));
+}
+
+// Two vectors as pairs, in kParts parts `step` words apart; fewer than three are rounded.
+template <int kParts>
+LINBIAS_INLINE void store_pairs(Floats even, Floats odd, uint32_t* to, int64_t step) {
+  if constexpr (kParts == kMostParts) {
+    split(even, odd, [&](int part, Words first, Words second) __attribute__((always_inline)) {
+      store_words(to + part * step, side_by_side(first, second));
+    });
+  } else {
+    for (int part = 0; part < kParts; ++part) {
+      const Words pairs = round_to_pairs<false>(even, odd);
+      store_words(to + part * step, pairs);
+      even -= even_of_pairs(pairs);
+      odd -= odd_of_pairs(pairs);
+    }
+  }
+}
+
+// The sum of the parts of 16 numbers.
+template <int kParts>
+LINBIAS_INLINE Floats sum_of_parts(const uint16_t* from, int64_t step) {
+  Floats total{};
+  for (int part = kParts - 1; part >= 0; --part) {
+    HalfWords half;
+    __builtin_memcpy(&half, from + part * step, sizeof half);
+    total += even_of_pairs(__builtin_convertvector(half, Words));
+  }
+  return total;
+}
+
+// Rows of inputs as they come, into `rows` rows without gaps, zeros behind each and in those that are missing.
+template <typename In>
+LINBIAS_INLINE void copy_parts(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
+                               Parts<uint16_t> to) {
+  if constexpr (kPartsOf<In> == 1) {
+    copy_rows(reinterpret_cast<const uint16_t*>(from), from_row, count, size, rows, to.row, to.data);
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i, from += from_row, to.data += to.row) {
+    for (int64_t d = 0; d < to.row; d += 32) {
+      Floats x[2] = {};
+      if (i < count && d + 32 <= size) {
+        x[0] = load_wide(from + d);
+        x[1] = load_wide(from + d + 16);
+      } else if (i < count && d < size) {
+        In some[32] = {};
+        __builtin_memcpy(some, from + d, sizeof(In) * static_cast<size_t>(size - d));
+        x[0] = load_wide(some);
+        x[1] = load_wide(some + 16);
+      }
+      split(x[0], x[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
+        store_upper_halves(first, second, to.data + part * to.step + d);
+      });
+    }
+  }
+}
+
+LINBIAS_INLINE void lay_transposed(Parts<uint16_t> rows, int64_t columns, Parts<uint16_t> to) {
+  for (int part = 0; part < rows.count; ++part) {
+    lay_transposed(rows.data + part * rows.step, rows.row, columns, to.data + part * to.step);
+  }
+}
+
+// Rows of inputs transposed, in parts: to[columns, kKeys], zeros for keys that are missing. For one part `room` is
+// kKeys rows.
+template <typename In>
+LINBIAS_INLINE void copy_transposed(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t columns,
+                                    Parts<uint16_t> room, Parts<uint16_t> to) {
+  if constexpr (kPartsOf<In> == 1) {
+    copy_parts(from, from_row, count, size, kKeys, room);
+    lay_transposed(room, columns, to);
+    return;
+  }
+  for (int64_t d = 0; d < columns; d += 16) {
+    for (int64_t s = 0; s < kKeys; s += 32) {
+      Floats x[2][16] = {};
+      for (int half = 0; half < 2; ++half) {
+        for (int64_t i = 0; i < 16 && s + 16 * half + i < count; ++i) {
+          const In* row = from + (s + 16 * half + i) * from_row + d;
+          if (d + 16 <= size) {
+            x[half][i] = load_wide(row);
+          } else {
+            In some[16] = {};
+            __builtin_memcpy(some, row, sizeof(In) * static_cast<size_t>(size - d));
+            x[half][i] = load_wide(some);
+          }
+        }
+        transpose(x[half]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        split(x[0][i], x[1][i], [&](int part, Words first, Words second) __attribute__((always_inline)) {
+          store_upper_halves(first, second, to.data + part * to.step + (d + i) * kKeys + s);
+        });
+      }
+    }
+  }
+}
+
+LINBIAS_INLINE void lay_in_pairs(Parts<uint16_t> rows, int64_t count, int64_t columns, Parts<uint32_t> to) {
+  for (int part = 0; part < rows.count; ++part) {
+    lay_in_pairs(rows.data + part * rows.step, rows.row, count, columns, to.data + part * to.step);
+  }
+}
+
+// Rows to [count / 16, row / 2, 16]: each 16 of them to the second factor of a product with their transpose.
+LINBIAS_INLINE void lay_across(Parts<uint16_t> rows, int64_t count, Parts<uint32_t> to) {
+  for (int part = 0; part < rows.count; ++part) {
+    for (int64_t i = 0; i < count; i += kSide) {
+      lay_across(rows.data + part * rows.step + i * rows.row, rows.row, to.data + part * to.step + i * rows.row / 2);
+    }
+  }
+}
