@@ -20,8 +20,8 @@ struct AcrossPacked : Packed<float> {
 
   AcrossPacked(const Call& call, bool for_backward)
       : Packed<float>(call, for_backward), wide_D(round_up(call.D, kSide)), wide_E(round_up(call.E, kSide)) {
-    padded_D = round_up(call.D, kDeep);
-    padded_E = round_up(call.E, kDeep);
+    padded_D = round_up(call.D, 32);
+    padded_E = round_up(call.E, 32);
   }
 
   bool allocate(const Call& call) {
@@ -116,7 +116,7 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
     for (int64_t t = 0; t < count; t += kSide) {
       float gram[kKeys * kSide];
       lay_across(keys + t * deep_D, deep_D, room);
-      multiply_strip<4>(unit, deep_D, keys, deep_D, room, gram, false);
+      multiply_column(unit, kKeys, deep_D, keys, deep_D, room, gram, false);
       Floats total{}, off;
       for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {

@@ -97,9 +97,13 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "forward-inl.h"
 #include "decode-inl.h"
 #include "backward-inl.h"
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
 #include "narrow-inl.h"
+#if defined(LINBIAS_AMX)
 #include "matrix-inl.h"
+#else
+#include "pairs-inl.h"
+#endif
 #include "across-inl.h"
 #include "forward-across-inl.h"
 #include "backward-across-inl.h"
@@ -108,7 +112,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 // Whether a matrix unit takes on these inputs.
 template <typename In>
 constexpr bool kAcross = false;
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
 template <>
 constexpr bool kAcross<Bfloat16> = true;
 #else  // named in branches that are never taken

@@ -3,4 +3,5 @@
 #define LINBIAS_VECTOR_BYTES 64
 #define LINBIAS_BF16
 #define LINBIAS_AMX
+#define LINBIAS_ACROSS
 #include "attention-inl.h"

@@ -3,4 +3,5 @@
 #define LINBIAS_VECTOR_BYTES 64
 #define LINBIAS_AMX
 #define LINBIAS_AMX_EMULATED
+#define LINBIAS_ACROSS
 #include "attention-inl.h"

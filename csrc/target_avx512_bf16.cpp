@@ -2,4 +2,5 @@
 #define LINBIAS_TARGET avx512_bf16
 #define LINBIAS_VECTOR_BYTES 64
 #define LINBIAS_BF16
+#define LINBIAS_ACROSS
 #include "attention-inl.h"
