@@ -116,7 +116,7 @@ struct PackAcross : PackTask<float, Bfloat16, false> {
     for (int64_t t = 0; t < count; t += kSide) {
       float gram[kKeys * kSide];
       lay_across(keys + t * deep_D, deep_D, room);
-      multiply_column(unit, kKeys, deep_D, keys, deep_D, room, gram, false);
+      multiply_columns(unit, 1, kKeys, deep_D, keys, deep_D, room, gram, false);
       Floats total{}, off;
       for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
@@ -156,11 +156,19 @@ struct AcrossScratch {
   uint32_t* dout_across[kOutputParts];  // [kGroups, padded_E / 2, 16]
   uint32_t* q_pairs;                    // [32, wide_D]
   uint32_t* dout_pairs[kOutputParts];   // [32, wide_E]
-  float *score, *dweight;               // [kKeys, 16]
+  float *scores, *dweights;             // [kGroupsAtOnce, kKeys, 16]
   float* acc;                           // [kGroups, wide_E or wide_D, 16]
-  uint32_t* pairs[2];                   // [kKeys / 2, 16]: weights, or gradients of scores
+  uint32_t* all_pairs[2];               // [kGroupsAtOnce, kKeys / 2, 16]: weights, or gradients of scores
   uint16_t* weight_rows;                // [kKeys, 64]
   uint16_t* dscore_rows[2];             // [kKeys, 64]
+  float *score, *dweight;               // of the group that is at hand
+  uint32_t* pairs[2];
+
+  void turn_to(int64_t i) {
+    score = scores + i * kKeys * kSide;
+    dweight = dweights + i * kKeys * kSide;
+    for (int part = 0; part < 2; ++part) pairs[part] = all_pairs[part] + i * kKeys / 2 * kSide;
+  }
 };
 
 struct AcrossScratches {
@@ -170,8 +178,8 @@ struct AcrossScratches {
   bool allocate(const Call& call, const AcrossPacked& packed) {
     const int64_t deep = larger_of(packed.padded_D, packed.padded_E), wide = larger_of(packed.wide_D, packed.wide_E);
     const int64_t words = 64 * deep / 2 + kRows * packed.padded_D / 2 + 32 * packed.wide_D +
-                          kOutputParts * (kRows * packed.padded_E / 2 + 32 * packed.wide_E) + 2 * kKeys * 16 +
-                          kRows * wide + kKeys * 16 + 3 * kKeys * 32;
+                          kOutputParts * (kRows * packed.padded_E / 2 + 32 * packed.wide_E) + kRows * wide +
+                          3 * kKeys * 32 + kGroupsAtOnce * 3 * kKeys * 16;
     if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
     for (int worker = 0; worker < call.num_threads; ++worker) {
       AcrossScratch& scratch = each.data[worker];
@@ -187,12 +195,12 @@ struct AcrossScratches {
         scratch.dout_pairs[part] = take(32 * packed.wide_E);
       }
       for (int part = 0; part < 2; ++part) {
-        scratch.pairs[part] = take(kKeys / 2 * 16);
+        scratch.all_pairs[part] = take(kGroupsAtOnce * kKeys / 2 * 16);
         scratch.dscore_rows[part] = take_halves(kKeys * 64);
       }
       scratch.weight_rows = take_halves(kKeys * 64);
-      scratch.score = take_floats(kKeys * 16);
-      scratch.dweight = take_floats(kKeys * 16);
+      scratch.scores = take_floats(kGroupsAtOnce * kKeys * 16);
+      scratch.dweights = take_floats(kGroupsAtOnce * kKeys * 16);
       scratch.acc = take_floats(kRows * wide);
     }
     return true;

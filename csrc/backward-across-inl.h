@@ -165,27 +165,37 @@ struct BackwardAcross {
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     BiasedAcross biased(tile, block, static_cast<float>(call.scale));
     int64_t most_shown = 0;
-    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-      biased.turn_to(tile, block, group, finite);
-      int64_t shown = biased.end_shown;
-      if (shown > 0) {
-        multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
-                        scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
-        negligible[group] = negligible[group] && finite && biased.far &&
-                            is_negligible_across(biased, group, tile.rows, allowance, scratch);
-        if (negligible[group]) shown = 0;
+    const int64_t groups = round_up(tile.rows, kSide) / kSide, at_once = biased.far ? kGroupsAtOnce : 1;
+    for (int64_t first = 0; first < groups; first += at_once) {
+      const int64_t count = smaller_of(at_once, groups - first);
+      biased.turn_to(tile, block, first, finite);
+      const int64_t shown = biased.end_shown;  // all keys of a far block
+      multiply_columns(unit, count, shown, packed.padded_D, keys, packed.padded_D,
+                       scratch.q_across + first * kSide * packed.padded_D / 2, scratch.scores, false);
+      bool matters = false;
+      for (int64_t i = 0; i < count; ++i) {
+        scratch.turn_to(i);
+        if (i > 0) biased.turn_to(tile, block, first + i, finite);
+        negligible[first + i] = negligible[first + i] && finite && biased.far &&
+                                is_negligible_across(biased, first + i, tile.rows, allowance, scratch);
+        matters |= !negligible[first + i];
+        clear(scratch, first + i, negligible[first + i] ? 0 : shown);
       }
-      clear(scratch, group, shown);
-      if (shown == 0) continue;
+      if (shown == 0 || !matters) continue;
       most_shown = larger_of(most_shown, shown);
       for (int part = 0; part < dout_parts; ++part) {
-        multiply_column(unit, shown, deep_E, values, deep_E, scratch.dout_across[part] + group * kSide * deep_E / 2,
-                        scratch.dweight, part > 0);
+        multiply_columns(unit, count, shown, deep_E, values, deep_E,
+                         scratch.dout_across[part] + first * kSide * deep_E / 2, scratch.dweights, part > 0);
       }
-      score_gradients(tile, biased, block, group, shown, scratch);
+      for (int64_t i = 0; i < count; ++i) {
+        scratch.turn_to(i);
+        if (count > 1) biased.turn_to(tile, block, first + i, finite);
+        if (negligible[first + i]) __builtin_memset(scratch.pairs[0], 0, 2 * kKeys * kSide);
+        else score_gradients(tile, biased, block, first + i, shown, scratch);
+      }
       for (int part = 0; part < kScoreParts; ++part) {
-        multiply_column(unit, packed.wide_D, shown, packed.keys_transposed_at(slot, block), kKeys, scratch.pairs[part],
-                        scratch.acc + group * kSide * packed.wide_D, true);
+        multiply_columns(unit, count, packed.wide_D, shown, packed.keys_transposed_at(slot, block), kKeys,
+                         scratch.all_pairs[part], scratch.acc + first * kSide * packed.wide_D, true);
       }
     }
     if (most_shown == 0) return;

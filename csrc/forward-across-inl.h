@@ -106,22 +106,33 @@ struct ForwardAcross {
     BiasedAcross biased(tile, block, static_cast<float>(call.scale));
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const bool finite = head.radius[block] == head.radius[block];
-    for (int64_t group = 0; group * kSide < tile.rows; ++group) {
-      biased.turn_to(tile, block, group, finite);
-      const int64_t shown = biased.end_shown;
+    const int parts = call.precise ? 2 : 1;
+    const int64_t groups = round_up(tile.rows, kSide) / kSide, at_once = biased.far ? kGroupsAtOnce : 1;
+    for (int64_t first = 0; first < groups; first += at_once) {
+      const int64_t count = smaller_of(at_once, groups - first);
+      biased.turn_to(tile, block, first, finite);
+      const int64_t shown = biased.end_shown;  // all keys of a far block
       if (shown == 0) continue;
-      multiply_column(unit, shown, packed.padded_D, keys, packed.padded_D,
-                      scratch.q_across + group * kSide * packed.padded_D / 2, scratch.score, false);
-      if (negligible[group] && finite && biased.far &&
-          is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
-        continue;
+      multiply_columns(unit, count, shown, packed.padded_D, keys, packed.padded_D,
+                       scratch.q_across + first * kSide * packed.padded_D / 2, scratch.scores, false);
+      bool matters = false;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t group = first + i;
+        scratch.turn_to(i);
+        if (i > 0) biased.turn_to(tile, block, group, finite);
+        if (negligible[group] && finite && biased.far &&
+            is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
+          for (int part = 0; part < parts; ++part) __builtin_memset(scratch.pairs[part], 0, 2 * kKeys * kSide);
+          continue;
+        }
+        matters = true;
+        const Floats added = add_weights(tile, biased, block, group, num_keys, scratch);
+        const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
+        negligible[group] = in_all_lanes(small);
       }
-      const Floats added = add_weights(tile, biased, block, group, num_keys, scratch);
-      const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
-      negligible[group] = in_all_lanes(small);
-      float* acc = scratch.acc + group * kSide * packed.wide_E;
-      for (int part = 0; part < (call.precise ? 2 : 1); ++part) {
-        multiply_column(unit, packed.wide_E, shown, values, kKeys, scratch.pairs[part], acc, true);
+      for (int part = 0; matters && part < parts; ++part) {
+        multiply_columns(unit, count, packed.wide_E, shown, values, kKeys, scratch.all_pairs[part],
+                         scratch.acc + first * kSide * packed.wide_E, true);
       }
     }
   }

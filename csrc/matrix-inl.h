@@ -6,6 +6,7 @@
 // LINBIAS_AMX_EMULATED puts a model in plain C++ in their place, so that what is built on them can be tested anywhere.
 
 constexpr int64_t kSide = 16, kDeep = 32;  // rows and columns of a tile of sums; the depth of one product
+constexpr int64_t kGroupsAtOnce = 1;
 
 // The right to use the unit, for as long as it lives: a thread's tile registers hold nothing before and after.
 struct MatrixUnit {
@@ -135,6 +136,14 @@ LINBIAS_INLINE void multiply_column(MatrixUnit& unit, int64_t rows, int64_t dept
     multiply_strip<2>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
   }
   if (i < rows) multiply_strip<1>(unit, depth, a + i * a_row, a_row, b, c + i * kSide, add);
+}
+
+// c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16] for `count` groups j, all without gaps.
+LINBIAS_INLINE void multiply_columns(MatrixUnit& unit, int64_t count, int64_t rows, int64_t depth, const uint16_t* a,
+                                     int64_t a_row, const uint32_t* b, float* c, bool add) {
+  for (int64_t j = 0; j < count; ++j) {
+    multiply_column(unit, rows, depth, a, a_row, b + j * depth / 2 * kSide, c + j * rows * kSide, add);
+  }
 }
 
 // c[32, 16 * kColumns] += a[32, depth] b[depth, 16 * kColumns].
