@@ -1,4 +1,4 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
 // bfloat16 on the matrix unit, forward and backward: what both need of a call. Scores are computed with keys down the
 // rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of whole vectors,
@@ -61,10 +61,10 @@ inline float zero_or_nan_across(const uint16_t* x, int64_t count) {
 }
 
 // Pack keys and values, and measure them for the certificate.
-struct PackAcross : PackTask<float, Bfloat16, false> {
+struct PackAcross : PackTask<float, Bfloat16> {
   AcrossPacked& across;
 
-  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, Bfloat16, false>{for_call, to}, across(to) {}
+  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, Bfloat16>{for_call, to}, across(to) {}
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];

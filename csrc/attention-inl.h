@@ -11,12 +11,12 @@
 // Products: one register block of 6 rows x 4 vectors (2 where registers are few) serves all of them.
 // Memory above inputs and results: wide packed keys and values, and per thread a few tiles; in backward also one
 // gradient of keys and values per task. No term in T x S.
-// bfloat16: where the CPU multiplies pairs of bfloat16 (LINBIAS_BF16), forward does so. The weights, float32 like all
-// sums, are rounded to one bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two:
-// backward takes differences from `out`, and one would cost the gradients of slopes two digits.
-// Where there is a matrix unit for bfloat16 (LINBIAS_AMX), these inputs take a way of their own: across-inl.h.
-// Only C functions and templates of this file are used: an inline function of the standard library, compiled here
-// with the target's flags, could be linked into code that runs everywhere.
+// bfloat16: where the CPU multiplies pairs of them, these inputs take a way of their own (LINBIAS_ACROSS):
+// across-inl.h, on a matrix unit (LINBIAS_AMX) or on vectors. Weights, float32 like all sums, are rounded to one
+// bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two: backward takes differences
+// from `out`, and one would cost the gradients of slopes two digits. Only C functions and templates of this file are
+// used: an inline function of the standard library, compiled here with the target's flags, could be linked into code
+// that runs everywhere.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -109,7 +109,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "backward-across-inl.h"
 #endif
 
-// Whether a matrix unit takes on these inputs.
+// Whether these inputs are multiplied in pairs.
 template <typename In>
 constexpr bool kAcross = false;
 #if defined(LINBIAS_ACROSS)
@@ -129,12 +129,11 @@ Status forward_as(const Call& call, const Forward& results) {
   Packed<W> packed(call, false);
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
-  packed.in_place = !packed.certify && !kPairs<In> && packed.template can_lie<In>(call.v, call.E);
+  packed.in_place = !packed.certify && packed.template can_lie<In>(call.v, call.E);
   packed.by_head = packed.is_small(sizeof(W) * (packed.padded_D + packed.padded_E)) &&
                    call.B * call.G >= kEnoughHeads * call.num_threads;
-  if (!packed.allocate(call, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
-    return Status::out_of_memory;
-  PackTask<W, In, kPairs<In>> pack{call, packed};
+  if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
+  PackTask<W, In> pack{call, packed};
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, pack, scratches.data, num_tiles, slack_of<W>(call.D)};
   if (packed.by_head) {

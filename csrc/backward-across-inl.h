@@ -1,4 +1,4 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
 // The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these
 // differences. Weights are divided by their sum within their exponents. Weights and gradients of scores are rounded to

@@ -1,4 +1,4 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
 // The forward pass of one tile on the matrix unit: as ForwardTask, with these differences. The pivot taken off a
 // query's scores is their maximum in the near blocks, or in the first block where there are none, and moves on only

@@ -1,4 +1,4 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
 // Vectors of 16 numbers on their way into and out of the matrix unit: rounding to pairs of bfloat16, transposing, 2^x.
 // The emulated target has the same in plain C++.

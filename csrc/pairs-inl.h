@@ -1,5 +1,5 @@
 // Part of attention-inl.h, included within its namespace, for targets without a matrix unit that multiply pairs of
-// bfloat16 (LINBIAS_BF16 without LINBIAS_AMX).
+// bfloat16 (LINBIAS_ACROSS without LINBIAS_AMX).
 //
 // What matrix-inl.h offers, on an instruction that adds 16 sums of two products, of pairs of bfloat16, to 16 numbers of
 // float32. Factors lie as the unit wants them; any even depth will do.
