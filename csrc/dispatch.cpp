@@ -90,8 +90,8 @@ const Cpu& cpu() {
   return has_avx512() && Cpu::all(cpu().later_a, kBf16);
 }
 
-// Cores with a matrix unit multiply pairs at half the rate of float32 (on a Xeon with AMX 32 products in 2 cycles, against
-// 2 x 16 in one), so that float32 is faster where the system does not grant the unit; AMD's multiply them at twice.
+// AMD's cores multiply pairs at twice the rate of float32, those with a matrix unit at half of it (32 products in 2
+// cycles against 2 x 16 in one, on a Xeon with AMX): where the system does not grant the unit, float32 is faster.
 [[maybe_unused]] bool multiplies_pairs_fast() {
   constexpr unsigned kAmxBf16 = 1u << 22;
   return !Cpu::all(cpu().extended_d, kAmxBf16);
