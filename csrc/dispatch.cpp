@@ -140,7 +140,7 @@ std::atomic<const Target*> forced{nullptr};
 const Target& best() {
   static const Target* const found =
       std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return t.pays() && t.runs_here(); });
-  return *found;
+  return found == std::end(kTargets) ? found[-1] : *found;  // a build for tests may have no other
 }
 
 const Target& current() {
