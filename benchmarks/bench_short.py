@@ -9,6 +9,10 @@ many times as fast as the faster peer, where the peers are scaled_dot_product_at
 something else) and the same with the bias as a mask (left out where that takes more than 3 GB). `sdpa`, that mask as an
 implementation of ours, is timed up to the same length: `python runs/fastest.py` writes what "auto" takes from these records.
 Records go to records, or where --records says.
+
+On a CPU with a matrix unit, both sides without it:
+
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 MKL_ENABLE_INSTRUCTIONS=AVX512_E3 python benchmarks/bench_short.py --target avx512_bf16
 """
 
 import argparse
@@ -44,9 +48,11 @@ def main() -> None:
     )
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15, help="a third of it from 2,048 on")
+    parser.add_argument("--target", help="a CPU target of ours, instead of the best one here")
     parser.add_argument("--records", type=Path, help="default: records/...")
     parser.add_argument("--overhead", action="store_true", help="time a tiny call beside its core")
     options = parser.parse_args()
+    core.force_target(options.target)
     options.device, options.inputs = "cpu", "random normal"
     options.records = options.records or record.default_path()
     if options.overhead:

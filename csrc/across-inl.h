@@ -1,14 +1,14 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// bfloat16 and float32 on the matrix unit, forward and backward: what both need of a call. Scores are computed with
-// keys down the rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums of
-// whole vectors, and the weights leave the registers in the form in which the next product wants them. Scores are
+// Products of bfloat16, and of float32 in parts, forward and backward: what both need of a call. Scores are computed
+// with keys down the rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums
+// of whole vectors, and the weights leave the registers in the form in which the next product wants them. Scores are
 // biased and scaled in float32; those of bfloat16 are in bits (log2).
 
 constexpr int64_t kGroups = kRows / kSide;  // of 16 queries each, in a tile
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
-// Keys and values as the unit wants them, in parts; padded_D and padded_E are multiples of its depth.
+// Keys and values as products want them, in parts; padded_D and padded_E are multiples of 32, the deepest product.
 struct AcrossPacked : Packed<float> {
   Buffer<uint16_t> key_rows;           // [slots, blocks, parts, kKeys, padded_D]
   Buffer<uint16_t> values_transposed;  // [slots, blocks, parts, wide_E, kKeys], forward only
@@ -24,8 +24,8 @@ struct AcrossPacked : Packed<float> {
         parts(num_parts),
         wide_D(round_up(call.D, kSide)),
         wide_E(round_up(call.E, kSide)) {
-    padded_D = round_up(call.D, kDeep);
-    padded_E = round_up(call.E, kDeep);
+    padded_D = round_up(call.D, 32);
+    padded_E = round_up(call.E, 32);
   }
 
   // Heads of float32 leave the second cache at a sixth of this, but fresh memory for all of them would cost more.
@@ -74,12 +74,12 @@ inline float zero_or_nan_across(const uint16_t* x, int64_t count) {
 
 // Pack keys and values, and measure them for the certificate.
 template <typename In>
-struct PackAcross : PackTask<float, In, false> {
-  using PackTask<float, In, false>::call, PackTask<float, In, false>::packed;
+struct PackAcross : PackTask<float, In> {
+  using PackTask<float, In>::call, PackTask<float, In>::packed;
   static constexpr int kParts = kPartsOf<In>;
   AcrossPacked& across;
 
-  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, In, false>{for_call, to}, across(to) {}
+  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, In>{for_call, to}, across(to) {}
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];
@@ -137,7 +137,7 @@ struct PackAcross : PackTask<float, In, false> {
     for (int64_t t = 0; t < count; t += kSide) {
       float gram[kKeys * kSide];
       lay_across(keys.at(t * deep_D), kSide, columns);
-      multiply_strip<4>(unit, deep_D, keys, columns, gram, false);
+      multiply_column(unit, kKeys, deep_D, keys, columns, gram, false);
       Floats total{}, off;
       for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
@@ -165,15 +165,16 @@ struct PackAcross : PackTask<float, In, false> {
   }
 };
 
-constexpr int64_t kQueriesAcross = 64;  // rows of queries, and with one part columns of weights; the last 16 are zeros
-constexpr int64_t kMostAcross = 192;    // columns of weights, with all parts
+// Rows of queries, and with one part columns of weights; those beyond kRows are zeros.
+constexpr int64_t kQueriesAcross = (kRows + kDeep - 1) / kDeep * kDeep;
+constexpr int64_t kMostAcross = (kMostParts + 1) * kRows;  // columns of weights, with all parts
 
 // What a worker needs for one tile, in parts where products want it. What there is of each query is in `of`, but for
 // its pivot: row_max in the unit of scores.
 struct AcrossScratch {
   Scratch<float> of;
   float pivot[kRows];
-  uint16_t* rows;                       // [parts, 64, larger of padded_D, padded_E]: queries, or gradients
+  uint16_t* rows;                       // [parts, kQueriesAcross, larger of padded_D, padded_E]: queries, or gradients
   uint32_t *q_across, *dout_across;     // [parts, kGroups, padded_D or padded_E / 2, 16]
   uint32_t *q_pairs, *dout_pairs;       // [96, wide_D or wide_E]: BackwardAcross says which queries in which parts
   float *score, *dweight;               // [kGroups, kKeys, 16]

@@ -11,13 +11,12 @@
 // Products: one register block of 6 rows x 4 vectors (2 where registers are few) serves all of them.
 // Memory above inputs and results: wide packed keys and values, and per thread a few tiles; in backward also one
 // gradient of keys and values per task. No term in T x S.
-// bfloat16: where the CPU multiplies pairs of bfloat16 (LINBIAS_BF16), forward does so. The weights, float32 like all
-// sums, are rounded to one bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two:
-// backward takes differences from `out`, and one would cost the gradients of slopes two digits.
-// Where there is a matrix unit for bfloat16 (LINBIAS_AMX), these inputs, and most calls of float32, take a way of their
-// own: across-inl.h.
-// Only C functions and templates of this file are used: an inline function of the standard library, compiled here
-// with the target's flags, could be linked into code that runs everywhere.
+// bfloat16: where the CPU multiplies pairs of them, these inputs take a way of their own (LINBIAS_ACROSS):
+// across-inl.h, on a matrix unit (LINBIAS_AMX) or on vectors. Weights, float32 like all sums, are rounded to one
+// bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two: backward takes differences
+// from `out`, and one would cost the gradients of slopes two digits. Only C functions and templates of this file are
+// used: an inline function of the standard library, compiled here with the target's flags, could be linked into code
+// that runs everywhere.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -98,28 +97,34 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "forward-inl.h"
 #include "decode-inl.h"
 #include "backward-inl.h"
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
 #include "narrow-inl.h"
-#include "matrix-inl.h"
 #include "parts-inl.h"
+#if defined(LINBIAS_AMX)
+#include "matrix-inl.h"
+#else
+#include "pairs-inl.h"
+#endif
 #include "across-inl.h"
 #include "forward-across-inl.h"
 #include "backward-across-inl.h"
 #endif
 
-// Whether a matrix unit takes on these inputs.
+// Whether these inputs can be multiplied in pairs: float32 in three parts each, which pays on a matrix unit only.
 template <typename In>
 constexpr bool kAcross = false;
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
 template <>
 constexpr bool kAcross<Bfloat16> = true;
+#endif
+#if defined(LINBIAS_AMX)
 template <>
 constexpr bool kAcross<float> = true;
 #endif
 
-// Whether a matrix unit takes on a call. It makes six products for one of float32, and splits what goes into them: that
-// pays where heads fill the depth of its products and there are several blocks to visit (measured: even at 160 tokens,
-// a tenth faster at 192). The model of the unit takes on all, so that tests of it can be small.
+// Whether pairs take on a call. A matrix unit makes six products for one of float32, and splits what goes into them:
+// that pays where heads fill the depth of its products and there are several blocks to visit (measured: even at 160
+// tokens, a tenth faster at 192). The model of the unit takes on all, so that tests of it can be small.
 template <typename In>
 [[maybe_unused]] bool is_across(const Call& call) {
 #if defined(LINBIAS_AMX_EMULATED)
@@ -133,7 +138,7 @@ template <typename W, typename In>
 Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
   if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
     if (is_across<In>(call)) return forward_across<In>(call, results);
   }
@@ -142,12 +147,11 @@ Status forward_as(const Call& call, const Forward& results) {
   Packed<W> packed(call, false);
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory;
-  packed.in_place = !packed.certify && !kPairs<In> && packed.template can_lie<In>(call.v, call.E);
+  packed.in_place = !packed.certify && packed.template can_lie<In>(call.v, call.E);
   packed.by_head = packed.is_small(sizeof(W) * (packed.padded_D + packed.padded_E)) &&
                    call.B * call.G >= kEnoughHeads * call.num_threads;
-  if (!packed.allocate(call, kPairs<In>) || !allocate_scratch(call, packed, scratches, memory))
-    return Status::out_of_memory;
-  PackTask<W, In, kPairs<In>> pack{call, packed};
+  if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
+  PackTask<W, In> pack{call, packed};
   const int64_t num_tiles = round_up(call.T, kRows) / kRows;
   ForwardTask<W, In> task{call, results, packed, pack, scratches.data, num_tiles, slack_of<W>(call.D)};
   if (packed.by_head) {
@@ -161,7 +165,7 @@ Status forward_as(const Call& call, const Forward& results) {
 
 template <typename W, typename In>
 Status backward_by_choice(const Call& call, const Backward& results) {
-#if defined(LINBIAS_AMX)
+#if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
     if (is_across<In>(call)) return backward_across<In>(call, results);
   }

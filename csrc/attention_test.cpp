@@ -34,14 +34,14 @@ void compare_forward(const std::string& name, const Arrays<In>& a, const Truth& 
   compare("lse", name, lse, truth.lse, step);
 }
 
-// Where bfloat16 is multiplied in pairs, forward rounds weights to two of them, 2^-16, or to one, 2^-8. On a matrix
-// unit backward rounds weights and gradients of scores to one.
+// Where bfloat16 is multiplied in pairs, forward rounds weights to two of them, 2^-16, or to one, 2^-8, and backward
+// rounds weights and gradients of scores to one.
 template <typename In>
 constexpr double kStep = std::is_same_v<In, double> ? 1e-13 : 1e-5;
 template <typename In>
 double gradient_step() {
   if (!std::is_same_v<In, Brain>) return kStep<In>;
-  return std::strstr(target(), "amx") ? 0x1p-8 : 0x1p-15;
+  return std::strstr(target(), "amx") || std::strstr(target(), "bf16") ? 0x1p-8 : 0x1p-15;
 }
 
 // Threads of a caller's own, now more than a call asks for, now fewer.

@@ -1,6 +1,6 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// The backward pass of one tile on the matrix unit, over the blocks that forward visited: as BackwardTask, with these
+// The backward pass of one tile in products of pairs, over the blocks that forward visited: as BackwardTask, with these
 // differences. For bfloat16 weights are divided by their sum within their exponents, and rounded to bfloat16 where they
 // enter a product, as are gradients of scores; for float32 both go in as sums of three. dout goes in as the sum of as
 // many as hold it: one for a gradient of bfloat16, and three for any. Sums of gradients of scores are float32
@@ -14,7 +14,7 @@ struct BackwardAcross {
   // The products with a tile's queries as their depth: weights and gradients of scores, a key in a row, times dout and
   // q. A tile of 48 queries does not fill the unit's depth of 32 twice, but its three parts, one after the other, do:
   // columns of parts 0, 1, 2, 0 times rows of parts 2, 1, 0, 0 are four of the six products, and those of 0, 1 times 1,
-  // 0 the other two. With one part there are 64 columns, the last of them zeros.
+  // 0 the other two. With one part there are kQueriesAcross columns.
   static constexpr int64_t kColumns = kFine ? kMostAcross : kQueriesAcross;
   const Call& call;
   const Backward& results;
@@ -213,21 +213,21 @@ struct BackwardAcross {
       score_gradients(tile, biased, block, group, shown.of[group], scratch);
     }
     add_groups(unit, shown, packed.wide_D, keys_transposed, dscore_pairs, scratch.acc);
-    add_over_queries(unit, most_shown, packed.wide_E, dout_parts, scratch.weight_rows, scratch.dout_pairs,
+    add_over_queries(unit, most_shown, tile.rows, packed.wide_E, dout_parts, scratch.weight_rows, scratch.dout_pairs,
                      dv_of + block * kKeys * packed.wide_E);
-    add_over_queries(unit, most_shown, packed.wide_D, 1, scratch.dscore_rows, scratch.q_pairs,
+    add_over_queries(unit, most_shown, tile.rows, packed.wide_D, 1, scratch.dscore_rows, scratch.q_pairs,
                      dk_of + block * kKeys * packed.wide_D);
   }
 
   // to[keys, size] += rows[keys, kColumns] times what lay_depth laid.
-  static void add_over_queries(MatrixUnit& unit, int64_t keys, int64_t size, int parts, const uint16_t* rows,
-                               const uint32_t* pairs, float* to) {
+  static void add_over_queries(MatrixUnit& unit, int64_t keys, int64_t queries, int64_t size, int parts,
+                               const uint16_t* rows, const uint32_t* pairs, float* to) {
     if constexpr (kFine) {
       const Stretch stretches[] = {{0, 0, 4 * kRows}, {0, kRows / 2 * size, 2 * kRows}};
       add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
     } else {
       for (int part = 0; part < parts; ++part) {
-        const Stretch stretches[] = {{0, part * kQueriesAcross / 2 * size, kQueriesAcross}};
+        const Stretch stretches[] = {{0, part * kQueriesAcross / 2 * size, round_up(queries, kDeep)}};
         add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
       }
     }
@@ -379,7 +379,7 @@ struct BackwardAcross {
   }
 };
 
-// Calls that a matrix unit takes on.
+// Calls whose inputs are multiplied in pairs.
 template <typename In>
 Status backward_across(const Call& call, const Backward& results) {
   constexpr int64_t kEnoughTasks = 16;  // as in backward_as

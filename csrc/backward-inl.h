@@ -12,7 +12,7 @@ struct BackwardTask {
   const Call& call;
   const Backward& results;
   const Packed<W>& packed;
-  const PackTask<W, In, false>& pack;
+  const PackTask<W, In>& pack;
   Scratch<W>* scratches;
   int64_t num_tiles, num_parts, tiles_per_part;
   W *dk, *dv;       // [B, H, parts, rows, D or E padded], or by head [threads, rows, ...]
@@ -134,7 +134,7 @@ struct BackwardTask {
     const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes), even = round_up(shown, 2);
     multiply<W>(rows, columns, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys, scratch.score,
                 kKeys, false);
-    const Biased<W> biased(tile, block, W{1});
+    const Biased<W> biased(tile, block);
     const bool may_be_left_out =
         previous_negligible && packed.skips && biased.far && head.radius[block] == head.radius[block];
     if (may_be_left_out && is_negligible(biased, static_cast<W>(call.tolerance * (1 - kTailShare)), scratch))
@@ -252,12 +252,12 @@ Status backward_as(const Call& call, const Backward& results) {
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory, dk, dv;
   Buffer<double> dslopes;
-  if (!packed.allocate(call, false) || !allocate_scratch(call, packed, scratches, memory) ||
+  if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory) ||
       !dk.allocate(sums, packed.rows, packed.padded_D) || !dv.allocate(sums, packed.rows, packed.padded_E) ||
       !dslopes.allocate(num_heads * num_parts, 2)) {
     return Status::out_of_memory;
   }
-  PackTask<W, In, false> pack{call, packed};
+  PackTask<W, In> pack{call, packed};
   BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
                            num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
   if (packed.by_head) {

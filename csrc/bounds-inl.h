@@ -47,16 +47,16 @@ LINBIAS_INLINE W length_from(W squares, const X* x, int64_t size) {
 // matrix has entries g_st^2 >= 0 and hence no eigenvalue above its largest row sum. Where that is not worth its cost
 // (measure_spread is false), or squares of squares would vanish or overflow, the spread is the radius, as if all keys
 // lay along one line.
-template <typename W, typename In>
+template <typename W>
 void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t padded_E, bool measure_spread, W slack,
                    W* room) {
   const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys);
   constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
-  W squares[kKeys], entry_room[kKeys];
+  W squares[kKeys];
   Vector<W> ramp, totals[kVectors] = {};
   for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
   for (int64_t d = 0; d < call.D; ++d) {
-    const W* entries = key_entries<W, In>(call, head, block, d, entry_room);
+    const W* entries = head.keys_across + (block * call.D + d) * kKeys;
     const Vector<W> center = broadcast(head.center[d]);
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
@@ -73,7 +73,7 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
   if (ordinary) radius = square_root(found);
   for (int64_t i = 0; i < count && !ordinary; ++i)
     radius = larger_or_nan(radius, length_of<W>(room + i, call.D, kKeys));
-  head.radius[block] = radius + values_zero_or_nan<W, In>(head, block, padded_E);
+  head.radius[block] = radius + zero_or_nan(head.values + block * kKeys * padded_E, kKeys * padded_E);
   head.spread[block] = head.radius[block];
   if (!measure_spread || !ordinary) return;
   W* gram = room + call.D * kKeys;

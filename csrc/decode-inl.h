@@ -53,7 +53,7 @@ LINBIAS_INLINE V add_squares(V total, const In* from) {
   return total;
 }
 
-#if defined(LINBIAS_BF16)
+#if defined(__AVX512BF16__)
 LINBIAS_INLINE Vector<float> add_squares(Vector<float> total, const Bfloat16* from) {
   __m512bh x;
   __builtin_memcpy(&x, from, sizeof x);

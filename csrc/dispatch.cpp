@@ -43,15 +43,17 @@ LINBIAS_DECLARE(avx512_amx_emulated)
 
 namespace {
 
+bool always() { return true; }
+
 struct Target {
   const char* name;
   bool (*runs_here)();
   Status (*forward)(const Call&, const Forward&);
   Status (*backward)(const Call&, const Backward&);
-  bool for_tests = false;  // only force_target chooses it
+  bool (*pays)() = always;  // where not, only force_target chooses it
 };
 
-[[maybe_unused]] bool always() { return true; }
+[[maybe_unused]] bool never() { return false; }
 #if defined(LINBIAS_X86)
 // What the processor has, and which registers the system saves (XCR0). CPUID is asked directly, because not every
 // compiler's runtime fills in what __builtin_cpu_supports reads: Zig's, which builds the wheels, leaves it zero.
@@ -88,6 +90,13 @@ const Cpu& cpu() {
   return has_avx512() && Cpu::all(cpu().later_a, kBf16);
 }
 
+// AMD's cores multiply pairs at twice the rate of float32, those with a matrix unit at half of it (32 products in 2
+// cycles against 2 x 16 in one, on a Xeon with AMX): where the system does not grant the unit, float32 is faster.
+[[maybe_unused]] bool multiplies_pairs_fast() {
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  return !Cpu::all(cpu().extended_d, kAmxBf16);
+}
+
 // The tile registers are there if the CPU has them, the system saves them and, on Linux, grants them to this process,
 // whose threads inherit the grant.
 [[maybe_unused]] bool has_avx512_amx() {
@@ -108,7 +117,7 @@ const Target kTargets[] = {
     {"avx512_amx", has_avx512_amx, avx512_amx::forward, avx512_amx::backward},
 #endif
 #if defined(LINBIAS_TARGET_avx512_bf16)
-    {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward},
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward, multiplies_pairs_fast},
 #endif
 #if defined(LINBIAS_TARGET_avx512)
     {"avx512", has_avx512, avx512::forward, avx512::backward},
@@ -122,16 +131,16 @@ const Target kTargets[] = {
     {"baseline", always, baseline::forward, baseline::backward},
 #endif
 #if defined(LINBIAS_TARGET_avx512_amx_emulated)
-    {"avx512_amx_emulated", always, avx512_amx_emulated::forward, avx512_amx_emulated::backward, true},
+    {"avx512_amx_emulated", always, avx512_amx_emulated::forward, avx512_amx_emulated::backward, never},
 #endif
 };
 
 std::atomic<const Target*> forced{nullptr};
 
 const Target& best() {
-  static const Target* const found = std::find_if(std::begin(kTargets), std::end(kTargets),
-                                                  [](const Target& t) { return !t.for_tests && t.runs_here(); });
-  return *found;
+  static const Target* const found =
+      std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return t.pays() && t.runs_here(); });
+  return found == std::end(kTargets) ? found[-1] : *found;  // a build for tests may have no other
 }
 
 const Target& current() {

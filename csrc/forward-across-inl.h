@@ -1,6 +1,6 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// The forward pass of one tile on the matrix unit: as ForwardTask, with these differences. The pivot taken off a
+// The forward pass of one tile in products of pairs: as ForwardTask, with these differences. The pivot taken off a
 // query's scores is their maximum in the near blocks, or in the first block where there are none, and moves on only
 // where the weights of a block would pass kHeadroom: bfloat16 has the exponents of float32, so that until then no
 // weight needs to know a better one. A block then takes one pass from products to pairs of weights.
@@ -108,11 +108,9 @@ struct ForwardAcross {
     const Head<float>& head = *tile.head;
     const int64_t num_keys = head.num_keys - block * kKeys;
     const Parts<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_transposed_at(slot, block);
-    const Parts<uint32_t> q = across_of(scratch.q_across, packed.padded_D, kParts), weights = {scratch.pairs, kSide,
-                                                                                               kFine          ? kParts
-                                                                                               : call.precise ? 2
-                                                                                                              : 1,
-                                                                                               kPairsStep};
+    const int weight_parts = kFine ? kParts : call.precise ? 2 : 1;
+    const Parts<uint32_t> q = across_of(scratch.q_across, packed.padded_D, kParts),
+                          weights = {scratch.pairs, kSide, weight_parts, kPairsStep};
     Biased biased(tile, block, static_cast<float>(call.scale));
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const bool finite = head.radius[block] == head.radius[block];
@@ -245,7 +243,7 @@ struct ForwardAcross {
   }
 };
 
-// Calls that a matrix unit takes on.
+// Calls whose inputs are multiplied in pairs.
 template <typename In>
 Status forward_across(const Call& call, const Forward& results) {
   constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length

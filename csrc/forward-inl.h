@@ -7,7 +7,7 @@ struct ForwardTask {
   const Call& call;
   const Forward& results;
   const Packed<W>& packed;
-  const PackTask<W, In, kPairs<In>>& pack;
+  const PackTask<W, In>& pack;
   Scratch<W>* scratches;
   int64_t num_tiles;
   W slack;
@@ -37,7 +37,6 @@ struct ForwardTask {
     const Tile<W> tile(call, packed, b, h, t);
     const Head<W>& head = *tile.head;
     load_queries<W, In>(tile, packed.padded_D, scratch.q);
-    if constexpr (kPairs<In>) load_query_pairs<W, In>(tile, scratch.q_pairs);
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       scratch.row_max[i] = -kInfinity<W>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
@@ -94,17 +93,11 @@ struct ForwardTask {
   // whether it was: little is left to add beyond it.
   bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch) const {
     const Head<W>& head = *tile.head;
-    const int64_t pairs = round_up(call.D, 2) / 2;
     // What lies in `score` beyond is hidden from every row.
     const int64_t shown = tile.shown(block), columns = round_up(shown, Simd<W>::kLanes);
-    if constexpr (kPairs<In>) {
-      multiply_pairs(tile.padded_rows, columns, pairs, scratch.q_pairs, pairs, head.key_pairs + block * pairs * kKeys,
-                     kKeys, scratch.score, kKeys, false);
-    } else {
-      multiply<W>(tile.padded_rows, columns, call.D, scratch.q, packed.padded_D, 1,
-                  head.keys_across + block * call.D * kKeys, kKeys, scratch.score, kKeys, false);
-    }
-    const Biased<W> biased(tile, block, kPairs<In> ? static_cast<W>(call.scale) : W{1});
+    multiply<W>(tile.padded_rows, columns, call.D, scratch.q, packed.padded_D, 1,
+                head.keys_across + block * call.D * kKeys, kKeys, scratch.score, kKeys, false);
+    const Biased<W> biased(tile, block);
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
     if (previous_negligible && is_negligible(biased, allowance, scratch)) return true;
     int matters = 0;
@@ -117,17 +110,8 @@ struct ForwardTask {
       weight = scratch.dropped;
       Dropout(tile).apply(tile, block, scratch.score, weight);
     }
-    if constexpr (kPairs<In>) {
-      const uint32_t* values = head.value_pairs + block * (kKeys / 2) * packed.padded_E;
-      for (int part = 0; part < (call.precise ? 2 : 1); ++part) {
-        split_weights(tile.padded_rows * kKeys, weight, scratch.weight_pairs);
-        multiply_pairs(tile.padded_rows, packed.padded_E, round_up(shown, 2) / 2, scratch.weight_pairs, kKeys / 2,
-                       values, packed.padded_E, scratch.acc, packed.padded_E, true);
-      }
-    } else {
-      multiply<W>(tile.padded_rows, packed.padded_E, shown, weight, kKeys, 1,
-                  head.values + block * kKeys * head.value_row, head.value_row, scratch.acc, packed.padded_E, true);
-    }
+    multiply<W>(tile.padded_rows, packed.padded_E, shown, weight, kKeys, 1,
+                head.values + block * kKeys * head.value_row, head.value_row, scratch.acc, packed.padded_E, true);
     return !matters;
   }
 

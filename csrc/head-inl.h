@@ -63,9 +63,6 @@ struct Head {
   W* values_across;                     // [blocks, E, kKeys], backward only
   const W *keys, *values;               // [num_keys, key_row or value_row]; keys for backward, values for forward
   int64_t key_row, value_row;
-  // Instead of keys_across and values, where 16-bit numbers are multiplied in pairs:
-  uint32_t* key_pairs;     // [blocks, D / 2 rounded up, kKeys]: entries 2d and 2d + 1 of a key
-  uint32_t* value_pairs;   // [blocks, kKeys / 2, E padded]: entries of keys 2s and 2s + 1
   W* center;               // [D], the mean of some keys
   W* radius;               // [blocks], the largest |k - center|; NaN if anything in the block is not finite
   W* spread;               // [blocks], at least the fourth root of the mean (u.(k - center))^4, for any unit vector u
@@ -109,42 +106,6 @@ void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, i
   }
 }
 
-// A block in pairs of 16-bit numbers.
-template <typename W, typename In>
-void pack_block_pairs(const Call& call, const Head<W>& head, const In* k, const In* v, int64_t block,
-                      int64_t padded_E) {
-  const int64_t D = call.D, E = call.E, pairs = round_up(D, 2) / 2;
-  uint32_t* keys = head.key_pairs + block * pairs * kKeys;
-  uint16_t* values = reinterpret_cast<uint16_t*>(head.value_pairs + block * (kKeys / 2) * padded_E);
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const int64_t s = block * kKeys + i;
-    const bool real = s < head.num_keys;
-    const uint16_t* key = reinterpret_cast<const uint16_t*>(k + s * call.k.row);
-    const uint16_t* value = reinterpret_cast<const uint16_t*>(v + s * call.v.row);
-    for (int64_t d = 0; d < D; d += 2) {
-      const uint32_t low = real ? key[d] : 0, high = real && d + 1 < D ? key[d + 1] : 0;
-      keys[d / 2 * kKeys + i] = low | high << 16;
-    }
-    uint16_t* row = values + i / 2 * padded_E * 2 + i % 2;
-    for (int64_t e = 0; e < padded_E; ++e) row[2 * e] = real && e < E ? value[e] : 0;
-  }
-}
-
-// Entry d of all keys of a block, as [kKeys]; `room` serves where they lie in pairs.
-template <typename W, typename In>
-const W* key_entries(const Call& call, const Head<W>& head, int64_t block, int64_t d, W* room) {
-  if constexpr (!kPairs<In>) return head.keys_across + (block * call.D + d) * kKeys;
-  const uint32_t* pairs = head.key_pairs + (block * (round_up(call.D, 2) / 2) + d / 2) * kKeys;
-  const int shift = d % 2 ? 0 : 16;
-  for (int64_t i = 0; i < kKeys; ++i) {
-    const uint32_t bits = pairs[i] << shift & 0xffff0000;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    room[i] = static_cast<W>(x);
-  }
-  return room;
-}
-
 // 0, or NaN if any of these numbers is not finite; count is a multiple of 16.
 template <typename W>
 W zero_or_nan(const W* x, int64_t count) {
@@ -154,24 +115,4 @@ W zero_or_nan(const W* x, int64_t count) {
   }
   for (const W one : found) total += one;
   return total;
-}
-
-// The same for pairs of bfloat16.
-inline float zero_or_nan(const uint32_t* pairs, int64_t count) {
-  uint32_t found[16] = {}, any = 0;
-  for (int64_t j = 0; j < count; j += 16) {
-    for (int lane = 0; lane < 16; ++lane) {
-      const uint32_t x = pairs[j + lane];
-      found[lane] |=
-          static_cast<uint32_t>((x & 0x7f80) == 0x7f80) | static_cast<uint32_t>((x & 0x7f800000) == 0x7f800000);
-    }
-  }
-  for (const uint32_t one : found) any |= one;
-  return any ? __builtin_nanf("") : 0.0f;
-}
-
-template <typename W, typename In>
-W values_zero_or_nan(const Head<W>& head, int64_t block, int64_t padded_E) {
-  if constexpr (kPairs<In>) return zero_or_nan(head.value_pairs + block * (kKeys / 2) * padded_E, kKeys / 2 * padded_E);
-  else return zero_or_nan(head.values + block * kKeys * padded_E, kKeys * padded_E);
 }

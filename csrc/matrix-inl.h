@@ -12,8 +12,7 @@
 #define LINBIAS_PRODUCT LINBIAS_INLINE
 #endif
 
-constexpr int kMostParts = 3;              // of a number
-constexpr int64_t kSide = 16, kDeep = 32;  // rows and columns of a tile of sums; the depth of one product
+constexpr int64_t kDeep = 32;  // of one product, on tiles of kSide x kSide sums
 
 // The right to use the unit, for as long as it lives: a thread's tile registers hold nothing before and after.
 struct MatrixUnit {
@@ -85,28 +84,6 @@ struct MatrixUnit {
   }
 #endif
 };
-
-// A factor of a product: the sum of `count` matrices of bfloat16 (uint16_t, in rows) or of pairs of them (uint32_t),
-// each `step` elements after the one before. parts-inl.h says which of their products matter.
-template <typename X>
-struct Parts {
-  X* data;
-  int64_t row;
-  int count = 1;
-  int64_t step = 0;
-
-  Parts at(int64_t offset) const { return {data + offset, row, count, step}; }
-};
-
-// Run make(i, j) for the parts i of one factor and j of another whose product matters, the smallest first.
-template <typename A, typename B, typename Make>
-LINBIAS_INLINE void for_pairs_of_parts(const A& a, const B& b, const Make& make) {
-  for (int sum = (a.count + b.count <= kMostParts ? a.count + b.count - 1 : kMostParts) - 1; sum >= 0; --sum) {
-    for (int i = sum < b.count ? 0 : sum - b.count + 1; i <= sum && i < a.count; ++i) {
-      make(a.data + i * a.step, b.data + (sum - i) * b.step);
-    }
-  }
-}
 
 // c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c and b without gaps between rows. depth is a multiple
 // of 32.
@@ -202,11 +179,6 @@ LINBIAS_PRODUCT void multiply_columns(MatrixUnit& unit, int64_t rows, int64_t de
     if constexpr (kColumns > 2) unit.store<2>(c + 2 * c_column, kRowBytes);
   }
 }
-
-// Products that are added up: `depth` columns of one factor from `a` elements on, and rows of the other from `b` on.
-struct Stretch {
-  int64_t a, b, depth;
-};
 
 // c[32, 16 * kColumns] += a[32, depth] b[depth, 16 * kColumns], of all stretches.
 template <int kColumns, int kStretches>

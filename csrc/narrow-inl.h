@@ -1,7 +1,7 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// Vectors of 16 numbers on their way into and out of the matrix unit: rounding to pairs of bfloat16, transposing, 2^x.
-// The emulated target has the same in plain C++.
+// Vectors of 16 numbers on their way into and out of products of pairs: rounding to pairs of bfloat16, transposing,
+// 2^x. The emulated target has the same in plain C++.
 
 static_assert(Simd<float>::kLanes == 16);
 typedef uint32_t Words __attribute__((vector_size(64)));

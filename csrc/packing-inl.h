@@ -35,7 +35,6 @@ template <typename W>
 struct Packed : Packing {
   Buffer<Head<W>> heads;
   Buffer<W> keys_across, values, keys, values_across, center, radius, spread, tails, room;
-  Buffer<uint32_t> key_pairs, value_pairs;
   int64_t padded_D, padded_E;
   bool in_place;  // keys in backward, or values in forward, are read where they lie
 
@@ -51,17 +50,14 @@ struct Packed : Packing {
     return sizeof(In) == sizeof(W) && size % Simd<W>::kLanes == 0 && array.row >= size && array.row <= 2 * size;
   }
 
-  bool allocate(const Call& call, bool pairs) {
+  bool allocate(const Call& call) {
     const int64_t slots = num_slots(call);
     return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
            (!certify || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) &&
                          allocate_tails(call, slots) && room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
-           (pairs ? key_pairs.allocate(slots, rows, round_up(call.D, 2) / 2) &&
-                        value_pairs.allocate(slots, rows / 2, padded_E)
-                  : keys_across.allocate(slots, rows, call.D) &&
-                        (backward ? values_across.allocate(slots, rows, call.E) &&
-                                        (in_place || keys.allocate(slots, rows, padded_D))
-                                  : in_place || values.allocate(slots, rows, padded_E)));
+           keys_across.allocate(slots, rows, call.D) &&
+           (backward ? values_across.allocate(slots, rows, call.E) && (in_place || keys.allocate(slots, rows, padded_D))
+                     : in_place || values.allocate(slots, rows, padded_E));
   }
 
   bool allocate_tails(const Call& call, int64_t slots) {
@@ -74,21 +70,11 @@ struct Packed : Packing {
   }
 };
 
-template <bool kFirst, typename A, typename B>
-struct Choose {
-  using Type = A;
-};
-template <typename A, typename B>
-struct Choose<false, A, B> {
-  using Type = B;
-};
-
-template <typename W, typename In, bool kInPairs>
+template <typename W, typename In>
 struct PackTask {
   const Call& call;
   Packed<W>& packed;
   static constexpr int64_t kBlocksAtOnce = 16;
-  using Read = typename Choose<kInPairs, In, W>::Type;  // what key_entries reads: pairs, or wide numbers
 
   // Say which keys one key/value head has, and where its packed arrays lie.
   void set_up_head(int64_t index, int64_t slot) const {
@@ -102,11 +88,6 @@ struct PackTask {
     if (packed.certify) {
       head.center = packed.center.data + slot * packed.padded_D;
       head.spread = packed.spread.data + slot * packed.num_blocks;
-    }
-    if constexpr (kInPairs) {
-      head.key_pairs = packed.key_pairs.data + slot * packed.rows * (round_up(call.D, 2) / 2);
-      head.value_pairs = packed.value_pairs.data + slot * (packed.rows / 2) * packed.padded_E;
-      return;
     }
     head.keys_across = packed.keys_across.data + slot * packed.rows * call.D;
     head.key_row = packed.in_place ? call.k.row : packed.padded_D;
@@ -154,19 +135,13 @@ struct PackTask {
     const Head<W>& head = packed.heads.data[index];
     const bool measure_spread = packed.certify && has_a_long_window(index);
     for (int64_t block = from; block < smaller_of(to, head.num_blocks); ++block) {
-      if constexpr (kInPairs) {
-        pack_block_pairs<W, In>(call, head, keys_of(index), values_of(index), block, packed.padded_E);
-      } else {
-        pack_block(index, slot, block);
-      }
+      pack_block(index, slot, block);
       if (packed.certify) {
-        measure_block<W, Read>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
-                               packed.room.data + worker * (call.D + kKeys) * kKeys);
-      } else if constexpr (!kInPairs) {
-        if (packed.skips) {
-          head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
-                               zero_or_nan(head.values_across + block * call.E * kKeys, call.E * kKeys);
-        }
+        measure_block<W>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
+                         packed.room.data + worker * (call.D + kKeys) * kKeys);
+      } else if (packed.skips) {
+        head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
+                             zero_or_nan(head.values_across + block * call.E * kKeys, call.E * kKeys);
       }
     }
   }

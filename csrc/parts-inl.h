@@ -1,15 +1,45 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
+// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// The inputs as sums of bfloat16, which is all that the unit multiplies: one for bfloat16 itself, and three for
+// The inputs as sums of bfloat16, which is all that these targets multiply: one for bfloat16 itself, and three for
 // float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of parts i and j
 // with i + j < 3: what is left out is below 2^-22 of the product, of either sign, and about 2^-26 in the mean, less
 // than a float32 sum loses by rounding. Parts below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
 // becomes NaN where it is multiplied.
 
+constexpr int kMostParts = 3;  // of a number
 template <typename In>
 constexpr int kPartsOf = kMostParts;
 template <>
 constexpr int kPartsOf<Bfloat16> = 1;
+
+constexpr int64_t kSide = 16;  // queries across the lanes, or rows and columns of a tile of sums
+
+// A factor of a product: the sum of `count` matrices of bfloat16 (uint16_t, in rows) or of pairs of them (uint32_t),
+// each `step` elements after the one before.
+template <typename X>
+struct Parts {
+  X* data;
+  int64_t row;
+  int count = 1;
+  int64_t step = 0;
+
+  Parts at(int64_t offset) const { return {data + offset, row, count, step}; }
+};
+
+// Run make(i, j) for the parts i of one factor and j of another whose product matters, the smallest first.
+template <typename A, typename B, typename Make>
+LINBIAS_INLINE void for_pairs_of_parts(const A& a, const B& b, const Make& make) {
+  for (int sum = (a.count + b.count <= kMostParts ? a.count + b.count - 1 : kMostParts) - 1; sum >= 0; --sum) {
+    for (int i = sum < b.count ? 0 : sum - b.count + 1; i <= sum && i < a.count; ++i) {
+      make(a.data + i * a.step, b.data + (sum - i) * b.step);
+    }
+  }
+}
+
+// Products that are added up: `depth` columns of one factor from `a` elements on, and rows of the other from `b` on.
+struct Stretch {
+  int64_t a, b, depth;
+};
 
 constexpr uint32_t kUpperHalf = 0xffff0000u;
 

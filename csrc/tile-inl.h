@@ -6,7 +6,6 @@
 template <typename W>
 struct Scratch {
   W *q, *score, *acc, *dout, *dweight, *dropped;
-  uint32_t *q_pairs, *weight_pairs;
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
   W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
@@ -62,11 +61,11 @@ struct Biased {
   static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
   Vector<W> ramp;
   bool far;
-  W one_slope, end, scale;
+  W one_slope, end;
   const Tile<W>& tile;
   int64_t first_key;
 
-  LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block, W factor) : scale(factor), tile(t), first_key(block * kKeys) {
+  LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block) : tile(t), first_key(block * kKeys) {
     for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
     far = t.is_far(block);
     one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
@@ -81,13 +80,13 @@ struct Biased {
   LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
     if (far) {
 #pragma GCC unroll 16
-      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) * scale - one_slope * reach(i, j);
+      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) - one_slope * reach(i, j);
       return;
     }
     const Vector<W> lowest = broadcast(-kInfinity<W>);
     for (int j = 0; j < kVectors; ++j) {
       const Vector<W> distance = reach(i, j);
-      Vector<W> y = load(score + j * kLanes) * scale;
+      Vector<W> y = load(score + j * kLanes);
       y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
       if (tile.hidden[kLeft]) y = distance > W{0} ? lowest : y;
       if (tile.hidden[kRight]) y = distance < W{0} ? lowest : y;
@@ -149,28 +148,11 @@ void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
   }
 }
 
-// The queries as they come, in pairs; the scale is for later.
-template <typename W, typename In>
-void load_query_pairs(const Tile<W>& tile, uint32_t* q) {
-  const Call& call = *tile.call;
-  const int64_t pairs = round_up(call.D, 2) / 2;
-  for (int64_t i = 0; i < tile.padded_rows; ++i) {
-    const uint16_t* from =
-        reinterpret_cast<const uint16_t*>(static_cast<const In*>(call.q.data) + tile.b * call.q.batch +
-                                          tile.h * call.q.head + (tile.start + i) * call.q.row);
-    for (int64_t d = 0; d < call.D; d += 2) {
-      const uint32_t low = i < tile.rows ? from[d] : 0, high = i < tile.rows && d + 1 < call.D ? from[d + 1] : 0;
-      q[i * pairs + d / 2] = low | high << 16;
-    }
-  }
-}
-
 template <typename W>
 bool allocate_scratch(const Call& call, const Packed<W>& packed, Buffer<Scratch<W>>& scratches, Buffer<W>& memory) {
   const int64_t of_queries = kRows * packed.padded_D, of_scores = kRows * kKeys;
   const int64_t of_values = kRows * larger_of(packed.padded_D, packed.padded_E);  // acc holds out, or dq
-  // Two 16-bit numbers fill a word of W at most.
-  const int64_t each = round_up(2 * of_queries + 2 * of_values + 4 * of_scores, 64);
+  const int64_t each = round_up(of_queries + 2 * of_values + 3 * of_scores, 64);
   if (!scratches.allocate(call.num_threads) || !memory.allocate(call.num_threads, each)) return false;
   for (int worker = 0; worker < call.num_threads; ++worker) {
     Scratch<W>& scratch = scratches.data[worker];
@@ -180,8 +162,6 @@ bool allocate_scratch(const Call& call, const Packed<W>& packed, Buffer<Scratch<
     scratch.score = scratch.dout + of_values;
     scratch.dweight = scratch.score + of_scores;
     scratch.dropped = scratch.dweight + of_scores;
-    scratch.weight_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + of_scores);
-    scratch.q_pairs = reinterpret_cast<uint32_t*>(scratch.dropped + 2 * of_scores);
   }
   return true;
 }

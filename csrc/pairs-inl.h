@@ -1,0 +1,88 @@
+// Part of attention-inl.h, included within its namespace, for targets without a matrix unit that multiply pairs of
+// bfloat16 (LINBIAS_ACROSS without LINBIAS_AMX).
+//
+// What matrix-inl.h offers, on an instruction that adds 16 sums of two products, of pairs of bfloat16, to 16 numbers of
+// float32. Factors lie as the unit wants them. A word of the first factor is loaded once for several vectors of the
+// second, because loads set the pace. Of float32 no parts come here: vectors multiply it faster as it is.
+
+constexpr int64_t kDeep = kSide;  // groups of queries as they come; any even depth would do
+
+struct MatrixUnit {};  // nothing to hold
+
+// c_j[kAtOnce, 16] (+)= a[kAtOnce, depth] b_j[depth, 16] for every j < kVectors, which lie b_step and c_step apart.
+template <int kAtOnce, int kVectors>
+LINBIAS_INLINE void block_of_pairs(int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b, int64_t b_row,
+                                   int64_t b_step, float* c, int64_t c_row, int64_t c_step, bool add) {
+  __m512 sums[kAtOnce][kVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kAtOnce; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < depth; k += 2) {
+    __m512bh columns[kVectors];
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + k / 2 * b_row + j * b_step);
+#pragma GCC unroll 16
+    for (int i = 0; i < kAtOnce; ++i) {
+      int pair;
+      __builtin_memcpy(&pair, a + i * a_row + k, sizeof pair);
+#pragma GCC unroll 3
+      for (int j = 0; j < kVectors; ++j) {
+        sums[i][j] = _mm512_dpbf16_ps(sums[i][j], columns[j], (__m512bh)_mm512_set1_epi32(pair));
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kAtOnce; ++i) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) {
+      float* to = c + i * c_row + j * c_step;
+      _mm512_storeu_ps(to, add ? _mm512_loadu_ps(to) + sums[i][j] : sums[i][j]);
+    }
+  }
+}
+
+// The same for any multiple of 16 rows.
+template <int kVectors>
+LINBIAS_INLINE void strip_of_pairs(int64_t rows, int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b,
+                                   int64_t b_row, int64_t b_step, float* c, int64_t c_row, int64_t c_step, bool add) {
+  constexpr int kAtOnce = kVectors > 1 ? 8 : 16;
+  for (int64_t i = 0; i < rows; i += kAtOnce) {
+    block_of_pairs<kAtOnce, kVectors>(depth, a + i * a_row, a_row, b, b_row, b_step, c + i * c_row, c_row, c_step, add);
+  }
+}
+
+// kColumns products at once: c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16], j < kColumns, with b_column elements of
+// b from one to the next, and c_column of c. rows is a multiple of 16.
+template <int kColumns>
+inline void multiply_columns(MatrixUnit&, int64_t rows, int64_t depth, Parts<uint16_t> a, Parts<uint32_t> b,
+                             int64_t b_column, float* c, int64_t c_column, bool add) {
+  for_pairs_of_parts(a, b, [&](const uint16_t* from, const uint32_t* with) __attribute__((always_inline)) {
+    strip_of_pairs<kColumns>(rows, depth, from, a.row, with, kSide, b_column, c, kSide, c_column, add);
+    add = true;
+  });
+}
+
+inline void multiply_column(MatrixUnit& unit, int64_t rows, int64_t depth, Parts<uint16_t> a, Parts<uint32_t> b,
+                            float* c, bool add) {
+  multiply_columns<1>(unit, rows, depth, a, b, 0, c, 0, add);
+}
+
+// c[rows, columns] += a[rows, depth] b[depth, columns], of all stretches, b and c without gaps: rows and columns
+// multiples of 16.
+template <int kStretches>
+inline void add_product(MatrixUnit&, int64_t rows, int64_t columns, const Stretch (&stretches)[kStretches],
+                        const uint16_t* a, int64_t a_row, const uint32_t* b, float* c) {
+  for (const Stretch& stretch : stretches) {
+    const uint16_t* a_k = a + stretch.a;
+    const uint32_t* b_k = b + stretch.b;
+    for (int64_t j = 0; j < columns; j += 2 * kSide) {
+      if (columns - j > kSide) {
+        strip_of_pairs<2>(rows, stretch.depth, a_k, a_row, b_k + j, columns, kSide, c + j, columns, kSide, true);
+      } else {
+        strip_of_pairs<1>(rows, stretch.depth, a_k, a_row, b_k + j, columns, kSide, c + j, columns, kSide, true);
+      }
+    }
+  }
+}
