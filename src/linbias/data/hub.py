@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,28 +13,53 @@ WIKITEXT = {
     "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
 }
+# Every short name: of texts to train on as they are.
+TEXTS = {**WIKITEXT, "tiny-shakespeare": "karpathy/tiny_shakespeare"}
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
 
 
+# A Hub that takes longer to answer is taken for one that cannot be reached.
+_PATIENCE_SECONDS = 2.0
+
+
 @contextmanager
-def caches_if_unreachable() -> Iterator[None]:
+def caches_if_unreachable() -> Iterator[bool]:
     """Within the block, where the Hub does not answer at once, only what was fetched before is looked at.
 
     Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
     a minute.
+
+    Yields:
+        Whether the Hub answers.
     """
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    if not before:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=5)
-        except Exception:  # of whatever library it uses for requests
-            constants.HF_HUB_OFFLINE = True
+    answers = not before and _hub_answers()
+    constants.HF_HUB_OFFLINE = not answers
     try:
-        yield
+        yield answers
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def _hub_answers() -> bool:
+    """Asks in a thread: the look-up of a name may wait much longer than any time limit of a request."""
+    from huggingface_hub import constants, get_session
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+            answered.set()
+        except Exception:  # of whatever library it uses for requests
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    return answered.is_set()
 
 
 def open_data_set(
@@ -57,12 +83,17 @@ def open_data_set(
     path, _, configuration = id.partition(":")
     folder = None if cache_dir is None else str(cache_dir)
     try:
-        with caches_if_unreachable():
+        with caches_if_unreachable() as reachable:
             data = datasets.load_dataset(
                 path, configuration or None, streaming=stream, cache_dir=folder
             )
     except (OSError, ValueError) as error:
-        raise ValueError(str(error)) from error
+        if reachable:
+            raise ValueError(str(error)) from error
+        raise ValueError(
+            "the Hugging Face Hub does not answer, and the data set was not fetched before; where its text lies "
+            "on this machine, give the path: --corpus text.txt"
+        ) from error
     return {"valid" if split == "validation" else split: data[split] for split in data}
 
 

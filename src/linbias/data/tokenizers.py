@@ -1,10 +1,11 @@
-"""Text to numbers and back: bytes, or byte pairs learned from a corpus.
+"""Text to numbers and back: bytes, characters, or byte pairs learned from a corpus.
 
-Both are byte-level: every text has an encoding and decodes to itself, and there is no token for
-"unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
-(`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
+Bytes and byte pairs encode every text. Characters encode texts that are made of those of the corpus, and refuse
+others: there is no token for "unknown", whose loss would mean nothing. Whatever is encoded decodes to itself.
+Byte pair encoding without merges is the byte tokenizer. One class and one file format (`tokenizer.json`, which
+`transformers.AutoTokenizer` reads as well) serve all.
 
-Four bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
+Four characters that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
 text, 3 (ETX) ends one and 26 (SUB) stands for a masked token. Nothing adds them to a text unasked.
 """
 
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+KINDS = ("bytes", "characters", "bpe")
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
@@ -36,7 +38,7 @@ _BATCH_PIECES = 64
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A byte-level tokenizer.
+    """A tokenizer of bytes, characters or byte pairs.
 
     A token never crosses a line end, so lines are encoded independently of each other and a text
     of any size is encoded piece by piece.
@@ -80,10 +82,13 @@ class Tokenizer:
             [number of tokens], the narrowest of uint8, uint16 and uint32 that holds every id.
 
         Raises:
-            ValueError: `text` is bytes, not UTF-8, and there are merges to apply.
+            ValueError: `text` has a character that the tokenizer does not know; or it is bytes, not UTF-8, and the
+                tokens are not bytes.
         """
         data = text.encode() if isinstance(text, str) else text
         dtype = np.min_scalar_type(self.vocab_size - 1)
+        if self._is_of_characters():
+            return self._encode_characters(data.decode()).astype(dtype)
         if self.vocab_size == 256:  # no merges: the ids are the bytes
             return np.frombuffer(data, dtype)
         ids = [
@@ -92,6 +97,27 @@ class Tokenizer:
             for piece in self.backend.encode_batch(batch)
         ]
         return np.concatenate(ids) if ids else np.empty(0, dtype)
+
+    def _is_of_characters(self) -> bool:
+        is_list = isinstance(self.backend.model, models.WordLevel)
+        return is_list and all(len(token) == 1 for token in self.backend.get_vocab())
+
+    def _encode_characters(self, text: str) -> npt.NDArray[np.int32]:
+        vocabulary = self.backend.get_vocab()
+        id_of = np.full(max(map(ord, vocabulary)) + 2, -1, np.int32)  # the last one: beyond all
+        for character, id in vocabulary.items():
+            id_of[ord(character)] = id
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = id_of[np.minimum(codes, len(id_of) - 1)]
+        if len(ids) and ids.min() < 0:
+            first = int(np.argmin(ids))
+            unknown = "".join(sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()}))
+            raise ValueError(
+                f"Tokenizer.encode: text must be made of the {self.vocab_size - len(_ROLES):,} characters of the text "
+                f"that was trained on, got {text[first]!a} at character {first:,} ({len(unknown):,} unknown: "
+                f"{unknown[:20]!a}{'...' * (len(unknown) > 20)})"
+            )
+        return ids
 
     def decode(self, ids: Iterable[int] | TokenIds) -> str:
         """Decodes ids; bytes that form no UTF-8 character become U+FFFD."""
@@ -129,6 +155,31 @@ def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the 256 byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(_special_tokens())
+    return Tokenizer(backend)
+
+
+def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
+    """The tokenizer whose tokens are single characters, in the order of Unicode, after the four with roles.
+
+    Args:
+        characters: Those to know, in any order; one that repeats counts once.
+
+    Example:
+        >>> tokenizer = character_tokenizer("to be, or not to be")
+        >>> tokenizer.vocab_size, tokenizer.encode("be not").tolist()
+        (12, [6, 7, 4, 8, 9, 11])
+        >>> tokenizer.encode("bee!")
+        Traceback (most recent call last):
+        ValueError: Tokenizer.encode: text must be made of the 8 characters ... got '!' at character 3 ...
+    """
+    roles = list(_ROLES.values())
+    tokens = [*roles, *sorted(set(characters).difference(roles))]
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({token: id for id, token in enumerate(tokens)})
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
     backend.add_special_tokens(_special_tokens())
     return Tokenizer(backend)
 

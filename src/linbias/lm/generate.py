@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import TextStreamer
 
-from linbias.models.load import load_model, load_tokenizer
+from linbias.models.load import encode, load_model, load_tokenizer
 
 _LONG = 200  # characters of a prompt that is not printed again
 
@@ -59,9 +59,15 @@ def generate(
         )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    except Exception as error:  # the library's own, of a character that has no token
+        encode(path, prompt.encode())  # names the character
+        raise ValueError(
+            f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"
+        ) from error
     ids = model.generate(
-        **inputs,
+        **inputs.to(model.device),
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > _LONG) if stream else None,
         **(sampling if temperature else {"do_sample": False}),
