@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from linbias.cli import presets
 from linbias.cli.console import (
     bar,
+    err,
     is_first_process,
     mebibytes,
     number_table,
@@ -21,8 +23,11 @@ from linbias.cli.console import (
 from linbias.cli.options import (
     BatchSize,
     BatchTokens,
+    ContinuedPrompt,
     Corpus,
     Device,
+    Epochs,
+    Experiment,
     Fields,
     Fsdp,
     Init,
@@ -46,6 +51,7 @@ from linbias.cli.options import (
     Threads,
     TokenizerOrKept,
     Tokens,
+    ValidateLengths,
     ValidateSteps,
     VocabSizeOrKept,
     budget,
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
 
 def train(
     output: RunFolder = Path("output/train"),
+    preset: Experiment = None,
     task: Task = "causal",
     init: Init = None,
     position: PositionOrKept = None,
@@ -78,6 +85,7 @@ def train(
     steps: Steps = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
+    epochs: Epochs = None,
     batch_size: BatchSize = 32,
     accumulation: Annotated[
         int, training_option("Parts of a batch computed one after another.")
@@ -86,6 +94,8 @@ def train(
     precision: Precision = "fp32",
     save_steps: SaveSteps = 100,
     validate_steps: ValidateSteps = 0,
+    validate_lengths: ValidateLengths = None,
+    prompt: ContinuedPrompt = None,
     seed: Seed = 0,
     threads: Threads = None,
     tensorboard: Tensorboard = False,
@@ -97,17 +107,24 @@ def train(
 
     The same command continues an interrupted run; more steps extend a run.
     The loss as it went is in history.jsonl, in the run's folder.
+    --preset annotated is the experiment of the annotated implementation: Tiny Shakespeare by characters,
+    trained at 64, validated at 64 and 80.
 
     \b
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
+    [dim]linbias train --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
+    from linbias.data.corpus import find_corpus, load_corpus
+
+    find_corpus(corpus)
     from linbias.lm.settings import TrainSettings
 
-    model = parse_fields(fields)
+    chosen = presets.named(preset)
+    model = {**chosen.model, **parse_fields(fields)}
     masked = task == "masked"
     method = "encoder_position" if masked else "position"
     if init is None:
@@ -116,27 +133,34 @@ def train(
     else:
         from linbias.lm.initial import config_of
 
-        refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
+        refuse_with_init(
+            {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size}
+        )
         model |= {} if position is None else {method: position}
         length = given_or(length, config_of(str(init)).train_length)
-    settings = TrainSettings(
-        model=model,
-        length=length,
-        task=task,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        **budget(steps, tokens, seconds, default=1000),
-        learning_rate=learning_rate,
-        precision=precision,
-        save_steps=save_steps,
-        validate_steps=validate_steps,
-        seed=seed,
-        threads=threads,
-        tensorboard=tensorboard,
-        fsdp={} if fsdp else None,
-        init=None if init is None else str(init),
-    )
-    from linbias.data.corpus import load_corpus
+    options: dict[str, Any] = {
+        "model": model,
+        "length": length,
+        "task": task,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        **budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
+        "learning_rate": learning_rate,
+        "precision": precision,
+        "save_steps": save_steps,
+        "validate_steps": validate_steps,
+        "validate_lengths": parse_numbers("--validate-lengths", validate_lengths) or (),
+        "prompt": prompt,
+        "seed": seed,
+        "threads": threads,
+        "tensorboard": tensorboard,
+        "fsdp": {} if fsdp else None,
+        "init": None if init is None else str(init),
+    }
+    settings = TrainSettings(**{**chosen.training, **options})
+    if preset is not None and is_first_process() and not quiet:
+        read = {"corpus": corpus, "tokenizer": given_or(tokenizer, "bytes")}
+        err.print(presets.describe(preset, read, settings), soft_wrap=True, markup=False)
     from linbias.lm.train import train as run  # loads torch: the settings are known to be good
 
     text = load_corpus(
