@@ -165,7 +165,7 @@ def test_epochs_are_passes_over_the_text(by_characters: Corpus, tmp_path: Path) 
 
 
 BAD = [
-    ("validate_steps must be a whole number or a share in .* got 1.5", {"validate_steps": 1.5}),
+    ("validate_steps must be a whole number or below 1, got 1.5", {"validate_steps": 1.5}),
     ("validate_lengths must be different lengths", {"validate_lengths": (8, 8)}),
     ("prompt must be left out without validate_steps", {"validate_steps": 0}),
     ("prompt must be left out for a task other than", {"task": "masked", "model": {}}),

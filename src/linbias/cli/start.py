@@ -146,7 +146,7 @@ def extrapolate(
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
     chosen = presets.named(preset)
-    default = {"steps": ExtrapolateSettings().training.steps}
+    default: dict[str, float | None] = {"steps": ExtrapolateSettings().training.steps}
     training: dict[str, Any] = {
         "model": {**chosen.model, **parse_fields(fields)},
         "batch_size": batch_size,

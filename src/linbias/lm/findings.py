@@ -231,16 +231,19 @@ class Validations(NamedTuple):
 
 def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
     """What the trainings kept at their last validation (see `linbias.lm.validate`); None where it was the loss only."""
-    same = [r for r in trainings if r.train_length == train_length and r.metrics.validation]
-    if not same:
+    by_method: dict[str, list[Record]] = {}
+    for training in trainings:
+        validation = training.metrics.validation
+        if training.train_length == train_length and validation is not None:
+            by_method.setdefault(training.method, []).append(validation)
+    if not by_method:
         return None
-    lengths = sorted({int(n) for r in same for n in r.metrics.validation["lengths"]})
+    lengths = sorted({int(n) for kept in by_method.values() for n in kept[0]["lengths"]})
     places = {1: "first", train_length: "trained", lengths[-1]: "last"}
     titles = [f"mean at {n:,}" for n in lengths]
     titles += [f"token {n:,}" for n in sorted(places)]
     rows = []
-    for method in methods(same):
-        kept = [r.metrics.validation for r in same if r.method == method]
+    for method, kept in by_method.items():
         losses = [_mean_entry(kept, str(n), "loss") for n in lengths]
         longest = str(max(map(int, kept[0]["lengths"])))  # that this method reads
         for _, name in sorted(places.items()):

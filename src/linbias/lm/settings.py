@@ -136,10 +136,9 @@ class TrainSettings:
 
     def _check_validation(self) -> None:
         steps, lengths, prompt = self.validate_steps, self.validate_lengths, self.prompt
-        is_known = 0 <= steps < 1 or steps == int(steps)
-        self._require(
-            "validate_steps", is_known and steps >= 0, "a whole number or a share in [0, 1)", steps
-        )
+        self._require("validate_steps", steps >= 0, "at least 0", steps)
+        is_known = steps < 1 or steps == int(steps)
+        self._require("validate_steps", is_known, "a whole number or below 1", steps)
         differ = len(set(lengths)) == len(lengths) and min(lengths, default=1) >= 1
         self._require("validate_lengths", differ, "different lengths, at least 1", lengths)
         self._require("prompt", prompt != "", "None or a text", prompt)

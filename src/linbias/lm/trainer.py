@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer
@@ -39,14 +38,14 @@ class LanguageModelTrainer(Trainer):
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
         """That of the Trainer; with a floor, the same kind that does not go below it."""
-        if self.lr_scheduler is None and self.learning_rate_floor:
+        if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
             factor = partial(_share_of_peak, warmup, num_training_steps, self.learning_rate_floor)
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Those of the Trainer, but for learned slopes, which a decay would pull towards 1, and for token embeddings
         that are no output weights, of which rare tokens' rows would only shrink.
         """

@@ -162,7 +162,7 @@ def _check_path(function: str, path: str | Path) -> None:
     _check_is_record(function, path)
 
 
-def _source(path: str | Path) -> AbstractContextManager[None]:
+def _source(path: str | Path) -> AbstractContextManager[bool | None]:
     """What surrounds the reading of a folder, or of an id of the Hub."""
     return nullcontext() if Path(path).exists() else caches_if_unreachable()
 
