@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +27,7 @@ from linbias.transformers import (
     convert,
     from_pretrained,
 )
+from linbias.transformers.encoders import load
 from linbias.transformers.encoders.original import to_original, to_ours
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -332,6 +335,47 @@ def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"damaged, or asks for code, which was not run"):
         from_pretrained(folder)
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["jinaai/typo", "./typo"])
+def test_a_mistyped_name_is_answered_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Hub cannot be reached, nothing tries to for half a minute."""
+
+    def unreachable() -> None:
+        raise ConnectionError
+
+    looked_only_here = []
+
+    def look(*_: Any, **__: Any) -> None:
+        looked_only_here.append(constants.HF_HUB_OFFLINE)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", unreachable)
+    monkeypatch.setattr(load, "cached_file", look)
+    with pytest.raises(ValueError, match=rf"folder must be one that is here, .*got '{name}'"):
+        from_pretrained(name)
+    assert looked_only_here == [True]
+    assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{", r"config.json of .* must be JSON"),
+        ("config.json", b"[1]", r"config.json of .* must hold a JSON object, got \[1\]"),
+        ("model.safetensors", b"cut off", r"model.safetensors of .* is damaged$"),
+        ("pytorch_model.bin", b"PK cut off", r"is damaged, or asks for code"),
+        ("pytorch_model.bin.index.json", b"{}", r"bin.index.json of .* is damaged"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', r"index.json of .* is damaged"),
+    ],
+)
+def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", original_config("jina"), original_weights("jina"))
+    if file != "config.json":
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
 
 
 def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:

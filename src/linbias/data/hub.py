@@ -1,11 +1,11 @@
-"""The Hugging Face Hub: whether it answers, and its text data sets, by splits named as everywhere here."""
+"""The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from linbias.runs.hub import caches_if_unreachable
 
 # The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {
@@ -13,27 +13,6 @@ WIKITEXT = {
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
 }
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
-
-
-@contextmanager
-def caches_if_unreachable() -> Iterator[None]:
-    """Within the block, where the Hub does not answer at once, only what was fetched before is looked at.
-
-    Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
-    a minute.
-    """
-    from huggingface_hub import constants, get_session
-
-    before = constants.HF_HUB_OFFLINE
-    if not before:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=5)
-        except Exception:  # of whatever library it uses for requests
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def open_data_set(

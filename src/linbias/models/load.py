@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from transformers import (
 from transformers.utils import logging
 
 from linbias.data.dictionary import Dictionary
-from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
 from linbias.models.paper_config import PaperConfig
+from linbias.runs.hub import caches_if_unreachable
 from linbias.transformers.fields import check_sizes
 
 
@@ -54,7 +54,7 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     """
     _check_path("load_model", path)
     try:
-        with no_bars(), _source(path):
+        with no_bars(), caches_if_unreachable(path):
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             check_sizes(config.get_text_config())
             reads_both_ways = getattr(config, "encoder_position", None) is not None
@@ -98,7 +98,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "(`linbias paper convert --dict` writes it)"
         )
     try:
-        with _source(path):
+        with caches_if_unreachable(path):
             return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
@@ -160,11 +160,6 @@ def _check_path(function: str, path: str | Path) -> None:
             f"{function}: path must be a folder with a config.json, got {str(path)!r}"
         )
     _check_is_record(function, path)
-
-
-def _source(path: str | Path) -> AbstractContextManager[None]:
-    """What surrounds the reading of a folder, or of an id of the Hub."""
-    return nullcontext() if Path(path).exists() else caches_if_unreachable()
 
 
 def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueError:

@@ -1,7 +1,6 @@
 """`from_pretrained`: encoders from original folders and from our own, without running code that lies in them."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
+from linbias.runs.hub import caches_if_unreachable
 from linbias.transformers.encoders import original
 from linbias.transformers.encoders.config import LinbiasBertConfig
 from linbias.transformers.encoders.model import (
@@ -93,8 +93,8 @@ def read_folder(folder: str | Path) -> tuple[LinbiasBertConfig, dict[str, Tensor
     Raises:
         ValueError: As `from_pretrained`.
     """
-    settings = json.loads(_file(folder, ("config.json",)).read_text(encoding="utf-8"))
-    stored = _read_weights(folder)
+    with caches_if_unreachable(folder):
+        settings, stored = _read_settings(folder), _read_weights(folder)
     if settings.get("model_type") == LinbiasBertConfig.model_type:
         prefix = "" if any(name.startswith("encoder.") for name in stored) else "encoder."
         weights = {prefix + name: tensor for name, tensor in stored.items()}
@@ -160,6 +160,20 @@ def _is_of_encoder(model: LinbiasBertPreTrainedModel, name: str) -> bool:
     return inside and not whole.startswith("encoder.pooler.")
 
 
+def _read_settings(folder: str | Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(_file(folder, ("config.json",)).read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"from_pretrained: config.json of {str(folder)!r} must be JSON ({error})"
+        ) from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"from_pretrained: config.json of {str(folder)!r} must hold a JSON object, got {settings!r:.40}"
+        )
+    return settings
+
+
 def _read_weights(folder: str | Path) -> dict[str, Tensor]:
     path = _file(
         folder,
@@ -171,21 +185,27 @@ def _read_weights(folder: str | Path) -> dict[str, Tensor]:
         ),
     )
     if path.name.endswith(".index.json"):
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        parts = [_file(folder, (Path(name).name,)) for name in names]
+        try:
+            names = set(json.loads(path.read_bytes())["weight_map"].values())
+            parts = [_file(folder, (Path(name).name,)) for name in sorted(names)]
+        except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise ValueError(f"from_pretrained: {path.name} of {str(folder)!r} is damaged") from error
     else:
         parts = [path]
     weights: dict[str, Tensor] = {}
     for part in parts:
-        if part.suffix == ".safetensors":
-            weights |= load_file(part)
-            continue
         try:
-            weights |= torch.load(part, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+            if part.suffix == ".safetensors":
+                weights |= load_file(part)
+            else:
+                weights |= torch.load(part, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged or hostile files can raise anything
+            asks = ", or asks for code, which was not run" if part.suffix != ".safetensors" else ""
             raise ValueError(
-                f"from_pretrained: {part.name} of {str(folder)!r} is damaged, or asks for code, which was not run"
-            ) from None
+                f"from_pretrained: {part.name} of {str(folder)!r} is damaged{asks}"
+            ) from error
+    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise ValueError(f"from_pretrained: the weights of {str(folder)!r} must be tensors")
     return weights
 
 
@@ -196,7 +216,15 @@ def _file(folder: str | Path, names: tuple[str, ...]) -> Path:
             if (path := Path(folder) / name).is_file():
                 return path
             continue
-        found = cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False)
+        try:
+            found = cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # no such model, or no access to it
+            break
         if found is not None:
             return Path(found)
+    if not Path(folder).is_dir():
+        raise ValueError(
+            "from_pretrained: folder must be one that is here, or the id of a model on the Hugging Face Hub with "
+            f"{' or '.join(names)}, got {str(folder)!r}"
+        )
     raise ValueError(f"from_pretrained: {str(folder)!r} has no {' or '.join(names)}")
