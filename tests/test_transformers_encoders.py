@@ -366,7 +366,11 @@ def test_a_mistyped_name_is_answered_at_once(name: str, monkeypatch: pytest.Monk
         ("model.safetensors", b"cut off", r"model.safetensors of .* is damaged$"),
         ("pytorch_model.bin", b"PK cut off", r"is damaged, or asks for code"),
         ("pytorch_model.bin.index.json", b"{}", r"bin.index.json of .* is damaged"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', r"index.json of .* is damaged"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": 3}}',
+            r"index.json of .* is damaged",
+        ),
     ],
 )
 def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.falcon import modeling_falcon
 
 import linbias
+from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.transformers import fuse, unfuse
 from linbias.transformers.fused import FAMILIES
 from linbias.transformers.fused.mask import FusedMask
@@ -381,7 +382,7 @@ def test_refused_models() -> None:
         fuse(falcon(alibi=False))
     with pytest.raises(ValueError, match=r"must have attn_config.alibi = True, got False"):
         fuse(mpt(alibi=False))
-    with pytest.raises(ValueError, match=r"attn_config.qk_ln must be False"):
+    with pytest.raises(ValueError, match=r"attn_config.qk_ln of an MPT model must be False"):
         fuse(mpt(qk_ln=True))
     with pytest.raises(
         ValueError, match=r"fuse: model must not be fused, got a BloomModel that is"
@@ -389,6 +390,31 @@ def test_refused_models() -> None:
         fuse(fuse(bloom()))
     with pytest.raises(ValueError, match=r"unfuse: model must be fused"):
         unfuse(bloom())
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [
+        ("MPTModel", r"linbias.transformers.LinbiasMptForCausalLM.from_pretrained\(folder\)"),
+        ("BaichuanModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
+        ("BTLMModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
+        ("RWModel", r"trust_remote_code=False\) loads Transformers' own Falcon"),
+        ("JinaBertModel", r"linbias.transformers.from_pretrained\(folder\) loads the folder"),
+    ],
+)
+def test_classes_of_remote_code_are_refused_with_what_to_do(body: str, instead: str) -> None:
+    model = torch.nn.Module()
+    model.body = type(body, (torch.nn.Module,), {"__module__": "transformers_modules.x"})()
+    with pytest.raises(ValueError, match=rf"fuse: model must contain .*got Module: .*{instead}"):
+        fuse(model)
+
+
+def test_our_own_models_need_no_fuse() -> None:
+    model = LinbiasForCausalLM(
+        LinbiasConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    )
+    with pytest.raises(ValueError, match=r"got LinbiasForCausalLM: it runs on linbias' attention"):
+        fuse(model)
 
 
 @pytest.mark.parametrize(

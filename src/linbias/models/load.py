@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +33,9 @@ from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
 from linbias.models.paper_config import PaperConfig
 from linbias.runs.hub import caches_if_unreachable
+from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.transformers.fields import check_sizes
+from linbias.transformers.fused.mpt_model import runs_in_transformers
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
@@ -55,10 +58,8 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     _check_path("load_model", path)
     try:
         with no_bars(), caches_if_unreachable(path):
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+            config, kind = _config_and_class(path)
             check_sizes(config.get_text_config())
-            reads_both_ways = getattr(config, "encoder_position", None) is not None
-            kind = AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
             model, info = kind.from_pretrained(
                 str(path),
                 config=config,
@@ -130,6 +131,16 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
         return np.fromiter((word for line in lines for word in line), np.int64)
     ids = load_tokenizer(path)(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
     return np.asarray(ids, np.int64)
+
+
+def _config_and_class(path: str | Path) -> tuple[PreTrainedConfig, Any]:
+    """The configuration at a path, and what loads its model."""
+    settings, _ = PreTrainedConfig.get_config_dict(str(path))
+    if settings.get("model_type") == "mpt" and not runs_in_transformers(settings):
+        return LinbiasMptConfig.from_dict(settings), LinbiasMptForCausalLM
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    reads_both_ways = getattr(config, "encoder_position", None) is not None
+    return config, AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
 
 
 def _model_type(path: str | Path) -> str | None:

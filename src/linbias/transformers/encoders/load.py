@@ -189,7 +189,9 @@ def _read_weights(folder: str | Path) -> dict[str, Tensor]:
             names = set(json.loads(path.read_bytes())["weight_map"].values())
             parts = [_file(folder, (Path(name).name,)) for name in sorted(names)]
         except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            raise ValueError(f"from_pretrained: {path.name} of {str(folder)!r} is damaged") from error
+            raise ValueError(
+                f"from_pretrained: {path.name} of {str(folder)!r} is damaged"
+            ) from error
     else:
         parts = [path]
     weights: dict[str, Tensor] = {}
