@@ -150,6 +150,27 @@ def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference() -> None:
     assert difference(rounded, theirs, mask) < difference(ours, theirs, mask)
 
 
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [(bloom, 1.0), (mpt, 1.0), (MODELS["falcon, keys of each head"], 1.03)],
+    ids=["bloom", "mpt", "falcon"],
+)
+@torch.no_grad()
+def test_bfloat16_of_short_texts(make: Any, most: float) -> None:
+    """Median of 64 texts of 17 tokens: all other layers round as well, which drowns the difference in a single text.
+
+    Falcon's reference adds its scores up in float32, as ours does, and so is as near: with attention in float32
+    throughout ("dense"), the median is 1.00 as well.
+    """
+    reference, fused = pair(make)
+    ids = torch.randint(VOCABULARY, (64, 17), generator=torch.Generator().manual_seed(2))
+    truth = fused(ids).logits
+    theirs = reference.bfloat16()(ids).logits.float() - truth
+    ours = fused.bfloat16()(ids).logits.float() - truth
+    ratio = ours.flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
+    assert ratio.median() < most
+
+
 @each_model
 def test_gradients_with_and_without_checkpointing(make: Any, exact_reference: None) -> None:
     reference, fused = pair(make)
@@ -514,17 +535,16 @@ def test_golden_data(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
 @torch.no_grad()
 def test_golden_data_in_bfloat16(family: str) -> None:
-    """Nearer to the float32 truth than the reference is in bfloat16; at 17 tokens, as near, for all other layers round too."""
+    """Nearer to the float32 truth than the reference is in bfloat16. Shorter texts: `test_bfloat16_of_short_texts`."""
     for case in sorted((GOLDEN / family).iterdir()):
         expected = load_file(case / "expected.safetensors")
         fused = fuse(AutoModelForCausalLM.from_pretrained(case, dtype=torch.bfloat16).eval())
         exact = "exact." if "T17.exact.logits" in expected else ""
-        for name in ("T17", "T129", "T700"):
+        for name in ("T129", "T700"):
             ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
             ours = fused(ids, attention_mask=mask).logits.float() * mask[..., None]
             if (positions := expected.get(f"{name}.positions")) is not None:
                 ours = ours.gather(1, positions[..., None].expand(-1, -1, VOCABULARY))
             truth = expected[f"{name}.{exact}logits"]
             theirs = expected[f"{name}.bfloat16.logits"].float()
-            most = 1.1 if name == "T17" else 1.0
-            assert (ours - truth).norm() < most * (theirs - truth).norm(), (case, name)
+            assert (ours - truth).norm() < (theirs - truth).norm(), (case, name)
