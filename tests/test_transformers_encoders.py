@@ -29,6 +29,7 @@ from linbias.transformers import (
 )
 from linbias.transformers.encoders import load
 from linbias.transformers.encoders.original import to_original, to_ours
+from linbias.transformers.encoders.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -239,6 +240,24 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
+def test_split_over_devices(tmp_path: Path) -> None:
+    """Layers that lie on disk, and what a layer on another device is given."""
+    model = masked_model().eval()
+    model.save_pretrained(tmp_path / "a")
+    ids, mask, _ = texts()
+    here = dict.fromkeys(("encoder.embeddings", "encoder.layers.0", "transform", "norm"), "cpu")
+    loaded = AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "a",
+        device_map=here | {"encoder.layers.1": "disk", "decoder": "cpu"},
+        offload_folder=tmp_path / "b",
+    )
+    expected = model(ids, attention_mask=mask).logits
+    assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
+    rows = Rows.read("model", mask, ids).to("meta", non_blocking=True)
+    assert rows.key_range.is_meta and rows.is_token.is_meta
+
+
+@torch.no_grad()
 def test_compiled_with_padding() -> None:
     model = masked_model().eval()
     ids, mask, _ = texts()
@@ -407,6 +426,8 @@ def test_a_new_head(tmp_path: Path) -> None:
         ({"hidden_size": 49}, r"hidden_size must be a multiple of 6 heads, got 49"),
         ({"num_hidden_layers": -1}, r"num_hidden_layers must be an integer of at least 1, got -1"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        ({"id2label": 3}, r"id2label must be None or a mapping, got 3"),
+        ({"pad_token_id": 97}, r"pad_token_id must be None or in \[0, 97\), got 97"),
         ({"hidden_act": "os.system"}, r"hidden_act must be the name of an activation"),
         ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
         (
@@ -436,6 +457,11 @@ def test_refused_folders(tmp_path: Path) -> None:
         from_pretrained(folder, "classification")
     with pytest.raises(ValueError, match=r"LinbiasBertConfig has no field 'rope'"):
         from_pretrained(folder, rope=1)
+    with pytest.raises(ValueError, match=r"dtype must be a floating type of PyTorch, got 'int9'"):
+        from_pretrained(folder, dtype="int9")
+    integers = {name: tensor.int() for name, tensor in weights.items()}
+    with pytest.raises(ValueError, match=r"must hold floating numbers, got torch.int32"):
+        from_pretrained(write(tmp_path / "integers", original_config("mosaic"), integers))
     untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
     with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
         from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")

@@ -27,6 +27,7 @@ from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.transformers import fuse, unfuse
 from linbias.transformers.fused import FAMILIES
 from linbias.transformers.fused.mask import FusedMask
+from linbias.transformers.padding import Padding
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
 VOCABULARY = 97
@@ -364,6 +365,40 @@ def test_saved_weights_are_unchanged_and_load_fused(make: Any, tmp_path: Path) -
     expected = fused(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
     assert torch.equal(fuse(loaded)(ids, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"), [(bloom, "h"), (mpt, "blocks"), (MODELS["falcon, two key heads"], "h")]
+)
+@torch.no_grad()
+def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
+    """Layers that lie on disk, what a layer on another device is given, and a model without numbers."""
+    _, fused = pair(make)
+    fused.save_pretrained(tmp_path / "a")
+    ids, mask = batch()
+    where = {f"transformer.{name}": "cpu" for name, _ in fused.transformer.named_children()}
+    del where[f"transformer.{layers}"]
+    where |= {
+        f"transformer.{layers}.0": "cpu",
+        f"transformer.{layers}.1": "disk",
+        "lm_head": "cpu",
+    }
+    loaded = type(fused).from_pretrained(
+        tmp_path / "a", device_map=where, offload_folder=tmp_path / "b"
+    )
+    expected = fused(ids, attention_mask=mask).logits
+    assert torch.equal(fuse(loaded)(ids, attention_mask=mask).logits, expected)
+
+    class Recorder(Tensor):
+        def to(self, device: Any) -> Any:
+            return device
+
+    number = Recorder(torch.zeros(1))
+    given = FusedMask(Padding(number, number), None).to(1, non_blocking=False).padding
+    assert given.positions == given.key_range == 1
+    with torch.device("meta"):
+        empty = make()
+    assert fuse(empty)(ids.to("meta")).logits.shape == expected.shape
 
 
 @each_model

@@ -37,7 +37,7 @@ def from_pretrained(
     head: Head = "base",
     *,
     new_head: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **settings: Any,
 ) -> LinbiasBertPreTrainedModel:
     """Load an ALiBi encoder: jina-embeddings-v2 (also code), MosaicBERT, DNABERT-2, or one saved by `save_pretrained`.
@@ -51,7 +51,7 @@ def from_pretrained(
         head: "base" gives `last_hidden_state`, and `pooler_output` where the weights have a pooler; "masked" is the
             masked language model, "sequence" and "token" are classifiers.
         new_head: Start what a head adds to the encoder from fresh weights if the folder lacks it, to train it.
-        dtype: Of the weights; None: as they are stored.
+        dtype: Of the weights, as such or by name; None or "auto": as they are stored.
         settings: Fields of `LinbiasBertConfig` to change, such as num_labels, slope_scale or hidden_dropout.
 
     Returns:
@@ -71,6 +71,12 @@ def from_pretrained(
     """
     if head not in HEADS:
         raise ValueError(f"from_pretrained: head must be one of {tuple(HEADS)}, got {head!r}")
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"from_pretrained: dtype must be a floating type of PyTorch, got {dtype!r}"
+        )
     config, weights, _ = read_folder(folder)
     for name in settings:
         if name not in LinbiasBertConfig.__annotations__ and not hasattr(config, name):
@@ -206,8 +212,14 @@ def _read_weights(folder: str | Path) -> dict[str, Tensor]:
             raise ValueError(
                 f"from_pretrained: {part.name} of {str(folder)!r} is damaged{asks}"
             ) from error
-    if not all(isinstance(tensor, Tensor) for tensor in weights.values()):
-        raise ValueError(f"from_pretrained: the weights of {str(folder)!r} must be tensors")
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or not (
+            tensor.is_floating_point() or name.endswith("position_ids")
+        ):
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"from_pretrained: {name} of {str(folder)!r} must hold floating numbers, got {kind}"
+            )
     return weights
 
 
