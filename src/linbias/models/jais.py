@@ -5,6 +5,7 @@ original code to run and compare with. Modules are named as the original names i
 that lie among the weights.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -170,6 +171,14 @@ class StoredSlopes(Position):
         self._scaling = _scaling(config)
         self._implementation = config.attention_implementation
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredSlopes":
+        """Move to another device with the model, but stay in float32 where it goes to 16 bits, which round slopes."""
+        before = self.slopes.data
+        super()._apply(fn, recurse)
+        if self.slopes.itemsize < 4:
+            self.slopes.data = before.to(self.slopes.device)
+        return self
+
     def left(self, q: Tensor, num_keys: int, options: AttendOptions) -> Tensor:
         """[H], or [B, H] where rows of other lengths have other slopes."""
         stored = self.slopes[:, 0].to(torch.promote_types(q.dtype, torch.float32))
@@ -275,6 +284,7 @@ class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
     """What the two models below share."""
 
     config_class = JaisConfig
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"relative_pe"}
     base_model_prefix = "transformer"
     # Buffers with the causal mask, which older versions of Transformers saved.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"\.attn\.(masked_)?bias$"]
