@@ -465,6 +465,17 @@ def test_refused_folders(tmp_path: Path) -> None:
     untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
     with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
         from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")
+    for model_type, advice in (
+        ("bloom", "linbias.transformers.fuse runs"),
+        ("mpt", "LinbiasMptForCausalLM"),
+        ("baichuan", "after `import linbias.models`"),
+    ):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(
+            ValueError, match=rf"must hold an encoder, got a {model_type} .*{advice}"
+        ):
+            from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(original_config("mosaic")))
     with pytest.raises(ValueError, match=r"has no config.json"):
         from_pretrained(tmp_path)
     (tmp_path / "y").mkdir()

@@ -28,6 +28,15 @@ HEADS: dict[str, type[LinbiasBertPreTrainedModel]] = {
     "sequence": LinbiasBertForSequenceClassification,
     "token": LinbiasBertForTokenClassification,
 }
+_WITH_FUSE = (
+    "AutoModelForCausalLM.from_pretrained loads it and linbias.transformers.fuse runs it here"
+)
+_BY_IMPORT = "AutoModelForCausalLM.from_pretrained loads it after `import linbias.models`"
+_DECODERS = {
+    **dict.fromkeys(("bloom", "falcon"), _WITH_FUSE),
+    "mpt": "linbias.transformers.LinbiasMptForCausalLM.from_pretrained loads it",
+    **dict.fromkeys(("baichuan", "jais", "btlm", "linbias", "linbias-paper"), _BY_IMPORT),
+}
 # What the other heads have, which a model without them leaves where it is.
 _OTHER_HEADS = ("transform.", "norm.", "decoder.", "classifier.", "cls.", "encoder.pooler.")
 
@@ -100,7 +109,13 @@ def read_folder(folder: str | Path) -> tuple[LinbiasBertConfig, dict[str, Tensor
         ValueError: As `from_pretrained`.
     """
     with caches_if_unreachable(folder):
-        settings, stored = _read_settings(folder), _read_weights(folder)
+        settings = _read_settings(folder)
+        if (advice := _DECODERS.get(str(settings.get("model_type")))) is not None:
+            raise ValueError(
+                f"from_pretrained: {str(folder)!r} must hold an encoder, got a {settings['model_type']} model, which is a "
+                f"decoder: {advice}"
+            )
+        stored = _read_weights(folder)
     if settings.get("model_type") == LinbiasBertConfig.model_type:
         prefix = "" if any(name.startswith("encoder.") for name in stored) else "encoder."
         weights = {prefix + name: tensor for name, tensor in stored.items()}
