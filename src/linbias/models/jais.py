@@ -284,7 +284,6 @@ class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
     """What the two models below share."""
 
     config_class = JaisConfig
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"relative_pe"}
     base_model_prefix = "transformer"
     # Buffers with the causal mask, which older versions of Transformers saved.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"\.attn\.(masked_)?bias$"]

@@ -66,12 +66,19 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
                 trust_remote_code=False,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, with names
             )
     except pickle.UnpicklingError as error:  # its own words advise to run what is in the file
         reason = ValueError("its weights are damaged, or ask for code, which was not run")
         raise _cannot_read("load_model", path, reason) from error
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_model", path, error) from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise ValueError(
+            f"load_model: config.json of {str(path)!r} must fit its weights, got {name} of shape {list(stored)} where it "
+            f"asks for {list(wanted)}"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(

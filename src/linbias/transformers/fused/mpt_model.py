@@ -242,13 +242,12 @@ class LinbiasMptForCausalLM(MptForCausalLM):
                 shape; the message names them.
         """
         wants_info = options.pop("output_loading_info", False)
-        options = {**options, "attn_implementation": NAME, "output_loading_info": True}
+        options |= {"attn_implementation": NAME, "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = True  # said below, with names
         caller = f"{cls.__name__}.from_pretrained"
         try:
             with caches_if_unreachable(folder):
-                model, info = super().from_pretrained(
-                    folder, *arguments, ignore_mismatched_sizes=True, **options
-                )
+                model, info = super().from_pretrained(folder, *arguments, **options)
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"{caller}: the pickled weights of {str(folder)!r} are damaged, or ask for code, which was not run"
