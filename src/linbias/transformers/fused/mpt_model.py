@@ -1,9 +1,9 @@
 """MPT as its own code computes it, from folders that the MPT of Transformers refuses or runs with parts left out.
 
-Transformers' class serves the released MPT-7B and 30B. Whoever trained another MPT may have grouped heads, norms of
-queries and keys, biases, another width of the feed-forward part, or scaled logits; and the released storywriter has
-a number (`"clip_qkv": 6`) of a type that Transformers does not accept. Here the same modules, under the same names,
-have what a configuration asks for, and always run fused. No code of the folder is run.
+Transformers' class is that of MPT-7B and 30B. Other models have grouped heads, norms of queries and keys, biases,
+another width of the feed-forward part, or scaled logits; and numbers of a type that Transformers refuses, such as
+`"clip_qkv": 6` and `"attn_pdrop": 0.0`. Here the same modules, under the same names, have what a configuration asks
+for, and always run fused. No code of the folder is run.
 
 Written from the published code of llm-foundry; the attention is held against numbers that it computed.
 """
