@@ -184,6 +184,17 @@ def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
     assert not torch.equal(fuse(again, slope_scale=0.5)(ids).logits, model(ids).logits)
 
 
+@torch.no_grad()
+def test_a_plain_model_saved_here_runs_in_transformers(tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": SIZE, "n_heads": HEADS, "n_layers": 2}
+    config = LinbiasMptConfig(**sizes, no_bias=True, attn_config={"alibi": True})
+    model = LinbiasMptForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    theirs = MptForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(VOCABULARY, (1, 30))
+    assert_near(theirs(ids).logits, model(ids).logits)
+
+
 def test_training_and_generation() -> None:
     config = LinbiasMptConfig.from_dict(FOLDERS["grouped, norms, biases"])
     model = LinbiasMptForCausalLM(config)

@@ -31,11 +31,13 @@ class LinbiasMptAttentionConfig(PreTrainedConfig):
     base_config_key = "attn_config"
 
     attn_type: str = "multihead_attention"
-    attn_pdrop: float = 0.0
+    attn_pdrop: float = (
+        0  # whole numbers where Transformers wants them, whose class may load what is saved here
+    )
     clip_qkv: float | None = None
     softmax_scale: float | None = None
     alibi: bool = False
-    alibi_bias_max: float = 8.0
+    alibi_bias_max: float = 8
     kv_n_heads: int | None = None
     qk_ln: bool = False
     qk_gn: bool = False
