@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MptForCausalLM
 
 import linbias
-from linbias.models.load import load_model
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.models.load import load_model, load_tokenizer
 from linbias.models.scale import with_slopes
 from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM, fuse, unfuse
 
@@ -340,6 +341,8 @@ def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
 def test_folders_are_loaded_by_what_can_run_them(config: dict[str, Any], tmp_path: Path) -> None:
     model = load_model(write(tmp_path, config, weights(config)), device="cpu")
     assert type(model) is LinbiasMptForCausalLM
+    byte_tokenizer().save(tmp_path)
+    assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
     with with_slopes(model, 0.5, fused=True):
         pass
     released = write(tmp_path / "b", original({"attn_pdrop": 0}), weights(original()))

@@ -107,7 +107,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     try:
         with caches_if_unreachable(path):
-            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            # Without a configuration it would read that of the folder.
+            return AutoTokenizer.from_pretrained(
+                str(path), config=_own_mpt_config(path), trust_remote_code=False
+            )
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
 
@@ -142,12 +145,19 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
 
 def _config_and_class(path: str | Path) -> tuple[PreTrainedConfig, Any]:
     """The configuration at a path, and what loads its model."""
-    settings, _ = PreTrainedConfig.get_config_dict(str(path))
-    if settings.get("model_type") == "mpt" and not runs_in_transformers(settings):
-        return LinbiasMptConfig.from_dict(settings), LinbiasMptForCausalLM
+    if (own := _own_mpt_config(path)) is not None:
+        return own, LinbiasMptForCausalLM
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     reads_both_ways = getattr(config, "encoder_position", None) is not None
     return config, AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
+
+
+def _own_mpt_config(path: str | Path) -> LinbiasMptConfig | None:
+    """That of an MPT model which Transformers refuses or leaves parts out of; None for all other models."""
+    settings, _ = PreTrainedConfig.get_config_dict(str(path))
+    if settings.get("model_type") != "mpt" or runs_in_transformers(settings):
+        return None
+    return LinbiasMptConfig.from_dict(settings)
 
 
 def _model_type(path: str | Path) -> str | None:
