@@ -24,7 +24,7 @@ from transformers.models.falcon import modeling_falcon
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.transformers import fuse, unfuse
+from linbias.transformers import fuse, key_bound, unfuse
 from linbias.transformers.fused import FAMILIES
 from linbias.transformers.fused.mask import FusedMask
 from linbias.transformers.padding import Padding
@@ -288,6 +288,7 @@ def test_falcon_caches_shared_keys_once() -> None:
     _, fused = pair(MODELS["falcon, two key heads"])
     cache = fused(batch()[0], use_cache=True).past_key_values
     assert cache.layers[0].keys.shape == (2, 2, 20, 8)
+    assert key_bound(cache.layers[0]) is not None  # far keys can be left unread
 
 
 @torch.no_grad()
@@ -357,6 +358,26 @@ def test_heads_of_one_process_have_their_slopes() -> None:
         fuse(part)
     fuse(part, heads=range(2, 4))(ids)
     assert torch.allclose(seen["part"], seen["whole"][..., 16:32], atol=1e-6)
+
+
+@torch.no_grad()
+def test_shared_keys_of_one_process() -> None:
+    """Its three heads of six, and the one head of keys that they share."""
+    _, whole = pair(MODELS["falcon, two key heads"])
+    ids, _ = batch(40)
+    part = copy.deepcopy(unfuse(whole))
+    part.transformer.h = part.transformer.h[:1]
+    layer = part.transformer.h[0].self_attention
+    layer.num_heads, layer.num_kv_heads = 3, 1
+    rows = len(layer.query_key_value.weight) // 2
+    layer.query_key_value.weight.data = layer.query_key_value.weight[rows:]
+    layer.dense.weight.data = layer.dense.weight[:, 24:]
+    seen: list[Tensor] = []
+    for model, heads in ((whole, None), (part, range(3, 6))):
+        dense = model.transformer.h[0].self_attention.dense
+        dense.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        fuse(model, heads=heads)(ids)
+    assert torch.allclose(seen[1], seen[0][..., 24:], atol=1e-6)
 
 
 @each_model
