@@ -114,6 +114,8 @@ def fuse(
 def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `fuse`: the model runs on Transformers' own attention again.
 
+    A `LinbiasMptForCausalLM`, which that cannot run, goes back to the default options.
+
     Args:
         model: A fused model, changed in place.
 
@@ -121,7 +123,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         The model.
 
     Raises:
-        ValueError: It is not fused.
+        ValueError: It is not fused, or by nothing but its class.
     """
     bodies = _bodies(model, "unfuse")
     if any(
@@ -168,7 +170,6 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
     return bodies
 
 
-_NATIVE = "it runs on linbias' attention already"
 _LOAD_NATIVE = (
     "after `import linbias.models`, AutoModelForCausalLM.from_pretrained(folder) loads the folder without the code "
     "that lies in it"
@@ -180,8 +181,8 @@ _INSTEAD = {
     "that lies in it, and runs fused",
     "RWModel": "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False) loads Transformers' own Falcon",
     **dict.fromkeys(("BaichuanModel", "JAISModel", "BTLMModel"), _LOAD_NATIVE),
-    **dict.fromkeys(("JinaBertModel",), _LOAD_ENCODER),
-    "linbias": _NATIVE,
+    "JinaBertModel": _LOAD_ENCODER,
+    "linbias": "it runs on linbias' attention already",
 }
 
 

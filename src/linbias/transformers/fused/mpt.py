@@ -34,8 +34,8 @@ def forward(
     if layer.clip_qkv:
         qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
     shared = getattr(layer, "kv_n_heads", layer.n_heads)
-    parts = qkv.split([n * layer.head_dim for n in (layer.n_heads, shared, shared)], dim=-1)
-    q, k, v = parts
+    widths = [count * layer.head_dim for count in (layer.n_heads, shared, shared)]
+    q, k, v = qkv.split(widths, dim=-1)
     if hasattr(layer, "q_ln"):
         q, k = _norm(layer.q_ln, q), _norm(layer.k_ln, k)
     q, k, v = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in (q, k, v))
@@ -65,13 +65,15 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "block_overrides": (None,),
     "final_logit_softcapping": (None,),
 }
-# What Transformers leaves out without a word, and `LinbiasMptForCausalLM` has.
+# What Transformers leaves out, mostly without a word, and `LinbiasMptForCausalLM` has.
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "attn_config.qk_ln": (False,),
     "attn_config.qk_gn": (False,),
     "attn_config.attn_type": ("multihead_attention",),
     "no_bias": (True,),
     "logit_scale": (None,),
+    "expansion_ratio": (4,),
+    "norm_eps": (1e-5,),
 }
 
 

@@ -31,9 +31,8 @@ class LinbiasMptAttentionConfig(PreTrainedConfig):
     base_config_key = "attn_config"
 
     attn_type: str = "multihead_attention"
-    attn_pdrop: float = (
-        0  # whole numbers where Transformers wants them, whose class may load what is saved here
-    )
+    # Whole numbers where Transformers wants them: its class may load what is saved here.
+    attn_pdrop: float = 0
     clip_qkv: float | None = None
     softmax_scale: float | None = None
     alibi: bool = False
