@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from linbias.data import corpus as corpora
-from linbias.data import hub
 from linbias.data import tokenizers as tokenizing
 from linbias.data.corpus import SPLITS, find_corpus, load_corpus
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe
+from linbias.runs import hub
 
 SAMPLE = "".join(f"def f{i}(x):\n    return x * {i}  # größer als {i - 1}\n\n" for i in range(200))
 BPE = train_bpe(SAMPLE.encode(), 300)

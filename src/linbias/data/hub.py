@@ -1,12 +1,11 @@
-"""The Hugging Face Hub: whether it answers, and its text data sets, by splits named as everywhere here."""
+"""The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from linbias.runs.hub import caches_if_unreachable
 
 # The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {
@@ -16,50 +15,6 @@ WIKITEXT = {
 # Every short name: of texts to train on as they are.
 TEXTS = {**WIKITEXT, "tiny-shakespeare": "karpathy/tiny_shakespeare"}
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
-
-
-# A Hub that takes longer to answer is taken for one that cannot be reached.
-_PATIENCE_SECONDS = 2.0
-
-
-@contextmanager
-def caches_if_unreachable() -> Iterator[bool]:
-    """Within the block, where the Hub does not answer at once, only what was fetched before is looked at.
-
-    Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
-    a minute.
-
-    Yields:
-        Whether the Hub answers.
-    """
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    answers = not before and _hub_answers()
-    constants.HF_HUB_OFFLINE = not answers
-    try:
-        yield answers
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-def _hub_answers() -> bool:
-    """Asks in a thread: the look-up of a name may wait much longer than any time limit of a request."""
-    from huggingface_hub import constants, get_session
-
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
-            answered.set()
-        except Exception:  # of whatever library it uses for requests
-            return
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_SECONDS)
-    return answered.is_set()
 
 
 def open_data_set(

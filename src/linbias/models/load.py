@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 from linbias.data.dictionary import Dictionary
-from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig
 from linbias.models.paper_config import PaperConfig
+from linbias.runs.hub import caches_if_unreachable
+from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.transformers.fields import check_sizes
+from linbias.transformers.fused.mpt_model import runs_in_transformers
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
@@ -54,23 +57,28 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     """
     _check_path("load_model", path)
     try:
-        with no_bars(), _source(path):
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        with no_bars(), caches_if_unreachable(path):
+            config, kind = _config_and_class(path)
             check_sizes(config.get_text_config())
-            reads_both_ways = getattr(config, "encoder_position", None) is not None
-            kind = AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
             model, info = kind.from_pretrained(
                 str(path),
                 config=config,
                 trust_remote_code=False,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, with names
             )
     except pickle.UnpicklingError as error:  # its own words advise to run what is in the file
         reason = ValueError("its weights are damaged, or ask for code, which was not run")
         raise _cannot_read("load_model", path, reason) from error
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_model", path, error) from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise ValueError(
+            f"load_model: config.json of {str(path)!r} must fit its weights, got {name} of shape {list(stored)} where it "
+            f"asks for {list(wanted)}"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(
@@ -98,8 +106,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "(`linbias paper convert --dict` writes it)"
         )
     try:
-        with _source(path):
-            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        with caches_if_unreachable(path):
+            # Without a configuration it would read that of the folder.
+            return AutoTokenizer.from_pretrained(
+                str(path), config=_own_mpt_config(path), trust_remote_code=False
+            )
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
 
@@ -132,6 +143,23 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
     return np.asarray(ids, np.int64)
 
 
+def _config_and_class(path: str | Path) -> tuple[PreTrainedConfig, Any]:
+    """The configuration at a path, and what loads its model."""
+    if (own := _own_mpt_config(path)) is not None:
+        return own, LinbiasMptForCausalLM
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    reads_both_ways = getattr(config, "encoder_position", None) is not None
+    return config, AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
+
+
+def _own_mpt_config(path: str | Path) -> LinbiasMptConfig | None:
+    """That of an MPT model which Transformers refuses or leaves parts out of; None for all other models."""
+    settings, _ = PreTrainedConfig.get_config_dict(str(path))
+    if settings.get("model_type") != "mpt" or runs_in_transformers(settings):
+        return None
+    return LinbiasMptConfig.from_dict(settings)
+
+
 def _model_type(path: str | Path) -> str | None:
     """What config.json says; None for a model id, and where the file is no such record."""
     try:
@@ -160,11 +188,6 @@ def _check_path(function: str, path: str | Path) -> None:
             f"{function}: path must be a folder with a config.json, got {str(path)!r}"
         )
     _check_is_record(function, path)
-
-
-def _source(path: str | Path) -> AbstractContextManager[bool | None]:
-    """What surrounds the reading of a folder, or of an id of the Hub."""
-    return nullcontext() if Path(path).exists() else caches_if_unreachable()
 
 
 def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueError:
