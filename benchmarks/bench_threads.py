@@ -10,6 +10,7 @@ Numbers of threads take turns, so that drift hits all; the first call on each is
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def measure(
         for threads in numbers:
             torch.set_num_threads(threads)
             for whose, run in ways(q, k, v, threads).items():
+                time.sleep(0.05)  # PyTorch's threads spin for milliseconds after their last call
                 run()
                 found = record.interleave({whose: run}, calls)[whose]
                 times.setdefault((whose, threads), []).extend(found)
