@@ -6,6 +6,7 @@ Both are byte-level: every text has an encoding and decodes to itself, and there
 
 Four bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
 text, 3 (ETX) ends one and 26 (SUB) stands for a masked token. Nothing adds them to a text unasked.
+Sentinels, which stand for spans that were taken out of a text, are ids of their own: `with_sentinels` adds them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 _FILE = "tokenizer.json"
 _MASK = "\x1a"
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
+_NUM_SENTINELS = 100
+_SENTINEL = "<extra_id_{}>"  # as of T5
 # The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
 # in memory. So a text goes to it in batches of pieces, each of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -70,6 +73,27 @@ class Tokenizer:
         """The id of the token that stands for a masked one; None where there is none."""
         return self.backend.token_to_id(_MASK)
 
+    @property
+    def sentinel_ids(self) -> range:
+        """The ids of the sentinels, in order; empty where there are none."""
+        first = self.backend.token_to_id(_SENTINEL.format(0))
+        return range(0) if first is None else range(first, first + _NUM_SENTINELS)
+
+    def with_sentinels(self) -> Tokenizer:
+        """The same tokenizer, with 100 sentinels <extra_id_0>, <extra_id_1>, ... after its other tokens.
+
+        Example:
+            >>> tokenizer = byte_tokenizer().with_sentinels()
+            >>> tokenizer.sentinel_ids, tokenizer.decode([97, 257])
+            (range(256, 356), 'a<extra_id_1>')
+        """
+        if self.sentinel_ids:
+            return self
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        names = (_SENTINEL.format(number) for number in range(_NUM_SENTINELS))
+        backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+        return Tokenizer(backend)
+
     def encode(self, text: str | bytes) -> TokenIds:
         """Encodes text.
 
@@ -83,9 +107,9 @@ class Tokenizer:
             ValueError: `text` is bytes, not UTF-8, and there are merges to apply.
         """
         data = text.encode() if isinstance(text, str) else text
+        if self.backend.get_vocab_size(with_added_tokens=False) == 256:
+            return np.frombuffer(data, np.uint8)  # no merges: the ids are the bytes
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        if self.vocab_size == 256:  # no merges: the ids are the bytes
-            return np.frombuffer(data, dtype)
         ids = [
             np.asarray(piece.ids, dtype)
             for batch in _batches(data)

@@ -41,6 +41,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import Segments
+from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.settings import TrainSettings
@@ -91,7 +92,8 @@ def train(
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
-    each pass over the text. With task "masked" they are those of `linbias.data.masked`. Sets the global random seeds. Under torchrun every process calls this,
+    each pass over the text. With task "masked" they are those of `linbias.data.masked`, with "seq2seq" those of
+    `linbias.data.spans`. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
 
     Args:
@@ -127,9 +129,8 @@ def train(
     output = Path(output)
     on_cpu = uses_cpu(settings.device, settings.precision)
     _check_corpus(settings, corpus)
+    corpus = _for_task(settings, corpus)
     initial_config(settings, corpus)  # may refuse, and should before anything is written
-    if settings.task == "masked":
-        MaskTokens.of(corpus.tokenizer)  # likewise
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_batch(settings)
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
@@ -150,6 +151,16 @@ def _check_corpus(settings: TrainSettings, corpus: Corpus) -> None:
                 f"train: corpus must hold length + 1 = {settings.length + 1} tokens to {purpose}, "
                 f"got {len(ids)}"
             )
+
+
+def _for_task(settings: TrainSettings, corpus: Corpus) -> Corpus:
+    """The corpus with the tokens that a task needs, or the error that there are none."""
+    if settings.task == "masked":
+        MaskTokens.of(corpus.tokenizer)
+    if settings.task == "seq2seq":
+        corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
+        SpanTokens.of(corpus.tokenizer)
+    return corpus
 
 
 @contextmanager
@@ -349,12 +360,12 @@ def _segments(
     settings: TrainSettings, corpus: Corpus, ids: TokenIds, count: int, seed: int
 ) -> Segments:
     """The sequences of the task."""
-    if settings.task == "causal":
-        return Segments(ids, length=settings.length, num_segments=count, seed=seed)
-    tokens = MaskTokens.of(corpus.tokenizer)
-    return MaskedSegments(
-        ids, length=settings.length, num_segments=count, seed=seed, tokens=tokens
-    )
+    options: dict[str, Any] = {"length": settings.length, "num_segments": count, "seed": seed}
+    if settings.task == "masked":
+        return MaskedSegments(ids, tokens=MaskTokens.of(corpus.tokenizer), **options)
+    if settings.task == "seq2seq":
+        return SpanSegments(ids, tokens=SpanTokens.of(corpus.tokenizer), **options)
+    return Segments(ids, **options)
 
 
 class _Trainer(Trainer):

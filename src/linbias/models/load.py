@@ -21,7 +21,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -30,7 +32,7 @@ from transformers.utils import logging
 from linbias.data.dictionary import Dictionary
 from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
-from linbias.models.config import LinbiasConfig
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.paper_config import PaperConfig
 from linbias.transformers.fields import check_sizes
 
@@ -46,8 +48,8 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         device: None means the first CUDA device, or else the CPU.
 
     Returns:
-        The model, in evaluation mode: `LinbiasForMaskedLM` where the configuration says that it reads in both
-        directions, else a causal one.
+        The model, in evaluation mode: `LinbiasForConditionalGeneration` where the configuration is that of one,
+        `LinbiasForMaskedLM` where it says that the model reads in both directions, else a causal one.
 
     Raises:
         ValueError: There is no such model, or it cannot be read whole.
@@ -57,9 +59,7 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         with no_bars(), _source(path):
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             check_sizes(config.get_text_config())
-            reads_both_ways = getattr(config, "encoder_position", None) is not None
-            kind = AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
-            model, info = kind.from_pretrained(
+            model, info = _auto_class(config).from_pretrained(
                 str(path),
                 config=config,
                 trust_remote_code=False,
@@ -80,6 +80,13 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval()
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    if isinstance(config, LinbiasSeq2SeqConfig):
+        return AutoModelForSeq2SeqLM
+    reads_both_ways = getattr(config, "encoder_position", None) is not None
+    return AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -122,7 +129,7 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
     """
     _check_path("encode", path)
     model_type = _model_type(path)
-    if model_type == LinbiasConfig.model_type:
+    if model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
         return Tokenizer.load(path).encode(text)
     if model_type == PaperConfig.model_type:
         words = Dictionary.read(Path(path, "dict.txt"))

@@ -1,0 +1,200 @@
+"""Sequences from which spans of tokens are taken out, to be written by a model that reads the rest.
+
+    text     to be or not to be
+    read     ^ to <0> not to <1>        (^ begins a text, <0> and <1> stand for spans)
+    said     <0> be or <1> be $         ($ ends it)
+
+15 % of the tokens are taken out, in spans of 3 on average: the span corruption of T5 (Raffel et al., arXiv
+1910.10683, section 3.1.4). One thing is different. T5 numbers the sentinels of every sequence from 0. A longer text
+has more spans, and so sentinels that no short one trained. Here those of a sequence begin anywhere among them and
+count on around the circle, so that all are trained whatever the length, each with the one that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from linbias.data.segments import Segments
+from linbias.data.tokenizers import TokenIds, Tokenizer
+
+SPAN_SHARE, SPAN_MEAN = 0.15, 3
+
+
+class SpanTokens(NamedTuple):
+    """The ids that a sequence needs beside those of its text.
+
+    Attributes:
+        begin: Begins what is read; what the decoder reads begins with it too.
+        end: Ends what is written.
+        sentinels: Stand for spans, in order.
+    """
+
+    begin: int
+    end: int
+    sentinels: range
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> SpanTokens:
+        """Those of a tokenizer.
+
+        Raises:
+            ValueError: It has none.
+        """
+        begin, end = (tokenizer.special_ids.get(f"{role}_token_id") for role in ("bos", "eos"))
+        sentinels = tokenizer.sentinel_ids
+        if begin is None or end is None or not sentinels:
+            raise ValueError(
+                "SpanTokens: tokenizer must have tokens that begin and end a text, and sentinels, "
+                f"got {begin}, {end} and {len(sentinels)} sentinels"
+            )
+        return cls(begin, end, sentinels)
+
+
+class SpanRow(NamedTuple):
+    """A text from which spans were taken out.
+
+    Attributes:
+        read: [S], int64: what the encoder reads.
+        said: [T], int64: what the decoder is to say.
+        numbers: [T], the number of the span that each of `said` belongs to; -1 for sentinels and the end.
+    """
+
+    read: NDArray[np.int64]
+    said: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+
+def span_row(
+    text: NDArray[Any],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    first_number: int,
+    tokens: SpanTokens,
+) -> SpanRow:
+    """Take spans out of a text.
+
+    Args:
+        text: [n], integers.
+        starts, stops: [spans], the first and one past the last token of each; they are in order and do not overlap.
+        first_number: Number of the first span; the others count on, and their sentinels around the circle.
+        tokens: The ids that are not of the text.
+
+    Example:
+        >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
+        >>> row = span_row(np.arange(10, 16), np.array([1, 5]), np.array([3, 6]), 7, tokens)
+        >>> row.read.tolist(), row.said.tolist(), row.numbers.tolist()
+        ([2, 10, 91, 13, 14, 90], [91, 11, 12, 90, 15, 3], [-1, 7, 7, -1, 8, -1])
+    """
+    text = text.astype(np.int64)
+    begins, number = np.zeros(len(text), bool), np.full(len(text), -1)
+    sentinel = np.zeros_like(text)
+    for span, (start, stop) in enumerate(zip(starts, stops, strict=True), first_number):
+        begins[start] = True
+        number[start:stop] = span
+        sentinel[start] = tokens.sentinels[span % len(tokens.sentinels)]
+    inside = number >= 0
+    read = np.where(begins, sentinel, text)[~inside | begins]
+    # Each token of the text may be said, after a sentinel if it begins a span.
+    chosen = np.stack([begins, inside], axis=-1)
+    said = np.stack([sentinel, text], axis=-1)[chosen]
+    numbers = np.stack([np.full_like(number, -1), number], axis=-1)[chosen]
+    return SpanRow(
+        np.concatenate([[tokens.begin], read]),
+        np.concatenate([said, [tokens.end]]),
+        np.concatenate([numbers, [-1]]),
+    )
+
+
+def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]:
+    """What a model reads and is to say, padded on the right.
+
+    Returns:
+        `input_ids` [B, S], `decoder_input_ids` and `labels` [B, T], int64, where -100 is not to be said; and
+        `attention_mask` [B, S] where rows differ in length.
+
+    Example:
+        >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
+        >>> row = span_row(np.arange(10, 13), np.array([1]), np.array([2]), 0, tokens)
+        >>> {name: value.tolist() for name, value in span_batch([row], tokens).items()}
+        {'input_ids': [[2, 10, 90, 12]], 'decoder_input_ids': [[2, 90, 11]], 'labels': [[90, 11, 3]]}
+    """
+    read = _padded([row.read for row in rows], tokens.end)
+    labels = _padded([row.said for row in rows], -100)
+    fed = _padded([np.concatenate([[tokens.begin], row.said[:-1]]) for row in rows], tokens.end)
+    batch = {"input_ids": read, "decoder_input_ids": fed, "labels": labels}
+    lengths = torch.tensor([len(row.read) for row in rows])
+    if (lengths < read.shape[1]).any():
+        batch["attention_mask"] = (torch.arange(read.shape[1]) < lengths[:, None]).long()
+    return batch
+
+
+class SpanSegments(Segments):
+    """The sequences of a whole run, as `Segments`, from which spans are taken out.
+
+    A sequence is the token that begins a text, and `length` - 1 tokens of the text. Every one has the same number of
+    spans and of tokens in them, so that parts of a batch weigh alike and nothing is padded. Which tokens, and at which
+    sentinel they begin, is a function of the seed and of the sequence's number in the run: another pass takes out
+    others, and there is no state to save.
+
+    Args:
+        ids: [tokens], at least `length`.
+        length: Tokens of a sequence before spans are taken out, 2 or more.
+        num_segments: Sequences of the whole run.
+        seed: Of the shuffles and the spans.
+        tokens: The ids that are not of the text.
+
+    Example:
+        >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 99))
+        >>> ids = np.arange(10, 80, dtype=np.uint8)
+        >>> segments = SpanSegments(ids, length=21, num_segments=9, seed=0, tokens=tokens)
+        >>> batch = segments.__getitems__([0, 1])
+        >>> batch["input_ids"].shape, batch["labels"].shape
+        (torch.Size([2, 19]), torch.Size([2, 5]))
+    """
+
+    def __init__(
+        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: SpanTokens
+    ) -> None:
+        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
+        self.tokens = tokens
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """A batch as `span_batch` makes it."""
+        texts = super().__getitems__(indices)["input_ids"].numpy()
+        rows = [
+            span_row(text, *self._spans(index), self.tokens)
+            for text, index in zip(texts, indices, strict=True)
+        ]
+        return span_batch(rows, self.tokens)
+
+    def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Starts and stops of a sequence's spans, and the number of the first."""
+        random = np.random.default_rng((self.seed, 1, index))
+        num_taken = max(1, round(SPAN_SHARE * self.length))
+        num_spans = max(1, round(num_taken / SPAN_MEAN))
+        sizes = _parts(random, num_taken, num_spans)
+        # Spans lie apart, but one may begin the text and one may end it.
+        gaps = _parts(random, self.length - num_taken + 2, num_spans + 1)
+        gaps[0] -= 1
+        stops = (gaps[:-1] + sizes).cumsum()
+        return stops - sizes, stops, int(random.integers(len(self.tokens.sentinels)))
+
+
+def _parts(random: np.random.Generator, total: int, number: int) -> NDArray[np.int64]:
+    """So many integers of 1 or more with that total; all ways are equally likely."""
+    cuts = 1 + np.sort(random.permutation(total - 1)[: number - 1])
+    return np.diff(np.concatenate([[0], cuts, [total]]))
+
+
+def _padded(rows: Sequence[NDArray[np.int64]], value: int) -> Tensor:
+    """[rows, longest], padded on the right."""
+    padded = np.full((len(rows), max(map(len, rows))), value, np.int64)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(padded)
