@@ -5,9 +5,14 @@
     said     <0> be or <1> be $         ($ ends it)
 
 15 % of the tokens are taken out, in spans of 3 on average: the span corruption of T5 (Raffel et al., arXiv
-1910.10683, section 3.1.4). One thing is different. T5 numbers the sentinels of every sequence from 0. A longer text
-has more spans, and so sentinels that no short one trained. Here those of a sequence begin anywhere among them and
-count on around the circle, so that all are trained whatever the length, each with the one that follows it.
+1910.10683, section 3.1.4), made for texts longer than those of training in two places:
+
+- T5 numbers the sentinels of every sequence from 0, so that those of longer texts are never trained. Here those of a
+  sequence begin anywhere among them and count on around the circle: all are trained whatever the length, each with
+  the one that follows it.
+- T5 takes as many tokens and spans out of every sequence. A decoder then learns to count, and ends after so many
+  tokens of a longer text too: a model of 0.8 M parameters that was trained so for 1,200 steps had a loss of 4.7 nats
+  at its length of 64 and of 11.3 at 1,024. Here lengths of spans and of the text between them are geometric, and their number varies.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from torch import Tensor
 from linbias.data.segments import Segments
 from linbias.data.tokenizers import TokenIds, Tokenizer
 
-SPAN_SHARE, SPAN_MEAN = 0.15, 3
+SPAN_SHARE, MEAN_SPAN, LONGEST_SPAN = 0.15, 3, 10
 
 
 class SpanTokens(NamedTuple):
@@ -56,6 +61,48 @@ class SpanTokens(NamedTuple):
         return cls(begin, end, sentinels)
 
 
+class Spans(NamedTuple):
+    """The first and one past the last token of each span of a text, [spans] each, in order and apart."""
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    def cut_before(self, place: int) -> int:
+        """Where a text can be cut at `place`, or before the span that it would cut.
+
+        Example:
+            >>> spans = Spans(np.array([2, 7]), np.array([5, 9]))
+            >>> [spans.cut_before(place) for place in (2, 3, 5, 8)]
+            [2, 2, 5, 7]
+        """
+        span = int(np.searchsorted(self.starts, place)) - 1
+        return int(self.starts[span]) if span >= 0 and self.stops[span] > place else place
+
+    def cut_after(self, place: int) -> int:
+        """Likewise, or after that span."""
+        span = int(np.searchsorted(self.starts, place)) - 1
+        return int(self.stops[span]) if span >= 0 and self.stops[span] > place else place
+
+
+def draw_spans(num_tokens: int, seed: tuple[int, ...]) -> Spans:
+    """The spans that are taken out of a text: those of a longer one begin with those of a shorter one.
+
+    Their lengths, 10 tokens at most, and those of the text between them are geometric.
+
+    Example:
+        >>> draw_spans(30, seed=(0,)).starts, draw_spans(50, seed=(0,)).starts
+        (array([11]), array([11, 34, 38]))
+    """
+    most = num_tokens // 2 + 1
+    between = MEAN_SPAN * (1 - SPAN_SHARE) / SPAN_SHARE
+    gaps = np.random.default_rng((*seed, 0)).geometric(1 / between, most)
+    sizes = np.random.default_rng((*seed, 1)).geometric(1 / MEAN_SPAN, most).clip(max=LONGEST_SPAN)
+    gaps[:1] -= 1  # a span may begin the text
+    stops = (gaps + sizes).cumsum()
+    count = int((stops <= num_tokens).sum())
+    return Spans((stops - sizes)[:count], stops[:count])
+
+
 class SpanRow(NamedTuple):
     """A text from which spans were taken out.
 
@@ -72,8 +119,7 @@ class SpanRow(NamedTuple):
 
 def span_row(
     text: NDArray[Any],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
+    spans: Spans,
     first_number: int,
     tokens: SpanTokens,
 ) -> SpanRow:
@@ -81,20 +127,20 @@ def span_row(
 
     Args:
         text: [n], integers.
-        starts, stops: [spans], the first and one past the last token of each; they are in order and do not overlap.
+        spans: Those to take out.
         first_number: Number of the first span; the others count on, and their sentinels around the circle.
         tokens: The ids that are not of the text.
 
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
-        >>> row = span_row(np.arange(10, 16), np.array([1, 5]), np.array([3, 6]), 7, tokens)
+        >>> row = span_row(np.arange(10, 16), Spans([1, 5], [3, 6]), 7, tokens)
         >>> row.read.tolist(), row.said.tolist(), row.numbers.tolist()
         ([2, 10, 91, 13, 14, 90], [91, 11, 12, 90, 15, 3], [-1, 7, 7, -1, 8, -1])
     """
     text = text.astype(np.int64)
     begins, number = np.zeros(len(text), bool), np.full(len(text), -1)
     sentinel = np.zeros_like(text)
-    for span, (start, stop) in enumerate(zip(starts, stops, strict=True), first_number):
+    for span, (start, stop) in enumerate(zip(*spans, strict=True), first_number):
         begins[start] = True
         number[start:stop] = span
         sentinel[start] = tokens.sentinels[span % len(tokens.sentinels)]
@@ -120,7 +166,7 @@ def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]
 
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
-        >>> row = span_row(np.arange(10, 13), np.array([1]), np.array([2]), 0, tokens)
+        >>> row = span_row(np.arange(10, 13), Spans([1], [2]), 0, tokens)
         >>> {name: value.tolist() for name, value in span_batch([row], tokens).items()}
         {'input_ids': [[2, 10, 90, 12]], 'decoder_input_ids': [[2, 90, 11]], 'labels': [[90, 11, 3]]}
     """
@@ -137,10 +183,9 @@ def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]
 class SpanSegments(Segments):
     """The sequences of a whole run, as `Segments`, from which spans are taken out.
 
-    A sequence is the token that begins a text, and `length` - 1 tokens of the text. Every one has the same number of
-    spans and of tokens in them, so that parts of a batch weigh alike and nothing is padded. Which tokens, and at which
-    sentinel they begin, is a function of the seed and of the sequence's number in the run: another pass takes out
-    others, and there is no state to save.
+    A sequence is the token that begins a text, and `length` - 1 tokens of the text. Which spans are taken out of it,
+    and at which sentinel they begin, is a function of the seed and of the sequence's number in the run: another pass
+    takes out others, and there is no state to save.
 
     Args:
         ids: [tokens], at least `length`.
@@ -152,10 +197,10 @@ class SpanSegments(Segments):
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 99))
         >>> ids = np.arange(10, 80, dtype=np.uint8)
-        >>> segments = SpanSegments(ids, length=21, num_segments=9, seed=0, tokens=tokens)
+        >>> segments = SpanSegments(ids, length=41, num_segments=9, seed=0, tokens=tokens)
         >>> batch = segments.__getitems__([0, 1])
         >>> batch["input_ids"].shape, batch["labels"].shape
-        (torch.Size([2, 19]), torch.Size([2, 5]))
+        (torch.Size([2, 41]), torch.Size([2, 3]))
     """
 
     def __init__(
@@ -167,29 +212,12 @@ class SpanSegments(Segments):
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """A batch as `span_batch` makes it."""
         texts = super().__getitems__(indices)["input_ids"].numpy()
-        rows = [
-            span_row(text, *self._spans(index), self.tokens)
-            for text, index in zip(texts, indices, strict=True)
-        ]
+        rows = []
+        for text, index in zip(texts, indices, strict=True):
+            seed = (self.seed, 1, index)
+            number = int(np.random.default_rng((*seed, 2)).integers(len(self.tokens.sentinels)))
+            rows.append(span_row(text, draw_spans(self.length, seed), number, self.tokens))
         return span_batch(rows, self.tokens)
-
-    def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Starts and stops of a sequence's spans, and the number of the first."""
-        random = np.random.default_rng((self.seed, 1, index))
-        num_taken = max(1, round(SPAN_SHARE * self.length))
-        num_spans = max(1, round(num_taken / SPAN_MEAN))
-        sizes = _parts(random, num_taken, num_spans)
-        # Spans lie apart, but one may begin the text and one may end it.
-        gaps = _parts(random, self.length - num_taken + 2, num_spans + 1)
-        gaps[0] -= 1
-        stops = (gaps[:-1] + sizes).cumsum()
-        return stops - sizes, stops, int(random.integers(len(self.tokens.sentinels)))
-
-
-def _parts(random: np.random.Generator, total: int, number: int) -> NDArray[np.int64]:
-    """So many integers of 1 or more with that total; all ways are equally likely."""
-    cuts = 1 + np.sort(random.permutation(total - 1)[: number - 1])
-    return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], value: int) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +28,15 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.data.spans import SPAN_MEAN, SPAN_SHARE, SpanTokens, span_batch, span_row
+from linbias.data.spans import (
+    LONGEST_SPAN,
+    Spans,
+    SpanTokens,
+    draw_spans,
+    span_batch,
+    span_row,
+)
 from linbias.lm.masked import Block, MaskedEvaluation, check_call, score_blocks
-
-LONGEST_SPAN = 10  # of those that are scored, so that blocks can be cut between them
 
 
 @dataclass(frozen=True)
@@ -45,45 +50,9 @@ class SpanEvaluation(MaskedEvaluation):
     num_spans: int
 
 
-class Spans(NamedTuple):
-    """The first and one past the last token of each span of a text, [spans] each, in order."""
-
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-
-    def cut_before(self, place: int) -> int:
-        """Where a text can be cut at `place`, or before the span that it would cut.
-
-        Example:
-            >>> spans = Spans(np.array([2, 7]), np.array([5, 9]))
-            >>> [spans.cut_before(place) for place in (2, 3, 5, 8)]
-            [2, 2, 5, 7]
-        """
-        span = int(np.searchsorted(self.starts, place)) - 1
-        return int(self.starts[span]) if span >= 0 and self.stops[span] > place else place
-
-    def cut_after(self, place: int) -> int:
-        """Likewise, or after that span."""
-        span = int(np.searchsorted(self.starts, place)) - 1
-        return int(self.stops[span]) if span >= 0 and self.stops[span] > place else place
-
-
 def spans_of_text(num_tokens: int) -> Spans:
-    """The spans that are taken out of a text. Those of a longer text begin with those of a shorter one.
-
-    Their lengths, and those of the text between them, are geometric.
-
-    Example:
-        >>> spans_of_text(50)
-        Spans(starts=array([12, 35, 39]), stops=array([18, 38, 43]))
-    """
-    between = SPAN_MEAN * (1 - SPAN_SHARE) / SPAN_SHARE
-    gaps = np.random.default_rng((0, 0)).geometric(1 / between, num_tokens)
-    sizes = np.random.default_rng((0, 1)).geometric(1 / SPAN_MEAN, num_tokens)
-    sizes = sizes.clip(max=LONGEST_SPAN)
-    stops = (gaps + sizes).cumsum()
-    count = int((stops <= num_tokens).sum())
-    return Spans((stops - sizes)[:count], stops[:count])
+    """The spans that are taken out of a text, to be scored."""
+    return draw_spans(num_tokens, seed=(0,))
 
 
 def span_blocks(num_tokens: int, width: int, stride: int, spans: Spans) -> Iterator[Block]:
@@ -204,9 +173,9 @@ def _score(
         )
         if wanted.start == wanted.stop:
             continue
-        starts, stops = (places[inside] - block.start for places in spans)
+        taken = Spans(*(places[inside] - block.start for places in spans))
         text = ids[block.start : block.stop]
-        rows.append(span_row(text, starts, stops, int(inside.start), tokens))
+        rows.append(span_row(text, taken, int(inside.start), tokens))
         scored.append((rows[-1].numbers >= wanted.start) & (rows[-1].numbers < wanted.stop))
     if not rows:
         return np.zeros(2)

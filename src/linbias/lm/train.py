@@ -331,15 +331,20 @@ def _trainer(
         eval_strategy="steps" if settings.validate_steps else "no",
         eval_steps=settings.validate_steps or steps,
         per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
-        average_tokens_across_devices=False,  # all devices have the same number of tokens
+        # Only where spans are written do devices have unequal numbers of tokens.
+        average_tokens_across_devices=settings.task == "seq2seq",
     )
     set_seed(settings.seed)
     model = initial_model(settings, initial_config(settings, corpus))
     # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
 
-    def mean_loss(outputs: CausalLMOutput, labels: Tensor, **_: Any) -> Tensor:
+    def mean_loss(
+        outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
+            return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
