@@ -312,3 +312,12 @@ def test_the_command_line_trains_scores_and_fills(text: str, tmp_path: Path) -> 
     ):
         failed = run(*words[:-1], tmp_path / "other", *changed.split(), "-q")
         assert failed.exit_code == 2 and message in failed.stderr
+
+
+def test_parts_of_a_batch_weigh_by_their_tokens(corpus: Corpus, tmp_path: Path) -> None:
+    whole = replace(SPANS, model=TINY, accumulation=1, steps=1)
+    losses = [
+        metrics(train_into(replace(whole, accumulation=parts), corpus, tmp_path / f"{parts}"))
+        for parts in (1, 6)
+    ]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6)

@@ -222,9 +222,11 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the table that encoder and decoder share."""
         return self.encoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace it."""
         self.encoder.embed_tokens = value
 
     @can_return_tuple
