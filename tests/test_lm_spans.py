@@ -206,6 +206,8 @@ def test_sentinels_come_after_the_other_tokens(kind: str, tmp_path: Path) -> Non
     assert made.sentinel_ids == range(size, size + 100) and made.vocab_size == size + 100
     assert not plain.sentinel_ids and made.with_sentinels() is made
     assert made.encode(text).tolist() == plain.encode(text).tolist()
+    if kind == "bytes":  # a text's bytes are its ids, whatever they spell
+        assert made.encode("<extra_id_0>").tolist() == list(b"<extra_id_0>")
     made.save(tmp_path)
     assert Tokenizer.load(tmp_path).backend.to_str() == made.backend.to_str()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
@@ -237,11 +239,11 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_an_unbroken_one(
 
 
 def test_training_learns_to_write_spans(corpus: Corpus, tmp_path: Path) -> None:
-    settings = replace(SPANS, model=TINY, steps=60, learning_rate=1e-2)
+    settings = replace(SPANS, model=TINY, steps=40, accumulation=1, learning_rate=1e-2)
     run = train_into(
-        replace(settings, validate_steps=60, save_steps=60, batch_size=12), corpus, tmp_path
+        replace(settings, validate_steps=40, save_steps=40, batch_size=12), corpus, tmp_path
     )
-    assert metrics(run)["loss"] < 3.0 and metrics(run)["validation_loss"] < 4.0  # from 5.9
+    assert metrics(run)["loss"] < 3.3 and metrics(run)["validation_loss"] < 4.0  # from 5.9
 
 
 def test_a_run_goes_on_from_a_model_of_its_task_alone(

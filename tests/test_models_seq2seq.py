@@ -269,10 +269,9 @@ def test_a_saved_model_comes_back_by_the_auto_classes(tmp_path: Path) -> None:
     assert model(ids, decoder_input_ids=said).logits.shape[-1] == VOCAB + 3
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_seq2seq_trainer_and_collator_train_it(side: str, tmp_path: Path) -> None:
+def test_seq2seq_trainer_and_collator_train_it(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side=side)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # which pads on the left
     model = LinbiasForConditionalGeneration(
         LinbiasSeq2SeqConfig(**{**SMALL, "vocab_size": 256}, **IDS)
     )

@@ -82,6 +82,8 @@ class Tokenizer:
     def with_sentinels(self) -> Tokenizer:
         """The same tokenizer, with 100 sentinels <extra_id_0>, <extra_id_1>, ... after its other tokens.
 
+        Where there are merges, `encode` takes these names in a text for the sentinels.
+
         Example:
             >>> tokenizer = byte_tokenizer().with_sentinels()
             >>> tokenizer.sentinel_ids, tokenizer.decode([97, 257])
