@@ -70,6 +70,10 @@ if TYPE_CHECKING:
     from linbias.lm.evaluate import Evaluation
 
 
+_ENCODER = ("encoder_position", "symmetric")
+_TOKEN = {"masked": "masked token", "seq2seq": "written token"}
+
+
 def train(
     output: RunFolder = Path("output/train"),
     preset: Experiment = None,
@@ -116,6 +120,7 @@ def train(
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
     [dim]linbias train --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
+    [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
     from linbias.data.corpus import find_corpus, load_corpus
@@ -125,10 +130,9 @@ def train(
 
     chosen = presets.named(preset)
     model = {**chosen.model, **parse_fields(fields)}
-    masked = task == "masked"
-    method = "encoder_position" if masked else "position"
+    method, default = ("position", "alibi") if task == "causal" else _ENCODER
     if init is None:
-        model[method] = given_or(position, "symmetric" if masked else "alibi")
+        model[method] = given_or(position, default)
         length = given_or(length, TrainSettings.length)
     else:
         from linbias.lm.initial import config_of
@@ -183,7 +187,7 @@ def train(
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {metrics.loss:.3f} nats per {'masked ' * masked}token"
+        f"loss {metrics.loss:.3f} nats per {_TOKEN.get(task, 'token')}"
         + ("" if validated is None else f", {validated:.3f} on the validation split"),
         soft_wrap=True,
     )
@@ -234,7 +238,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
-    train --task masked made.
+    train --task masked and --task seq2seq made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
@@ -245,7 +249,7 @@ def evaluate(
     """
     from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
-    from linbias.models import LinbiasForMaskedLM
+    from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
     from linbias.models.scale import with_slopes
@@ -260,10 +264,10 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
-        if isinstance(loaded, LinbiasForMaskedLM):
+        if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):
             if fuse or scales is not None:
                 raise ValueError("evaluate: --fuse and --slope-scale are for causal models")
-            _evaluate_masked(
+            _evaluate_in_blocks(
                 *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
                 stride=stride,
                 batch_tokens=batch_tokens,
@@ -346,7 +350,7 @@ def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
-def _evaluate_masked(
+def _evaluate_in_blocks(
     loaded: Any,
     model: str,
     text: Any,
@@ -355,17 +359,26 @@ def _evaluate_masked(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """What `evaluate` does with a masked model."""
+    """What `evaluate` does with a masked or a sequence-to-sequence model."""
     from linbias.data.masked import MaskTokens
+    from linbias.data.spans import SpanTokens
     from linbias.data.tokenizers import Tokenizer
     from linbias.lm.masked import evaluate_masked
+    from linbias.lm.spans import evaluate_spans
+    from linbias.models import LinbiasForMaskedLM
 
-    tokens, speaks = MaskTokens.of(Tokenizer.load(model)), is_first_process()
+    masked, tokenizer, speaks = (
+        isinstance(loaded, LinbiasForMaskedLM),
+        Tokenizer.load(model),
+        is_first_process(),
+    )
+    measure: Any = evaluate_masked if masked else evaluate_spans
+    tokens = (MaskTokens if masked else SpanTokens).of(tokenizer)
     results = []
     for length in lengths:
         with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
             results.append(
-                evaluate_masked(
+                measure(
                     loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
                 )
             )
@@ -376,10 +389,12 @@ def _evaluate_masked(
         print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
         return
     scored, read = results[0].num_scored, results[0].num_tokens
-    words = f"masked and scored {scored:,} of {read:,} tokens, the same ones at every length"
+    done = "masked and scored" if masked else f"took out {results[0].num_spans:,} spans and scored"
+    words = f"{done} {scored:,} of {read:,} tokens, the same ones at every length"
     out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
     table = number_table(
-        *("length", "stride", "nll", "perplexity", "accuracy", "masked", "tokens/s", "memory")
+        *("length", "stride", "nll", "perplexity", "accuracy", "masked" if masked else "scored"),
+        *("tokens/s", "memory"),
     )
     for r in results:
         table.add_row(
@@ -415,11 +430,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with a model. A prompt of more than 200 characters is not shown again.
+    """Continue a text with a model. A prompt of more than 200 characters is not shown again. A model that train
+    --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand for.
 
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]
     [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
+    [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
     text_before = read_prompt(prompt, prompt_file, default="def ")
     from linbias.lm.generate import generate as run

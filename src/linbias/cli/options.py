@@ -98,7 +98,8 @@ _ENCODER_POSITIONS = "symmetric, directional, asymmetric, random, littlebird, wi
 PositionOrKept = Annotated[
     str | None,
     typer.Option(
-        help=f"{_POSITIONS}. Default: alibi. With --task masked: {_ENCODER_POSITIONS}. Default: symmetric.",
+        help=f"{_POSITIONS}. Default: alibi. With --task masked, and for the encoder of seq2seq: {_ENCODER_POSITIONS}. "
+        "Default: symmetric.",
         rich_help_panel="Model",
     ),
 ]
@@ -147,7 +148,8 @@ Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
 Task = Annotated[
     str,
     training_option(
-        "'causal': the next token; 'masked': masked tokens, from those on both sides."
+        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': spans that were "
+        "taken out of a text."
     ),
 ]
 LengthOrKept = Annotated[

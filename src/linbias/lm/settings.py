@@ -9,7 +9,7 @@ from typing import Any
 from linbias.lm.methods import NAMES
 from linbias.runs import DEVICES, PRECISIONS
 
-TASKS = ("causal", "masked")
+TASKS = ("causal", "masked", "seq2seq")
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 
@@ -23,9 +23,12 @@ class TrainSettings:
         model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
             `train_length` follow from the corpus and `length`.
         length: Tokens that a training sequence predicts, each from at most so many before it. With task "masked",
-            tokens of a sequence (see `linbias.data.masked`).
-        task: "causal", to predict the next token, or "masked", to tell masked tokens from those on both sides: then
-            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric".
+            tokens of a sequence (see `linbias.data.masked`); with "seq2seq", before spans are taken out of it (see
+            `linbias.data.spans`).
+        task: "causal", to predict the next token; "masked", to tell masked tokens from those on both sides: then
+            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric"; or
+            "seq2seq", to write the spans that were taken out of a text: then `encoder_position` is that of the
+            encoder, `position` that of the decoder, and `model` is made of fields of `LinbiasSeq2SeqConfig`.
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
@@ -113,24 +116,26 @@ class TrainSettings:
         )
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
         self._require("task", self.task in TASKS, f"one of {TASKS}", self.task)
-        if self.task == "masked":
-            self._require("length", self.length >= 2, "at least 2 for task='masked'", self.length)
-        other = "encoder_position" if self.task == "causal" else "position"
+        if self.task != "causal":
+            rule = f"at least 2 for task={self.task!r}"
+            self._require("length", self.length >= 2, rule, self.length)
+        other = {"causal": "encoder_position", "masked": "position"}.get(self.task)
         rule = f"without {other}, which task={self.task!r} does not use"
-        self._require("model", other not in self.model, rule, self.model.get(other))
+        self._require("model", other not in self.model, rule, self.model.get(other or ""))
         given_elsewhere = {"vocab_size", "train_length"}
         given = sorted(given_elsewhere & set(self.model))
         rule = "without vocab_size and train_length, which follow from corpus and length"
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
-            from linbias.models.config import LinbiasConfig
+            from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
             from linbias.transformers.fields import own_fields
 
-            known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
+            family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig
+            known = sorted(own_fields(family) - given_elsewhere)
             for name in self.model:
                 if name not in known:
                     raise ValueError(
-                        f"TrainSettings: model must be made of LinbiasConfig's fields, got {name!r}"
+                        f"TrainSettings: model must be made of {family.__name__}'s fields, got {name!r}"
                         f"{_nearest(name, known)}; there are {', '.join(known)}"
                     )
 

@@ -41,6 +41,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import Segments
+from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.settings import TrainSettings
@@ -95,7 +96,8 @@ def train(
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
-    each pass over the text. With task "masked" they are those of `linbias.data.masked`. Sets the global random seeds. Under torchrun every process calls this,
+    each pass over the text. With task "masked" they are those of `linbias.data.masked`, with "seq2seq" those of
+    `linbias.data.spans`. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
 
     Args:
@@ -131,10 +133,9 @@ def train(
     output = Path(output)
     on_cpu = uses_cpu(settings.device, settings.precision)
     _check_corpus(settings, corpus)
+    corpus = _for_task(settings, corpus)
     config = initial_config(settings, corpus)  # may refuse, and should before anything is written
     Validation.of(settings, corpus, _limit(config))  # likewise
-    if settings.task == "masked":
-        MaskTokens.of(corpus.tokenizer)  # likewise
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_batch(settings)
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
@@ -155,6 +156,16 @@ def _check_corpus(settings: TrainSettings, corpus: Corpus) -> None:
                 f"train: corpus must hold length + 1 = {settings.length + 1} tokens to {purpose}, "
                 f"got {len(ids)}"
             )
+
+
+def _for_task(settings: TrainSettings, corpus: Corpus) -> Corpus:
+    """The corpus with the tokens that a task needs, or the error that there are none."""
+    if settings.task == "masked":
+        MaskTokens.of(corpus.tokenizer)
+    if settings.task == "seq2seq":
+        corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
+        SpanTokens.of(corpus.tokenizer)
+    return corpus
 
 
 @contextmanager
@@ -335,7 +346,8 @@ def _trainer(
         eval_strategy="steps" if settings.validate_steps else "no",
         eval_steps=_steps_between_validations(settings, corpus) or steps,
         per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
-        average_tokens_across_devices=False,  # all devices have the same number of tokens
+        # Only where spans are written do devices have unequal numbers of tokens.
+        average_tokens_across_devices=settings.task == "seq2seq",
     )
     set_seed(settings.seed)
     config = initial_config(settings, corpus)
@@ -343,8 +355,12 @@ def _trainer(
     # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
 
-    def mean_loss(outputs: CausalLMOutput, labels: Tensor, **_: Any) -> Tensor:
+    def mean_loss(
+        outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
+            return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
@@ -385,12 +401,12 @@ def _segments(
     settings: TrainSettings, corpus: Corpus, ids: TokenIds, count: int, seed: int
 ) -> Segments:
     """The sequences of the task."""
-    if settings.task == "causal":
-        return Segments(ids, length=settings.length, num_segments=count, seed=seed)
-    tokens = MaskTokens.of(corpus.tokenizer)
-    return MaskedSegments(
-        ids, length=settings.length, num_segments=count, seed=seed, tokens=tokens
-    )
+    options: dict[str, Any] = {"length": settings.length, "num_segments": count, "seed": seed}
+    if settings.task == "masked":
+        return MaskedSegments(ids, tokens=MaskTokens.of(corpus.tokenizer), **options)
+    if settings.task == "seq2seq":
+        return SpanSegments(ids, tokens=SpanTokens.of(corpus.tokenizer), **options)
+    return Segments(ids, **options)
 
 
 def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:

@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,7 +31,7 @@ from transformers.utils import logging
 
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
-from linbias.models.config import LinbiasConfig
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.paper_config import PaperConfig
 from linbias.runs.hub import caches_if_unreachable
 from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM
@@ -49,8 +50,8 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         device: None means the first CUDA device, or else the CPU.
 
     Returns:
-        The model, in evaluation mode: `LinbiasForMaskedLM` where the configuration says that it reads in both
-        directions, else a causal one.
+        The model, in evaluation mode: `LinbiasForConditionalGeneration` where the configuration is that of one,
+        `LinbiasForMaskedLM` where it says that the model reads in both directions, else a causal one.
 
     Raises:
         ValueError: There is no such model, or it cannot be read whole.
@@ -88,6 +89,13 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval()
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    if isinstance(config, LinbiasSeq2SeqConfig):
+        return AutoModelForSeq2SeqLM
+    reads_both_ways = getattr(config, "encoder_position", None) is not None
+    return AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -133,7 +141,7 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
     """
     _check_path("encode", path)
     model_type = _model_type(path)
-    if model_type == LinbiasConfig.model_type:
+    if model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
         return Tokenizer.load(path).encode(text)
     if model_type == PaperConfig.model_type:
         words = Dictionary.read(Path(path, "dict.txt"))
@@ -148,8 +156,7 @@ def _config_and_class(path: str | Path) -> tuple[PreTrainedConfig, Any]:
     if (own := _own_mpt_config(path)) is not None:
         return own, LinbiasMptForCausalLM
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    reads_both_ways = getattr(config, "encoder_position", None) is not None
-    return config, AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
+    return config, _auto_class(config)
 
 
 def _own_mpt_config(path: str | Path) -> LinbiasMptConfig | None:
