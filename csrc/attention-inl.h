@@ -11,12 +11,12 @@
 // Products: one register block of 6 rows x 4 vectors (2 where registers are few) serves all of them.
 // Memory above inputs and results: wide packed keys and values, and per thread a few tiles; in backward also one
 // gradient of keys and values per task. No term in T x S.
-// bfloat16: where the CPU multiplies pairs of them, these inputs take a way of their own (LINBIAS_ACROSS):
-// across-inl.h, on a matrix unit (LINBIAS_AMX) or on vectors. Weights, float32 like all sums, are rounded to one
-// bfloat16, or, for a result that will be differentiated (call.precise), to the sum of two: backward takes differences
-// from `out`, and one would cost the gradients of slopes two digits. Only C functions and templates of this file are
-// used: an inline function of the standard library, compiled here with the target's flags, could be linked into code
-// that runs everywhere.
+// bfloat16: where the CPU multiplies pairs of them (LINBIAS_ACROSS), these inputs take a way of their own,
+// across-inl.h: on a matrix unit (LINBIAS_AMX), together with most calls of float32, or on vectors. Weights of
+// bfloat16, summed in float32, are rounded to one, or, for a result that will be differentiated (call.precise), to the
+// sum of two: backward takes differences from `out`, and one would cost the gradients of slopes two digits.
+// Only C functions and templates of this file are used: an inline function of the standard library, compiled here
+// with the target's flags, could be linked into code that runs everywhere.
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,5 +1,6 @@
 // The core against a double loop, without Python: every type, sizes around the vector width, ranges and starts of every
-// kind, few queries and many, one and many threads. certificate_test.cpp adds what the core may leave out.
+// kind, few queries and many, one and many threads. certificate_test.cpp adds what the core may leave out,
+// parallel_test.cpp how tasks are shared out.
 //
 //     attention_test             on every target that runs here
 //     attention_test avx2 ...    on these
@@ -490,6 +491,7 @@ int main(int count, char** names) {
     chosen_targets.push_back(here.substr(at, here.find(',', at) - at));
   }
   for (void (*test)() : {
+           test_tasks_are_shared_out,
            test_the_definition,
            test_what_a_caller_may_not_break<float, double>,
            test_what_a_caller_may_not_break<Brain, Half>,

@@ -328,6 +328,7 @@ void on_every_target(Run run) {
   force_target(nullptr);
 }
 
-void test_what_is_left_out();  // certificate_test.cpp
+void test_what_is_left_out();      // certificate_test.cpp
+void test_tasks_are_shared_out();  // parallel_test.cpp
 
 }  // namespace linbias::testing

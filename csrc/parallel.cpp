@@ -29,8 +29,9 @@ struct Job {
   int joined = 1;               // ever, the caller included
   Job* following = nullptr;     // in the pool's list
 
-  bool has_tasks() const { return next.load(std::memory_order_relaxed) < num_tasks; }
-  bool wants_help() const { return joined < num_threads && has_tasks(); }
+  std::int64_t num_left() const { return num_tasks - next.load(std::memory_order_relaxed); }
+  bool wants_help() const { return joined < num_threads && num_left() > 0; }
+  bool is_helped() const { return helpers.load(std::memory_order_acquire) > 0; }
   void work(int worker) {
     for (std::int64_t task; (task = next.fetch_add(1)) < num_tasks;) run(context, task, worker);
   }
@@ -59,24 +60,24 @@ void run_on(Team team, Job& job) {
 class Pool {
  public:
   void run(Job& job) {
-    {
-      const std::lock_guard lock(mutex_);
-      job.following = jobs_;
-      jobs_ = &job;
-      call_helper();
-    }
+    std::unique_lock lock(mutex_);
+    job.following = jobs_;
+    jobs_ = &job;
+    const int woken = call_helpers();
+    lock.unlock();
+    wake(woken);
     job.work(0);
     // Now that no task is left, nobody joins any more; the last task of a helper rarely takes long.
-    for (int i = 0; i < kSpins && job.helpers.load(std::memory_order_relaxed) > 0; ++i) pause();
-    std::unique_lock lock(mutex_);
+    for (int i = 0; i < kSpins && job.is_helped(); ++i) pause();
+    lock.lock();
     Job** place = &jobs_;
     while (*place != &job) place = &(*place)->following;
     *place = job.following;
-    left_.wait(lock, [&job] { return job.helpers.load(std::memory_order_relaxed) == 0; });
+    left_.wait(lock, [&job] { return !job.is_helped(); });
   }
 
  private:
-  static constexpr int kSpins = 1000;
+  static constexpr int kSpins = 1000, kCallsEach = 4;
 
   static void pause() {
 #if defined(__x86_64__)
@@ -90,16 +91,35 @@ class Pool {
     return job;
   }
 
-  // Wake a thread that sleeps, or start one more. Each that comes calls the next while help is wanted: calling many
-  // takes the caller no longer than calling one, and none is called for a job that is done. Needs the lock.
-  void call_helper() {
-    if (called_ > 0) return;  // one is on its way
-    called_ = 1;
-    if (asleep_ > 0) {
-      wanted_.notify_one();
-    } else if (!start_helper()) {
-      called_ = 0;  // no more threads to be had: those that there are do all the tasks
+  // How many more threads the jobs have work for.
+  std::int64_t wanted() const {
+    std::int64_t count = 0;
+    for (Job* job = jobs_; job; job = job->following) {
+      if (job->wants_help()) count += std::min<std::int64_t>(job->num_threads - job->joined, job->num_left());
     }
+    return count;
+  }
+
+  // Call a few threads that sleep, or start them where none does, and return how many are to be woken. Each that comes
+  // calls as many while help is wanted: the last of 64 is three calls away, however many come the caller is soon at
+  // work, and none is called for a job that is done. Needs the lock.
+  int call_helpers() {
+    int woken = 0;
+    for (std::int64_t count = std::min<std::int64_t>(kCallsEach, wanted() - called_); count > 0; --count) {
+      if (asleep_ > 0) {
+        --asleep_;
+        ++woken;
+      } else if (!start_helper()) {
+        break;  // no more threads to be had: those that there are do all the tasks
+      }
+      ++called_;
+    }
+    return woken;
+  }
+
+  // Without the lock, which those that wake would only wait for.
+  void wake(int count) {
+    for (; count > 0; --count) called_on_.notify_one();
   }
 
   bool start_helper() {
@@ -123,27 +143,28 @@ class Pool {
   // What a thread of the pool does, for ever.
   void help() {
     std::unique_lock lock(mutex_);
-    for (called_ = 0;; called_ = 0) {
+    for (;; ++asleep_) {
+      called_on_.wait(lock, [this] { return called_ > 0; });
+      --called_;
       while (Job* job = find_job()) {
         const int worker = job->joined++;
         job->helpers.fetch_add(1, std::memory_order_relaxed);
-        if (find_job()) call_helper();
+        const int woken = call_helpers();
         lock.unlock();
+        wake(woken);
         std::fesetenv(&job->environment);
         job->work(worker);
+        const bool was_last = job->helpers.fetch_sub(1, std::memory_order_acq_rel) == 1;  // the job may be gone now
         lock.lock();
-        if (job->helpers.fetch_sub(1, std::memory_order_relaxed) == 1) left_.notify_all();
+        if (was_last) left_.notify_all();
       }
-      ++asleep_;
-      wanted_.wait(lock, [this] { return called_ > 0; });
-      --asleep_;
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable wanted_, left_;
+  std::condition_variable called_on_, left_;
   Job* jobs_ = nullptr;
-  int asleep_ = 0, called_ = 0;  // threads that sleep; threads that were woken or started and are not yet up: 0 or 1
+  int asleep_ = 0, called_ = 0;  // threads that sleep and are not called; threads that are called and not yet up
 };
 
 std::atomic<Pool*> shared_pool{nullptr};

@@ -5,7 +5,8 @@
 
 Small random models (two layers, 16 heads of 8, float32 unless said otherwise) on the installed Transformers. The truth is
 Transformers' own code in float64 with the defect mended: a Falcon whose bias is not rounded, an MPT that reads
-alibi_bias_max. An error is |logits - truth| / |truth|, Euclidean norms over the last 64 tokens of one text.
+alibi_bias_max; for an MPT with parts that Transformers does not have, ours in float64, which tests hold against
+llm-foundry's attention and a plain restatement. An error is |logits - truth| / |truth|, Euclidean norms over the last 64 tokens of one text.
 """
 
 import argparse
@@ -47,6 +48,8 @@ import record  # noqa: E402
 from linbias.transformers import (  # noqa: E402
     LinbiasBertConfig,
     LinbiasBertModel,
+    LinbiasMptConfig,
+    LinbiasMptForCausalLM,
     from_pretrained,
     fuse,
 )
@@ -178,6 +181,34 @@ def mpts() -> Iterator[dict[str, Any]]:
         expected = truth(model, ids)
     yield {"model": "MPT", "defect": "fails beyond max_seq_len (here 512)", "tokens": 700,
            "theirs": failure(lambda: model(ids)), "ours": error(fused, ids, expected)}  # fmt: skip
+    grouped = {"attn_type": "grouped_query_attention", "kv_n_heads": 4}
+    for what, attention in (
+        ("leaves norms of queries and keys out (qk_ln), and a warning", {"qk_ln": True}),
+        ("refuses grouped heads", grouped),
+        ("refuses whole numbers, such as clip_qkv = 6", {"clip_qkv": 6}),
+    ):
+        yield {"model": "MPT", "defect": what, "tokens": 129} | other_mpt(attention)
+
+
+def other_mpt(attention: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of the folder of an MPT with this attn_config."""
+    torch.manual_seed(0)
+    sizes = {"d_model": SIZE, "n_heads": HEADS, "n_layers": LAYERS, "no_bias": True}
+    config = LinbiasMptConfig(**sizes, **SHARED, attn_config={"alibi": True, **attention})
+    model = LinbiasMptForCausalLM(config).eval()
+    for name, weight in model.named_parameters():
+        if "_ln" in name:
+            torch.nn.init.normal_(weight, 1.0, 0.2)
+    ids = text(129)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model.save_pretrained(folder)
+        ours = LinbiasMptForCausalLM.from_pretrained(folder)(ids).logits
+        expected = model.double()(ids).logits
+        try:
+            theirs: float | str = error(MptForCausalLM.from_pretrained(folder), ids, expected)
+        except Exception as refusal:
+            theirs = f"{type(refusal).__name__}: " + " ".join(str(refusal).split())
+    return {"theirs": theirs, "ours": norm_error(ours[:, -64:], expected[:, -64:])}
 
 
 def blooms() -> Iterator[dict[str, Any]]:

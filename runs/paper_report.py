@@ -6,7 +6,6 @@ the length it was trained at.
 
 import io
 import json
-import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from operator import gt, lt
@@ -23,6 +22,7 @@ from linbias.runs.files import write_whole
 
 Record = dict[str, Any]
 KEPT = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
+SPEED = ("speed made", "training speed", "inference speed")
 CORPUS_NAMES = {"wikitext-2": "WikiText-2", "stdlib": "Python's standard library"}
 _CLOSE = 0.05  # speed and memory within this share count as the same
 
@@ -39,6 +39,7 @@ class Found:
         self.records = records
         (made,) = self.of("made")
         self.made, self.plan = made, made["plan"]
+        self.speed_made = next(iter(self.of("speed made")), made)
         self.length: int = self.plan["length"]
         self.positions = unique(self.of("test"), "position")
         self.test_lengths = sorted(unique(self.of("test"), "test_length"))
@@ -248,7 +249,6 @@ def description(found: Found) -> str:
         f"{lr:g}: {statistics.fmean(r['loss_base2'] for r in found.of('tune', lr=lr)):.2f}"
         for lr in rates
     )
-    versions = found.made["versions"]
     by_seeds = {c: ", ".join(map(str, found.seeds[c])) for c in found.corpora}
     seeds = " and ".join(f"{seeds} ({CORPUS_NAMES[c]})" for c, seeds in by_seeds.items())
     if len(set(by_seeds.values())) == 1:
@@ -263,8 +263,13 @@ def description(found: Found) -> str:
         f"a quarter of the steps with another seed (bits per token by rate: {tuned}). "
         f"Scored: the first {plan['test_tokens']:,} tokens of the test text without overlap; with a window that slides by "
         f"{plan['stride']} tokens, {plan['sliding_tokens']:,} that are the same for every length. "
-        f"Cells: mean ± half the range over the seeds. {found.made['machine']}, torch {versions['torch']}, {found.made['date']}."
+        f"Cells: mean ± half the range over the seeds. {where(found.made)}. Speed: {where(found.speed_made)}."
     )
+
+
+def where(made: Record) -> str:
+    """The machine, the version of PyTorch and the date."""
+    return f"{made['machine']}, torch {made['versions']['torch']}, {made['date']}"
 
 
 def length_figure(found: Found) -> Figure:
@@ -340,7 +345,31 @@ def _finish(axes: Axes, ticks: Sequence[int], title: str, x_label: str) -> None:
 
 def read_kept() -> Found:
     """The records that the document was written from."""
-    return Found([json.loads(line) for line in KEPT.read_text().splitlines()])
+    return Found(read(KEPT))
+
+
+def read(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def renewed(kept: Sequence[Record], fresh: Sequence[Record]) -> list[Record]:
+    """The kept records with those of a new run in the place of what it measured: the comparison, speed, or both.
+
+    Raises:
+        ValueError: The new run has one of the two only, and its plan is not that of the other.
+    """
+    comparison, speed = (
+        [r for r in fresh if (r["kind"] in SPEED) == is_speed] for is_speed in (False, True)
+    )
+    is_whole = any(Found(comparison).seeds.values())
+    if is_whole and speed:
+        return list(fresh)
+    plans = [{**Found(records).plan, "rounds": 0} for records in (kept, comparison)]
+    if plans[0] != plans[1]:
+        raise ValueError(f"paper_report: plan must be that of {KEPT}, {plans[0]}, got {plans[1]}")
+    kept_speed = [r for r in kept if r["kind"] in SPEED]
+    kept_comparison = [r for r in kept if r["kind"] not in SPEED]
+    return (comparison if is_whole else kept_comparison) + (speed or kept_speed)
 
 
 def parts(found: Found) -> dict[str, str]:
@@ -357,10 +386,12 @@ def parts(found: Found) -> dict[str, str]:
 def write(results: Path, document: Path) -> None:
     """Fills the document, draws its plots, and keeps the records in records/paper_small.jsonl.
 
-    Without new results, the kept records serve.
+    What the results lack, comparison or speed, is that of the kept records.
     """
     if results.exists():
-        shutil.copyfile(results, KEPT)
+        kept = read(KEPT) if KEPT.exists() else []
+        lines = (json.dumps(record) + "\n" for record in renewed(kept, read(results)))
+        write_whole(KEPT, "".join(lines).encode())
     found = read_kept()
     if not any(found.seeds.values()):
         raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")

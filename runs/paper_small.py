@@ -2,13 +2,13 @@
 
     python runs/paper_small.py --wikitext-2 FOLDER      # train.txt, valid.txt and test.txt; may be left out
     python runs/paper_small.py --only train --only test # some stages; all of them go on where they were
-    python runs/paper_small.py --only speed             # on a quiet machine
+    python runs/paper_small.py --only speed --only write    # on a quiet machine: replaces the measurements of speed alone
     python runs/paper_small.py --only write             # docs/results/comparison.md from the records of records/paper_small.jsonl
 
     tune     a learning rate for all positions alike: the least mean validation loss, on the first corpus
     train    a model per corpus, seed, training length and position, each in a process of its own
     test     each of them without overlap, and with a sliding window, at every length from its own
-    speed    training and inference, positions in turn
+    speed    training and inference, positions in turn; trains the models that it reads with, where they are missing
     write    tables, claims and plots, from the records alone
 
 Everything is done by `linbias.paper`; what was measured is a line of results.jsonl in the output folder.
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
@@ -35,12 +35,14 @@ import numpy as np
 import paper_report
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from linbias import _machine
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus
 from linbias.data.prepare import prepare
 from linbias.data.store import read_data
+from linbias.models.paper import PaperForCausalLM
 from linbias.paper.checkpoint import load
 from linbias.paper.recipe import Recipe
 from linbias.paper.score import Scores, score
@@ -234,11 +236,11 @@ def tune(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: in
 
 
 def tuned_rate(plan: Plan, log: JsonLog) -> float:
-    """The rate of the least mean validation loss over the positions."""
+    """The rate of the least mean validation loss over the positions: of this run, or of the one that is kept."""
+    tuned = [r for r in log.records if r["kind"] == "tune"] or paper_report.read_kept().of("tune")
 
     def mean_loss(lr: float) -> float:
-        found = [r for r in log.records if r["kind"] == "tune" and r["lr"] == lr]
-        return statistics.fmean(r["loss_base2"] for r in found)
+        return statistics.fmean(r["loss_base2"] for r in tuned if r["lr"] == lr)
 
     return min(plan.rates, key=mean_loss)
 
@@ -251,9 +253,15 @@ def models(plan: Plan, output: Path) -> Iterator[tuple[Record, Path]]:
         yield key, output / "models" / f"{corpus}-{position}-L{length}-s{seed}"
 
 
-def train_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
+def train_all(
+    plan: Plan,
+    data: dict[str, Path],
+    wanted: Iterable[tuple[Record, Path]],
+    log: JsonLog,
+    jobs: int,
+) -> None:
     lr, work = tuned_rate(plan, log), {}
-    for key, home in models(plan, output):
+    for key, home in wanted:
         if log.find(kind="train", **key) is None:
             recipe = plan.recipe(key["position"], key["train_length"], key["seed"], lr, plan.steps)
             work[tuple(key.items())] = (train_model, data[key["corpus"]], home, recipe)
@@ -275,12 +283,17 @@ def test_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs
             log.append({"kind": "test", **dict(items), **record})
 
 
-def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog) -> None:
+def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog, jobs: int) -> None:
     """Each round measures everything once, so that a slow moment of the machine hits all alike."""
-    folder, seed = data[plan.corpora[0]], plan.seeds[0]
+    corpus, seed = plan.corpora[0], plan.seeds[0]
+    readers = {"corpus": corpus, "train_length": plan.length, "seed": seed}.items()
+    wanted = [(key, home) for key, home in models(plan, output) if key.items() >= readers]
+    train_all(plan, data, wanted, log, jobs)
+    folder = data[corpus]
     ids = read_data(folder, "test")[1].tokens[:16384]
-    homes = {p: output / "models" / f"{plan.corpora[0]}-{p}-L{plan.length}-s{seed}" for p in POSITIONS}  # fmt: skip
-    loaded = {position: load(home) for position, home in homes.items()}
+    loaded = {key["position"]: load(home) for key, home in wanted}
+    if log.find(kind="speed made") is None:
+        log.append({"kind": "speed made", **made_here()})
 
     def once(mode: str, position: str, length: int, measure: Callable[[], float]) -> None:
         key = {"kind": mode, "position": position, "length": length, "round": number}
@@ -290,7 +303,7 @@ def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog) -> 
 
     for number in range(plan.rounds):
         for length, position in product((plan.length, 4 * plan.length), POSITIONS):
-            recipe = plan.recipe(position, length, seed, learning_rate=0.1, steps=25)
+            recipe = plan.recipe(position, length, seed, learning_rate=0.1, steps=100)
             once("training speed", position, length, lambda r=recipe: training_speed(folder, r))
         for length, position in product(plan.test_lengths, POSITIONS):
             model = loaded[position]
@@ -298,7 +311,7 @@ def speed_all(plan: Plan, data: dict[str, Path], output: Path, log: JsonLog) -> 
                 "inference speed",
                 position,
                 length,
-                lambda m=model, n=length: score(m, ids, length=n).tokens_per_second,
+                lambda m=model, n=length: reading_speed(m, ids, n),
             )
         print(f"speed {number + 1}/{plan.rounds}", flush=True)
 
@@ -309,6 +322,18 @@ def training_speed(data: Path, recipe: Recipe) -> float:
     with tempfile.TemporaryDirectory() as home:
         train(data, home, recipe, progress=False, callbacks=[watch])
     return recipe.max_tokens / statistics.median(b - a for a, b in pairwise(watch.times[5:]))
+
+
+def reading_speed(model: PaperForCausalLM, ids: NDArray[Any], length: int) -> float:
+    """Tokens per second of the median of five passes, after one that is not timed."""
+    speeds = [score(model, ids, length=length).tokens_per_second for _ in range(6)]
+    return statistics.median(speeds[1:])
+
+
+def made_here() -> Record:
+    """Where and when something is measured."""
+    machine = f"{_machine.processor()}, {_machine.num_cores()} cores"
+    return {"machine": machine, "versions": _machine.versions(), "date": _machine.now()}
 
 
 def parse() -> tuple[argparse.Namespace, Plan]:
@@ -347,17 +372,15 @@ def measure(plan: Plan, options: argparse.Namespace, stages: tuple[str, ...]) ->
     data = {corpus: prepare_data(corpus, options.wikitext_2, output) for corpus in plan.corpora}
     log = JsonLog(output / "results.jsonl")
     if log.find(kind="made") is None:
-        made = {"machine": f"{_machine.processor()}, {_machine.num_cores()} cores"}
-        made |= {"versions": _machine.versions(), "date": _machine.now(), "model": MODEL}
-        log.append({"kind": "made", **made, "plan": asdict(plan)})
+        log.append({"kind": "made", **made_here(), "model": MODEL, "plan": asdict(plan)})
     if "tune" in stages:
         tune(plan, data, output, log, jobs)
     if "train" in stages:
-        train_all(plan, data, output, log, jobs)
+        train_all(plan, data, models(plan, output), log, jobs)
     if "test" in stages:
         test_all(plan, data, output, log, jobs)
     if "speed" in stages:
-        speed_all(plan, data, output, log)
+        speed_all(plan, data, output, log, jobs)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,32 @@ def short_table() -> str:
     return "\n".join([*lines, "", text])
 
 
+def threads_table() -> str:
+    """What sharing a call out costs, by the number of threads; in words where no machine has measured it."""
+    prefix = "threads, "
+    if not any(f'"case": "{prefix}' in path.read_text() for path in RECORDS.glob("*.jsonl")):
+        return "Not measured yet (`python benchmarks/bench_threads.py`)."
+    found = [r for r in newest_records(prefix) if r["case"].startswith(prefix)]
+    last = {(r["case"], r["implementation"], r["threads"]): r for r in found}
+    numbers = sorted({threads for _, _, threads in last if threads > 1})
+    kinds = list(dict.fromkeys((case, name) for case, name, _ in last))
+    lines = ["| us over ideal | ms alone | " + " | ".join(f"{n} threads" for n in numbers) + " |"]
+    lines.append("|---" * (len(numbers) + 2) + "|")
+    for case, name in kinds:
+        cells = [f"{last[case, name, n]['over_ms'] * 1e3:,.0f}" for n in numbers]
+        alone = f"{last[case, name, 1]['p50_ms']:,.2f}"
+        lines.append(
+            f"| {case.removeprefix(prefix)}, {name} | {alone} | " + " | ".join(cells) + " |"
+        )
+    r = found[-1]
+    text = (
+        "Median time of a forward call, less the time alone divided by the threads, of which no more count than there are cores;"
+        " on threads that the core keeps, on PyTorch's own, and by `linbias.torch.attention`."
+        f" {r['machine']}, torch {r['versions']['torch']}, {r['date']}, `python benchmarks/bench_threads.py`."
+    )
+    return "\n".join([*lines, "", text])
+
+
 def jax_table() -> str:
     """Median milliseconds of linbias.jax beside what a JAX user can write, and memory."""
     records = newest_records("jax-")
@@ -216,6 +242,7 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_table(),
+        ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table(),
         ("docs/results/extrapolation.md", "extrapolation"): extrapolation_table(),

@@ -82,16 +82,19 @@ def write_existing_models(folder: Path) -> None:
         BloomForCausalLM,
         FalconConfig,
         FalconForCausalLM,
-        MptConfig,
-        MptForCausalLM,
     )
 
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import BaichuanConfig, BaichuanForCausalLM, JaisConfig, JaisForCausalLM
-    from linbias.transformers import LinbiasBertConfig, LinbiasBertForMaskedLM
+    from linbias.transformers import (
+        LinbiasBertConfig,
+        LinbiasBertForMaskedLM,
+        LinbiasMptConfig,
+        LinbiasMptForCausalLM,
+    )
     from linbias.transformers.encoders.original import to_original
 
-    storyteller = {"alibi": True, "alibi_bias_max": 16}
+    storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
     decoders = {
         "bigscience/bloom-560m": BloomForCausalLM(
             BloomConfig(vocab_size=256, hidden_size=32, n_head=4, n_layer=1)
@@ -101,8 +104,10 @@ def write_existing_models(folder: Path) -> None:
                 vocab_size=256, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True
             )
         ),
-        "mosaicml/mpt-7b-storywriter": MptForCausalLM(
-            MptConfig(vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller)
+        "mosaicml/mpt-7b-storywriter": LinbiasMptForCausalLM(
+            LinbiasMptConfig(
+                vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller
+            )
         ),
         "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(
             BaichuanConfig(

@@ -478,7 +478,7 @@ ERRORS = [
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (
         ["train", "--steps", "1", "--tokens", "1"],
-        "--steps, --tokens, --seconds: must be given one at a time",
+        "--steps, --tokens, --seconds, --epochs: must be given one at a time",
     ),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
@@ -618,12 +618,12 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
         assert option[name] == getattr(settings.training, name)
     option = {name: p.default for name, p in signature(cli.models.train).parameters.items()}
     for field in fields(TrainSettings):
-        if field.name in option and field.name not in ("fsdp", "length"):
+        if field.name in option and field.name not in ("fsdp", "length", "validate_lengths"):
             assert option[field.name] == field.default, field.name
     # With --init these are the model's; without, those of the settings.
     kept = ("length", "position", "tokenizer", "vocab_size")
     assert [option[name] for name in kept] == [None] * 4
-    shown = run("train", "--help").stdout
+    shown = run("train", "--help", columns=200).stdout
     assert TrainSettings.length == 128 and "Default: 128, or as --init was trained" in shown
 
 

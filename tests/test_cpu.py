@@ -256,6 +256,29 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+def test_no_more_threads_than_cores_share_a_call(monkeypatch):
+    calls = []
+
+    def call(**fields):
+        calls.append((fields["num_threads"], fields["team"]))
+        return build(**fields)
+
+    build = core.Call
+    monkeypatch.setattr(core, "Call", call)
+    monkeypatch.setattr(core, "_WORK_PER_AWAKE_THREAD", 1)
+    monkeypatch.setattr(core, "_WORK_PER_THREAD", 1)
+    monkeypatch.setattr(torch_cpu, "_NUM_CORES", 2)
+    q = torch.ones(1, 4, 64, 8)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            linbias.torch.attention(q, q, q, implementation="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert calls == [(1, torch_cpu._TEAM), (2, torch_cpu._TEAM), (2, 0)]
+
+
 def test_several_python_threads_may_call_at_once():
     q, k, v = arrays(by_name("long"))
     expected = cpu.attention(q, k, v, num_threads=2)

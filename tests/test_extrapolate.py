@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,16 @@ def settings(corpus: Path) -> ExtrapolateSettings:
         seeds=(0, 1),
         corpus=str(corpus),
         limit_tokens=500,
-        training=TrainSettings(TINY, length=16, batch_size=2, steps=2, threads=1),
+        training=TrainSettings(
+            TINY,
+            length=16,
+            batch_size=2,
+            steps=2,
+            threads=1,
+            validate_steps=2,
+            validate_lengths=(32,),
+            prompt="train ",
+        ),
     )
 
 
@@ -258,6 +268,41 @@ def test_page_and_tables_show_the_measured_numbers(finished):
     assert "beyond its table" in shown
     assert "linbias &lt;test&gt;" in html
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_page_and_tables_show_the_last_validations(finished):
+    folder, results = finished
+    html = (folder / "report.html").read_text()
+    shown = shown_at(100, terminal.tables(results))
+    said = shown_at(400, terminal.sentences(results))
+    for train_length in (16, 8):
+        alibi, learned = findings.validations(results.trainings, train_length).rows
+        kept = [
+            record.metrics.validation
+            for record in results.trainings
+            if (record.method, record.train_length) == ("alibi", train_length)
+        ]
+        at = [validation["lengths"] for validation in kept]  # of two seeds
+        entries = [(train_length, "loss"), (32, "loss")]
+        entries += [(32, "first"), (32, "trained"), (32, "last"), (32, "accuracy")]
+        means = [sum(lengths[str(n)][name] for lengths in at) / 2 for n, name in entries]
+        assert [*alibi.losses, alibi.accuracy] == pytest.approx(means)
+        assert [cell is None for cell in learned.cells()] == [0, 1, 0, 0, 1, 0]
+        for text in (html, shown):
+            assert all(cell in text for row in (alibi, learned) for cell in row.cells() if cell)
+        for validation in kept:
+            assert f"continues: {validation['continuation']!r}" in said
+            assert escape(repr(validation["continuation"])) in html
+    assert "beyond its table" in shown
+
+
+def test_a_report_without_validations_has_no_word_of_them(finished):
+    without = [
+        replace(record, metrics=replace(record.metrics, validation=None))
+        for record in finished[1].trainings
+    ]
+    results = replace(finished[1], trainings=tuple(without))
+    assert "validation" not in page.html(results) + shown_at(100, terminal.tables(results))
 
 
 def test_the_report_can_be_made_again_from_results_json(finished, tmp_path):

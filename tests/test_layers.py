@@ -28,7 +28,7 @@ LAYERS = {
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
     "transformers": {"torch", "runs", "_checks"} | ANYONE,
-    "models": {"transformers", "data", "torch", "variants", "_checks"} | ANYONE,
+    "models": {"transformers", "data", "runs", "torch", "variants", "_checks"} | ANYONE,
     "runs": ANYONE,
     "data": {"runs"} | ANYONE,
     "lm": {"models", "transformers", "data", "runs"} | ANYONE,

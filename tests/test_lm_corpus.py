@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from transformers import AutoTokenizer
 
 from linbias.data import corpus as corpora
 from linbias.data import tokenizers as tokenizing
-from linbias.data.corpus import SPLITS, load_corpus
-from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from linbias.data.corpus import SPLITS, find_corpus, load_corpus
+from linbias.data.tokenizers import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe
+from linbias.runs import hub
 
 SAMPLE = "".join(f"def f{i}(x):\n    return x * {i}  # größer als {i - 1}\n\n" for i in range(200))
 BPE = train_bpe(SAMPLE.encode(), 300)
@@ -38,6 +40,48 @@ def test_bytes_are_ids_and_decode_to_the_text(text: str) -> None:
 @given(st.text())
 def test_any_text_survives_byte_pairs(text: str) -> None:
     assert BPE.decode(BPE.encode(text)) == text
+
+
+@given(st.text("ab \n\r\u2028\N{GRINNING FACE}\2"))
+def test_texts_of_known_characters_survive_and_are_read_alike_by_transformers(text: str) -> None:
+    tokenizer = CHARACTERS
+    ids = tokenizer.encode(text)
+    assert (tokenizer.vocab_size, ids.dtype, len(ids)) == (11, np.uint8, len(text))
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.backend.encode(text).ids == ids.tolist()
+
+
+CHARACTERS = character_tokenizer("\N{GRINNING FACE}\u2028\r\n ba")
+
+
+def test_256_characters_are_not_taken_for_bytes(tmp_path: Path) -> None:
+    many = character_tokenizer(map(chr, range(500, 752)))
+    many.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.vocab_size == 256
+    assert loaded.encode("\u01f4\u02ef").tolist() == [4, 255]
+    assert AutoTokenizer.from_pretrained(tmp_path)("\u02ef").input_ids == [255]
+    assert loaded.special_ids == {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    assert loaded.mask_id == 3
+
+
+def test_an_unknown_character_is_named_with_its_place() -> None:
+    message = r"the 7 characters .* got '\\xe9' at character 2 \(2 unknown: 'z\\xe9'\)"
+    for text in ("abéz", "abéz".encode()):
+        with pytest.raises(ValueError, match=message):
+            CHARACTERS.encode(text)
+    with pytest.raises(ValueError, match=r"got '\\U0010ffff' at character 1"):  # beyond all known
+        CHARACTERS.encode("a\U0010ffff")
+
+
+def test_a_corpus_by_characters_knows_those_of_every_split(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("to be or not " * 20 + "größe\n", encoding="utf-8")  # in the test split only
+    corpus = load_corpus(str(path), tokenizer="characters")
+    assert corpus.tokenizer.vocab_size == 4 + len(set("to be or not größe\n"))
+    text = "".join(corpus.tokenizer.decode(getattr(corpus, split)) for split in SPLITS)
+    assert text == path.read_text(encoding="utf-8")
+    assert corpus.fingerprint != load_corpus(str(path)).fingerprint
 
 
 def test_byte_pairs_shorten_text_and_fit_their_type() -> None:
@@ -233,6 +277,13 @@ def test_data_set_keeps_its_own_splits_and_blank_lines(data_sets: SimpleNamespac
     assert data_sets.calls == [("Salesforce/wikitext", "wikitext-103-raw-v1", options)]
 
 
+def test_tiny_shakespeare_has_a_short_name(data_sets: SimpleNamespace) -> None:
+    data_sets.data = {"train": rows("a"), "validation": rows("b"), "test": rows("c")}
+    corpus = load_corpus("tiny-shakespeare", tokenizer="characters")
+    assert data_sets.calls[0][0] == corpus.location == "karpathy/tiny_shakespeare"
+    assert corpus.tokenizer.decode(corpus.test) == "c\n"
+
+
 def test_data_set_without_splits_is_cut(data_sets: SimpleNamespace) -> None:
     data_sets.data = {"train": rows(*map(str, range(10, 50)))}
     corpus = load_corpus("someone/numbers:small", column="text")
@@ -259,15 +310,35 @@ def test_column_that_is_no_text_is_refused(data_sets: SimpleNamespace) -> None:
             load_corpus("a/b", column=column)
 
 
-def test_data_set_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_set_out_of_reach_is_refused_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    from huggingface_hub import constants, get_session
 
-    def unreachable(*_: object, **__: object) -> None:
+    def hang(*_: object, **__: object) -> None:
+        waited.append(ended.wait(30))
+
+    def load(*_: object, **__: object) -> None:
+        assert constants.HF_HUB_OFFLINE  # so that the library does not try again and again
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ValueError, match=r"can be reached, got 'no-such' \(no network\)"):
-        load_corpus("no-such")
+    ended, waited = threading.Event(), []
+    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(type(get_session()), "head", hang)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for function in (find_corpus, load_corpus):
+        with pytest.raises(
+            ValueError, match=r"got 'tiny-shakespeare' \(.* does not answer, .* --corpus text\.txt"
+        ):
+            function("tiny-shakespeare")
+    assert waited == []
+    ended.set()
+
+
+def test_a_corpus_is_found_before_it_is_read(tmp_path: Path) -> None:
+    find_corpus("stdlib")
+    find_corpus(str(write_files(tmp_path, {"a.txt": b"a"})))
+    with pytest.raises(ValueError, match="name must be 'stdlib', a file"):
+        find_corpus(f"{tmp_path}/b.txt")
 
 
 BAD_FILES = {
@@ -287,7 +358,7 @@ def test_unusable_file_is_refused(message: str, tmp_path: Path) -> None:
 
 
 BAD_CALLS = [
-    ("tokenizer must be 'bytes' or 'bpe', got 'words'", {"tokenizer": "words"}),
+    (r"tokenizer must be one of \('bytes', .*\), got 'words'", {"tokenizer": "words"}),
     ("max_bytes must be positive, got 0", {"max_bytes": 0}),
     ("name must be 'stdlib', a file.* got './missing.txt'", {"name": "./missing.txt"}),
     ("name must be 'stdlib', a file.* got 'missing.txt'", {"name": "missing.txt"}),

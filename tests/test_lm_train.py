@@ -310,7 +310,8 @@ def run(name, settings=settings, callbacks=()):
 
 
 run("unbroken", callbacks=[KeepWeights()])
-for name, kind in {"resumed": settings, "sharded": replace(settings, fsdp={})}.items():
+sharded = replace(settings, fsdp={}, validate_lengths=(20,), prompt="7 times")
+for name, kind in {"resumed": settings, "sharded": sharded}.items():
     try:
         run(name, kind, callbacks=[StopAt(7)])
     except Stop:
@@ -338,7 +339,8 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
         refusal = (tmp_path / f"refused{rank}").read_text()
         assert f"one run at a time, got {tmp_path}/held, held by process {os.getpid()}" in refusal
 
-    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6)
+    more = {"validate_lengths": (20,), "prompt": "7 times"}
+    alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6, **more)
     corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
     histories = [
@@ -350,6 +352,12 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
         for name in ("loss", "validation_loss"):
             losses, expected = ([line[name] or 0.0 for line in h] for h in (history, histories[0]))
             assert losses == pytest.approx(expected, rel=1e-4)
+    alone_validation, sharded_validation = histories[0][-1], histories[3][-1]
+    for length, scores in alone_validation["validation"]["lengths"].items():
+        found = sharded_validation["validation"]["lengths"][length]
+        assert found == pytest.approx(scores, rel=1e-4)
+    texts = [line["validation"]["continuation"] for line in (alone_validation, sharded_validation)]
+    assert texts[0] == texts[1]
     for kind in ("unbroken", "sharded"):
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in alone.items():

@@ -120,6 +120,18 @@ def test_original_folders_load_by_their_model_type(tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+def test_slopes_stay_wide_in_a_narrow_model(tmp_path: Path) -> None:
+    """`.to(bfloat16)` and loading in bfloat16 would round them."""
+    model = build().float()
+    slopes = model.transformer.relative_pe.slopes.clone()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for narrow in (loaded, model.to(torch.bfloat16), model.half()):
+        assert narrow.lm_head.weight.itemsize == 2
+        assert torch.equal(narrow.transformer.relative_pe.slopes, slopes)
+    assert model.double().transformer.relative_pe.slopes.dtype == torch.float64
+
+
 def test_the_first_models_name_their_scales_otherwise() -> None:
     older = {"embeddings_scale": 14.6, "width_scale": 0.22, "scale_qk_dot_by_d": True}
     config = JaisConfig.from_dict(older)

@@ -276,6 +276,17 @@ def test_a_hostile_configuration_is_one_clear_error(
         load_model(folder)
 
 
+def test_a_configuration_that_contradicts_the_weights_names_one(
+    byte_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(byte_folder, tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 300}))
+    shapes = r"of shape \[256, \d+\] where it asks for \[300"
+    with pytest.raises(ValueError, match=rf"^load_model: config.json of .* got .*weight {shapes}"):
+        load_model(folder)
+
+
 @pytest.mark.parametrize("kind", ["bomb", "zeros", "empty", "cut", "text"])
 def test_hostile_or_damaged_pickled_weights_are_one_clear_error(
     kind: str, byte_folder: Path, tmp_path: Path

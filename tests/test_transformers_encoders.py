@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,7 +27,9 @@ from linbias.transformers import (
     convert,
     from_pretrained,
 )
+from linbias.transformers.encoders import load
 from linbias.transformers.encoders.original import to_original, to_ours
+from linbias.transformers.encoders.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -236,6 +240,24 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
+def test_split_over_devices(tmp_path: Path) -> None:
+    """Layers that lie on disk, and what a layer on another device is given."""
+    model = masked_model().eval()
+    model.save_pretrained(tmp_path / "a")
+    ids, mask, _ = texts()
+    here = dict.fromkeys(("encoder.embeddings", "encoder.layers.0", "transform", "norm"), "cpu")
+    loaded = AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "a",
+        device_map=here | {"encoder.layers.1": "disk", "decoder": "cpu"},
+        offload_folder=tmp_path / "b",
+    )
+    expected = model(ids, attention_mask=mask).logits
+    assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
+    rows = Rows.read("model", mask, ids).to("meta", non_blocking=True)
+    assert rows.key_range.is_meta and rows.is_token.is_meta
+
+
+@torch.no_grad()
 def test_compiled_with_padding() -> None:
     model = masked_model().eval()
     ids, mask, _ = texts()
@@ -334,6 +356,51 @@ def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize("name", ["jinaai/typo", "./typo"])
+def test_a_mistyped_name_is_answered_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Hub cannot be reached, nothing tries to for half a minute."""
+
+    def unreachable() -> None:
+        raise ConnectionError
+
+    looked_only_here = []
+
+    def look(*_: Any, **__: Any) -> None:
+        looked_only_here.append(constants.HF_HUB_OFFLINE)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", unreachable)
+    monkeypatch.setattr(load, "cached_file", look)
+    with pytest.raises(ValueError, match=rf"folder must be one that is here, .*got '{name}'"):
+        from_pretrained(name)
+    assert looked_only_here == [True]
+    assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{", r"config.json of .* must be JSON"),
+        ("config.json", b"[1]", r"config.json of .* must hold a JSON object, got \[1\]"),
+        ("model.safetensors", b"cut off", r"model.safetensors of .* is damaged$"),
+        ("pytorch_model.bin", b"PK cut off", r"is damaged, or asks for code"),
+        ("pytorch_model.bin.index.json", b"{}", r"bin.index.json of .* is damaged"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": 3}}',
+            r"index.json of .* is damaged",
+        ),
+    ],
+)
+def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "x", original_config("jina"), original_weights("jina"))
+    if file != "config.json":
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+
+
 def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
     return {name: x for name, x in weights.items() if not any(part in name for part in parts)}
 
@@ -359,6 +426,8 @@ def test_a_new_head(tmp_path: Path) -> None:
         ({"hidden_size": 49}, r"hidden_size must be a multiple of 6 heads, got 49"),
         ({"num_hidden_layers": -1}, r"num_hidden_layers must be an integer of at least 1, got -1"),
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        ({"id2label": 3}, r"id2label must be None or a mapping, got 3"),
+        ({"pad_token_id": 97}, r"pad_token_id must be None or in \[0, 97\), got 97"),
         ({"hidden_act": "os.system"}, r"hidden_act must be the name of an activation"),
         ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
         (
@@ -388,9 +457,25 @@ def test_refused_folders(tmp_path: Path) -> None:
         from_pretrained(folder, "classification")
     with pytest.raises(ValueError, match=r"LinbiasBertConfig has no field 'rope'"):
         from_pretrained(folder, rope=1)
+    with pytest.raises(ValueError, match=r"dtype must be a floating type of PyTorch, got 'int9'"):
+        from_pretrained(folder, dtype="int9")
+    integers = {name: tensor.int() for name, tensor in weights.items()}
+    with pytest.raises(ValueError, match=r"must hold floating numbers, got torch.int32"):
+        from_pretrained(write(tmp_path / "integers", original_config("mosaic"), integers))
     untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
     with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
         from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")
+    for model_type, advice in (
+        ("bloom", "linbias.transformers.fuse runs"),
+        ("mpt", "LinbiasMptForCausalLM"),
+        ("baichuan", "after `import linbias.models`"),
+    ):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(
+            ValueError, match=rf"must hold an encoder, got a {model_type} .*{advice}"
+        ):
+            from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(original_config("mosaic")))
     with pytest.raises(ValueError, match=r"has no config.json"):
         from_pretrained(tmp_path)
     (tmp_path / "y").mkdir()

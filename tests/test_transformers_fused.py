@@ -23,9 +23,11 @@ from transformers import (
 from transformers.models.falcon import modeling_falcon
 
 import linbias
-from linbias.transformers import fuse, unfuse
+from linbias.models import LinbiasConfig, LinbiasForCausalLM
+from linbias.transformers import fuse, key_bound, unfuse
 from linbias.transformers.fused import FAMILIES
 from linbias.transformers.fused.mask import FusedMask
+from linbias.transformers.padding import Padding
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
 VOCABULARY = 97
@@ -149,6 +151,27 @@ def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference() -> None:
     assert difference(rounded, theirs, mask) < difference(ours, theirs, mask)
 
 
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [(bloom, 1.0), (mpt, 1.0), (MODELS["falcon, keys of each head"], 1.03)],
+    ids=["bloom", "mpt", "falcon"],
+)
+@torch.no_grad()
+def test_bfloat16_of_short_texts(make: Any, most: float) -> None:
+    """Median of 64 texts of 17 tokens: all other layers round as well, which drowns the difference in a single text.
+
+    Falcon's reference adds its scores up in float32, as ours does, and so is as near: with attention in float32
+    throughout ("dense"), the median is 1.00 as well.
+    """
+    reference, fused = pair(make)
+    ids = torch.randint(VOCABULARY, (64, 17), generator=torch.Generator().manual_seed(2))
+    truth = fused(ids).logits
+    theirs = reference.bfloat16()(ids).logits.float() - truth
+    ours = fused.bfloat16()(ids).logits.float() - truth
+    ratio = ours.flatten(1).norm(dim=1) / theirs.flatten(1).norm(dim=1)
+    assert ratio.median() < most
+
+
 @each_model
 def test_gradients_with_and_without_checkpointing(make: Any, exact_reference: None) -> None:
     reference, fused = pair(make)
@@ -179,6 +202,7 @@ def test_dropout() -> None:
 
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 5},
     "beams": {"num_beams": 3},
     "static cache": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
@@ -192,9 +216,11 @@ def test_generation(make: Any, options: dict[str, Any], exact_reference: None) -
     ids, mask = batch()
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **options}
     options |= {"eos_token_id": None, "pad_token_id": 3}
+    torch.manual_seed(4)
     ours = fused.generate(ids, **options)
     if isinstance(reference, FalconForCausalLM):
         options.pop("cache_implementation", None)  # Transformers' own Falcon stops with an error
+    torch.manual_seed(4)
     assert torch.equal(ours, reference.generate(ids, **options))
 
 
@@ -209,14 +235,17 @@ def test_a_static_cache_without_a_mask() -> None:
     assert difference(torch.cat([first, then], dim=1), fused(ids).logits) < 3e-6
 
 
-def test_assisted_generation() -> None:
-    reference, fused = pair(bloom)
+@pytest.mark.parametrize("make", [MODELS["bloom"], MODELS["mpt"], MODELS["falcon, two key heads"]])
+def test_assisted_generation(make: Any, exact_reference: None) -> None:
+    """By a smaller model, and by looking the next tokens up in the prompt."""
+    reference, fused = pair(make)
     torch.manual_seed(7)
-    assistant = fuse(bloom().eval())
+    assistant = fuse(make().eval())
     ids = batch()[0][1:]
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
-    ours = fused.generate(ids, assistant_model=assistant, **options)
-    assert torch.equal(ours, reference.generate(ids, **options))
+    expected = reference.generate(ids, **options)
+    assert torch.equal(fused.generate(ids, assistant_model=assistant, **options), expected)
+    assert torch.equal(fused.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
 
 
 @pytest.mark.parametrize("make", [MODELS["bloom"], MODELS["mpt, alibi_bias_max 16"]])
@@ -259,6 +288,7 @@ def test_falcon_caches_shared_keys_once() -> None:
     _, fused = pair(MODELS["falcon, two key heads"])
     cache = fused(batch()[0], use_cache=True).past_key_values
     assert cache.layers[0].keys.shape == (2, 2, 20, 8)
+    assert key_bound(cache.layers[0]) is not None  # far keys can be left unread
 
 
 @torch.no_grad()
@@ -330,6 +360,26 @@ def test_heads_of_one_process_have_their_slopes() -> None:
     assert torch.allclose(seen["part"], seen["whole"][..., 16:32], atol=1e-6)
 
 
+@torch.no_grad()
+def test_shared_keys_of_one_process() -> None:
+    """Its three heads of six, and the one head of keys that they share."""
+    _, whole = pair(MODELS["falcon, two key heads"])
+    ids, _ = batch(40)
+    part = copy.deepcopy(unfuse(whole))
+    part.transformer.h = part.transformer.h[:1]
+    layer = part.transformer.h[0].self_attention
+    layer.num_heads, layer.num_kv_heads = 3, 1
+    rows = len(layer.query_key_value.weight) // 2
+    layer.query_key_value.weight.data = layer.query_key_value.weight[rows:]
+    layer.dense.weight.data = layer.dense.weight[:, 24:]
+    seen: list[Tensor] = []
+    for model, heads in ((whole, None), (part, range(3, 6))):
+        dense = model.transformer.h[0].self_attention.dense
+        dense.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        fuse(model, heads=heads)(ids)
+    assert torch.allclose(seen[1], seen[0][..., 24:], atol=1e-6)
+
+
 @each_model
 @torch.no_grad()
 def test_saved_weights_are_unchanged_and_load_fused(make: Any, tmp_path: Path) -> None:
@@ -342,6 +392,40 @@ def test_saved_weights_are_unchanged_and_load_fused(make: Any, tmp_path: Path) -
     expected = fused(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
     assert torch.equal(fuse(loaded)(ids, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"), [(bloom, "h"), (mpt, "blocks"), (MODELS["falcon, two key heads"], "h")]
+)
+@torch.no_grad()
+def test_split_over_devices(make: Any, layers: str, tmp_path: Path) -> None:
+    """Layers that lie on disk, what a layer on another device is given, and a model without numbers."""
+    _, fused = pair(make)
+    fused.save_pretrained(tmp_path / "a")
+    ids, mask = batch()
+    where = {f"transformer.{name}": "cpu" for name, _ in fused.transformer.named_children()}
+    del where[f"transformer.{layers}"]
+    where |= {
+        f"transformer.{layers}.0": "cpu",
+        f"transformer.{layers}.1": "disk",
+        "lm_head": "cpu",
+    }
+    loaded = type(fused).from_pretrained(
+        tmp_path / "a", device_map=where, offload_folder=tmp_path / "b"
+    )
+    expected = fused(ids, attention_mask=mask).logits
+    assert torch.equal(fuse(loaded)(ids, attention_mask=mask).logits, expected)
+
+    class Recorder(Tensor):
+        def to(self, device: Any) -> Any:
+            return device
+
+    number = Recorder(torch.zeros(1))
+    given = FusedMask(Padding(number, number), None).to(1, non_blocking=False).padding
+    assert given.positions == given.key_range == 1
+    with torch.device("meta"):
+        empty = make()
+    assert fuse(empty)(ids.to("meta")).logits.shape == expected.shape
 
 
 @each_model
@@ -381,7 +465,7 @@ def test_refused_models() -> None:
         fuse(falcon(alibi=False))
     with pytest.raises(ValueError, match=r"must have attn_config.alibi = True, got False"):
         fuse(mpt(alibi=False))
-    with pytest.raises(ValueError, match=r"attn_config.qk_ln must be False"):
+    with pytest.raises(ValueError, match=r"attn_config.qk_ln of an MPT model must be False"):
         fuse(mpt(qk_ln=True))
     with pytest.raises(
         ValueError, match=r"fuse: model must not be fused, got a BloomModel that is"
@@ -389,6 +473,31 @@ def test_refused_models() -> None:
         fuse(fuse(bloom()))
     with pytest.raises(ValueError, match=r"unfuse: model must be fused"):
         unfuse(bloom())
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [
+        ("MPTModel", r"linbias.transformers.LinbiasMptForCausalLM.from_pretrained\(folder\)"),
+        ("BaichuanModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
+        ("BTLMModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
+        ("RWModel", r"trust_remote_code=False\) loads Transformers' own Falcon"),
+        ("JinaBertModel", r"linbias.transformers.from_pretrained\(folder\) loads the folder"),
+    ],
+)
+def test_classes_of_remote_code_are_refused_with_what_to_do(body: str, instead: str) -> None:
+    model = torch.nn.Module()
+    model.body = type(body, (torch.nn.Module,), {"__module__": "transformers_modules.x"})()
+    with pytest.raises(ValueError, match=rf"fuse: model must contain .*got Module: .*{instead}"):
+        fuse(model)
+
+
+def test_our_own_models_need_no_fuse() -> None:
+    model = LinbiasForCausalLM(
+        LinbiasConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    )
+    with pytest.raises(ValueError, match=r"got LinbiasForCausalLM: it runs on linbias' attention"):
+        fuse(model)
 
 
 @pytest.mark.parametrize(
@@ -488,17 +597,16 @@ def test_golden_data(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
 @torch.no_grad()
 def test_golden_data_in_bfloat16(family: str) -> None:
-    """Nearer to the float32 truth than the reference is in bfloat16; at 17 tokens, as near, for all other layers round too."""
+    """Nearer to the float32 truth than the reference is in bfloat16. Shorter texts: `test_bfloat16_of_short_texts`."""
     for case in sorted((GOLDEN / family).iterdir()):
         expected = load_file(case / "expected.safetensors")
         fused = fuse(AutoModelForCausalLM.from_pretrained(case, dtype=torch.bfloat16).eval())
         exact = "exact." if "T17.exact.logits" in expected else ""
-        for name in ("T17", "T129", "T700"):
+        for name in ("T129", "T700"):
             ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
             ours = fused(ids, attention_mask=mask).logits.float() * mask[..., None]
             if (positions := expected.get(f"{name}.positions")) is not None:
                 ours = ours.gather(1, positions[..., None].expand(-1, -1, VOCABULARY))
             truth = expected[f"{name}.{exact}logits"]
             theirs = expected[f"{name}.bfloat16.logits"].float()
-            most = 1.1 if name == "T17" else 1.0
-            assert (ours - truth).norm() < most * (theirs - truth).norm(), (case, name)
+            assert (ours - truth).norm() < (theirs - truth).norm(), (case, name)

@@ -11,6 +11,7 @@ the commands, so that `linbias --help` is quick.
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
     console   what they share: output, errors, progress, tables
     options   the options that they have in common
+    presets   whole experiments, by name
 """
 
 from typing import Annotated

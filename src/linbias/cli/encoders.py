@@ -1,6 +1,5 @@
 """The commands for existing encoders: embed, convert."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -63,15 +62,13 @@ def embed(
     [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
     [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
     """
-    from linbias.data.hub import caches_if_unreachable
     from linbias.runs.processes import choose_device
     from linbias.transformers import embed as run
     from linbias.transformers import read_documents
 
     changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
     documents = read_documents(files)
-    near = nullcontext() if Path(model).exists() else caches_if_unreachable()
-    with near, bar(f"embedding {len(documents):,} documents", quiet) as advance:
+    with bar(f"embedding {len(documents):,} documents", quiet) as advance:
         result = run(
             model,
             documents,

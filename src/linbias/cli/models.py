@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from linbias.cli import presets
 from linbias.cli.console import (
     bar,
+    err,
     is_first_process,
     mebibytes,
     number_table,
@@ -21,8 +23,11 @@ from linbias.cli.console import (
 from linbias.cli.options import (
     BatchSize,
     BatchTokens,
+    ContinuedPrompt,
     Corpus,
     Device,
+    Epochs,
+    Experiment,
     Fields,
     Fsdp,
     Init,
@@ -46,6 +51,7 @@ from linbias.cli.options import (
     Threads,
     TokenizerOrKept,
     Tokens,
+    ValidateLengths,
     ValidateSteps,
     VocabSizeOrKept,
     budget,
@@ -64,8 +70,13 @@ if TYPE_CHECKING:
     from linbias.lm.evaluate import Evaluation
 
 
+_ENCODER = ("encoder_position", "symmetric")
+_TOKEN = {"masked": "masked token", "seq2seq": "written token"}
+
+
 def train(
     output: RunFolder = Path("output/train"),
+    preset: Experiment = None,
     task: Task = "causal",
     init: Init = None,
     position: PositionOrKept = None,
@@ -78,6 +89,7 @@ def train(
     steps: Steps = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
+    epochs: Epochs = None,
     batch_size: BatchSize = 32,
     accumulation: Annotated[
         int, training_option("Parts of a batch computed one after another.")
@@ -86,6 +98,8 @@ def train(
     precision: Precision = "fp32",
     save_steps: SaveSteps = 100,
     validate_steps: ValidateSteps = 0,
+    validate_lengths: ValidateLengths = None,
+    prompt: ContinuedPrompt = None,
     seed: Seed = 0,
     threads: Threads = None,
     tensorboard: Tensorboard = False,
@@ -97,46 +111,60 @@ def train(
 
     The same command continues an interrupted run; more steps extend a run.
     The loss as it went is in history.jsonl, in the run's folder.
+    --preset annotated is the experiment of the annotated implementation: Tiny Shakespeare by characters,
+    trained at 64, validated at 64 and 80.
 
     \b
     [dim]linbias train --seconds 100[/]
     [dim]linbias train --corpus wikitext-103 --tokenizer bpe --steps 20000 -o output/wiki[/]
     [dim]linbias train --init output/wiki --corpus book.txt --length 512 -o output/book[/]
     [dim]linbias train --task masked --position symmetric --length 64 -o output/masked[/]
+    [dim]linbias train --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
+    [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
     """
+    from linbias.data.corpus import find_corpus, load_corpus
+
+    find_corpus(corpus)
     from linbias.lm.settings import TrainSettings
 
-    model = parse_fields(fields)
-    masked = task == "masked"
-    method = "encoder_position" if masked else "position"
+    chosen = presets.named(preset)
+    model = {**chosen.model, **parse_fields(fields)}
+    method, default = ("position", "alibi") if task == "causal" else _ENCODER
     if init is None:
-        model[method] = given_or(position, "symmetric" if masked else "alibi")
+        model[method] = given_or(position, default)
         length = given_or(length, TrainSettings.length)
     else:
         from linbias.lm.initial import config_of
 
-        refuse_with_init({"--tokenizer": tokenizer, "--vocab-size": vocab_size})
+        refuse_with_init(
+            {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size}
+        )
         model |= {} if position is None else {method: position}
         length = given_or(length, config_of(str(init)).train_length)
-    settings = TrainSettings(
-        model=model,
-        length=length,
-        task=task,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        **budget(steps, tokens, seconds, default=1000),
-        learning_rate=learning_rate,
-        precision=precision,
-        save_steps=save_steps,
-        validate_steps=validate_steps,
-        seed=seed,
-        threads=threads,
-        tensorboard=tensorboard,
-        fsdp={} if fsdp else None,
-        init=None if init is None else str(init),
-    )
-    from linbias.data.corpus import load_corpus
+    options: dict[str, Any] = {
+        "model": model,
+        "length": length,
+        "task": task,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        **budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
+        "learning_rate": learning_rate,
+        "precision": precision,
+        "save_steps": save_steps,
+        "validate_steps": validate_steps,
+        "validate_lengths": parse_numbers("--validate-lengths", validate_lengths) or (),
+        "prompt": prompt,
+        "seed": seed,
+        "threads": threads,
+        "tensorboard": tensorboard,
+        "fsdp": {} if fsdp else None,
+        "init": None if init is None else str(init),
+    }
+    settings = TrainSettings(**{**chosen.training, **options})
+    if preset is not None and is_first_process() and not quiet:
+        read = {"corpus": corpus, "tokenizer": given_or(tokenizer, "bytes")}
+        err.print(presets.describe(preset, read, settings), soft_wrap=True, markup=False)
     from linbias.lm.train import train as run  # loads torch: the settings are known to be good
 
     text = load_corpus(
@@ -159,7 +187,7 @@ def train(
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {metrics.loss:.3f} nats per {'masked ' * masked}token"
+        f"loss {metrics.loss:.3f} nats per {_TOKEN.get(task, 'token')}"
         + ("" if validated is None else f", {validated:.3f} on the validation split"),
         soft_wrap=True,
     )
@@ -210,7 +238,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
-    train --task masked made.
+    train --task masked and --task seq2seq made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
@@ -221,7 +249,7 @@ def evaluate(
     """
     from linbias.lm.evaluate import evaluate as measure
     from linbias.lm.text import read_text
-    from linbias.models import LinbiasForMaskedLM
+    from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
     from linbias.models.scale import with_slopes
@@ -236,10 +264,10 @@ def evaluate(
             warnings.simplefilter("ignore")
         loaded = load_model(model, device=chosen)
         text = read_text(model, corpus, split, max_bytes=max_bytes)
-        if isinstance(loaded, LinbiasForMaskedLM):
+        if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):
             if fuse or scales is not None:
                 raise ValueError("evaluate: --fuse and --slope-scale are for causal models")
-            _evaluate_masked(
+            _evaluate_in_blocks(
                 *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
                 stride=stride,
                 batch_tokens=batch_tokens,
@@ -322,7 +350,7 @@ def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
-def _evaluate_masked(
+def _evaluate_in_blocks(
     loaded: Any,
     model: str,
     text: Any,
@@ -331,17 +359,26 @@ def _evaluate_masked(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """What `evaluate` does with a masked model."""
+    """What `evaluate` does with a masked or a sequence-to-sequence model."""
     from linbias.data.masked import MaskTokens
+    from linbias.data.spans import SpanTokens
     from linbias.data.tokenizers import Tokenizer
     from linbias.lm.masked import evaluate_masked
+    from linbias.lm.spans import evaluate_spans
+    from linbias.models import LinbiasForMaskedLM
 
-    tokens, speaks = MaskTokens.of(Tokenizer.load(model)), is_first_process()
+    masked, tokenizer, speaks = (
+        isinstance(loaded, LinbiasForMaskedLM),
+        Tokenizer.load(model),
+        is_first_process(),
+    )
+    measure: Any = evaluate_masked if masked else evaluate_spans
+    tokens = (MaskTokens if masked else SpanTokens).of(tokenizer)
     results = []
     for length in lengths:
         with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
             results.append(
-                evaluate_masked(
+                measure(
                     loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
                 )
             )
@@ -352,10 +389,12 @@ def _evaluate_masked(
         print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
         return
     scored, read = results[0].num_scored, results[0].num_tokens
-    words = f"masked and scored {scored:,} of {read:,} tokens, the same ones at every length"
+    done = "masked and scored" if masked else f"took out {results[0].num_spans:,} spans and scored"
+    words = f"{done} {scored:,} of {read:,} tokens, the same ones at every length"
     out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
     table = number_table(
-        *("length", "stride", "nll", "perplexity", "accuracy", "masked", "tokens/s", "memory")
+        *("length", "stride", "nll", "perplexity", "accuracy", "masked" if masked else "scored"),
+        *("tokens/s", "memory"),
     )
     for r in results:
         table.add_row(
@@ -391,11 +430,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue a text with a model. A prompt of more than 200 characters is not shown again.
+    """Continue a text with a model. A prompt of more than 200 characters is not shown again. A model that train
+    --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand for.
 
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]
     [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
+    [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
     text_before = read_prompt(prompt, prompt_file, default="def ")
     from linbias.lm.generate import generate as run

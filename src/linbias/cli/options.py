@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from linbias.cli import presets
 from linbias.data import SPLITS
 from linbias.paper.recipe import PRESETS
 
@@ -52,11 +53,13 @@ PaperData = Annotated[
 Corpus = Annotated[
     str,
     text_option(
-        "'stdlib' (Python's own source), a text file, folder, glob or Hugging Face data set."
+        "'stdlib' (Python's own source), a text file, folder, glob, or Hugging Face data set; "
+        "wikitext-2, wikitext-103 and tiny-shakespeare are short names."
     ),
 ]
 MaxBytes = Annotated[int | None, text_option("Read at most this many bytes per split.")]
-Tokenizer = Annotated[str, text_option("'bytes', or 'bpe' learned from the text.")]
+_TOKENIZERS = "'bytes', 'characters', or 'bpe' learned from the text."
+Tokenizer = Annotated[str, text_option(_TOKENIZERS)]
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
 Split = Annotated[str, text_option(f"One of {', '.join(SPLITS)}.")]
 Workers = Annotated[int, text_option("Processes that read text.")]
@@ -95,13 +98,12 @@ _ENCODER_POSITIONS = "symmetric, directional, asymmetric, random, littlebird, wi
 PositionOrKept = Annotated[
     str | None,
     typer.Option(
-        help=f"{_POSITIONS}. Default: alibi. With --task masked: {_ENCODER_POSITIONS}. Default: symmetric.",
+        help=f"{_POSITIONS}. Default: alibi. With --task masked, and for the encoder of seq2seq: {_ENCODER_POSITIONS}. "
+        "Default: symmetric.",
         rich_help_panel="Model",
     ),
 ]
-TokenizerOrKept = Annotated[
-    str | None, text_option("'bytes', or 'bpe' learned from the text. Default: bytes.")
-]
+TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
 VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
 PaperPosition = Annotated[
     str, typer.Option(help="alibi, sinusoidal, rotary, t5 or none.", rich_help_panel="Model")
@@ -114,11 +116,29 @@ CheckpointPosition = Annotated[
     ),
 ]
 
-# Training. The budget is one of steps, tokens and seconds.
+# Whole experiments
+Experiment = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        callback=presets.apply,
+        is_eager=True,
+        help="Set a whole experiment; options that are given win. "
+        + " ".join(
+            f"'{name}' sets {presets.all_in_words(preset)}."
+            for name, preset in presets.PRESETS.items()
+        ),
+    ),
+]
+
+# Training. The budget is one of steps, tokens, seconds and epochs.
 Steps = Annotated[int | None, training_option("Train for this many updates of the weights.")]
 Tokens = Annotated[int | None, training_option("Or: for this many tokens.")]
 Seconds = Annotated[
     float | None, training_option("Or: for about this long (becomes steps at the start).")
+]
+Epochs = Annotated[
+    float | None, training_option("Or: for this many passes over the text, such as 0.5.")
 ]
 PresetSteps = Annotated[
     int | None,
@@ -128,7 +148,8 @@ Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
 Task = Annotated[
     str,
     training_option(
-        "'causal': the next token; 'masked': masked tokens, from those on both sides."
+        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': spans that were "
+        "taken out of a text."
     ),
 ]
 LengthOrKept = Annotated[
@@ -137,7 +158,18 @@ LengthOrKept = Annotated[
 BatchSize = Annotated[int, training_option("Sequences per step.")]
 LearningRate = Annotated[float, training_option("Peak of the schedule.")]
 SaveSteps = Annotated[int, training_option("Steps between checkpoints.")]
-ValidateSteps = Annotated[int, training_option("Steps between validations; 0: none.")]
+ValidateSteps = Annotated[
+    float,
+    training_option("Steps between validations; below 1 a share of an epoch; 0: none."),
+]
+ValidateLengths = Annotated[
+    str | None,
+    training_option("Validate at these lengths as well, such as 80,128, with more numbers."),
+]
+ContinuedPrompt = Annotated[
+    str | None,
+    training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
+]
 Precision = Annotated[str, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")]
 Seed = Annotated[int, training_option("Fixes weights, order of the text and dropout.")]
 Threads = Annotated[int | None, training_option("CPU threads.")]
@@ -146,12 +178,15 @@ Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun
 
 
 def budget(
-    steps: int | None, tokens: int | None, seconds: float | None, default: int | None
+    steps: int | None,
+    tokens: int | None,
+    seconds: float | None,
+    epochs: float | None,
+    default: dict[str, float | None],
 ) -> dict[str, Any]:
-    """The budget as fields of `TrainSettings`: `default` steps where none is given."""
-    if steps is tokens is seconds is None:
-        steps = default
-    return {"steps": steps, "tokens": tokens, "seconds": seconds}
+    """The budget as fields of `TrainSettings`: `default` where none is given."""
+    given = {"steps": steps, "tokens": tokens, "seconds": seconds, "epochs": epochs}
+    return {**given, **default} if set(given.values()) == {None} else given
 
 
 def given_or(value: T | None, default: T) -> T:

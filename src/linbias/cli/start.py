@@ -4,17 +4,20 @@ import csv
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from linbias.cli import presets
 from linbias.cli.console import err, out, print_json, print_path
 from linbias.cli.options import (
     BatchSize,
     Corpus,
+    Epochs,
+    Experiment,
     Fields,
     Json,
     LearningRate,
@@ -98,6 +101,7 @@ def explain(
 
 def extrapolate(
     output: RunFolder = Path("output/extrapolate"),
+    preset: Experiment = None,
     methods: Annotated[
         str, typer.Option(help="Any of alibi, sinusoidal, rotary, learned, t5, none.")
     ] = "alibi,sinusoidal,rotary",
@@ -116,6 +120,7 @@ def extrapolate(
     steps: Steps = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
+    epochs: Epochs = None,
     batch_size: BatchSize = 8,
     learning_rate: LearningRate = 1e-3,
     precision: Precision = "fp32",
@@ -133,9 +138,25 @@ def extrapolate(
     \b
     [dim]linbias extrapolate[/]
     [dim]linbias extrapolate --methods alibi,t5,none --train-lengths 64,128 -o output/more[/]
+    [dim]linbias extrapolate --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
     """
+    from linbias.data.corpus import find_corpus
+
+    find_corpus(corpus)
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
+    chosen = presets.named(preset)
+    default: dict[str, float | None] = {"steps": ExtrapolateSettings().training.steps}
+    training: dict[str, Any] = {
+        "model": {**chosen.model, **parse_fields(fields)},
+        "batch_size": batch_size,
+        **budget(steps, tokens, seconds, epochs, default=chosen.budget or default),
+        "learning_rate": learning_rate,
+        "precision": precision,
+        "save_steps": save_steps,
+        "threads": threads,
+        "tensorboard": tensorboard,
+    }
     settings = ExtrapolateSettings(
         methods=tuple(methods.split(",")),
         train_lengths=parse_numbers("--train-lengths", train_lengths) or (),
@@ -147,17 +168,13 @@ def extrapolate(
         max_bytes=max_bytes,
         stride=stride,
         limit_tokens=limit_tokens,
-        training=TrainSettings(
-            model=parse_fields(fields),
-            batch_size=batch_size,
-            **budget(steps, tokens, seconds, default=ExtrapolateSettings().training.steps),
-            learning_rate=learning_rate,
-            precision=precision,
-            save_steps=save_steps,
-            threads=threads,
-            tensorboard=tensorboard,
-        ),
+        training=TrainSettings(**{**chosen.training, **training}),
     )
+    if preset is not None and not quiet:
+        read = {"corpus": corpus, "tokenizer": tokenizer, "methods": methods}
+        read |= {"train_lengths": train_lengths, "test_lengths": test_lengths or "default"}
+        words = presets.describe(preset, read, settings.training)
+        err.print(words, soft_wrap=True, markup=False)
     from linbias.lm import terminal  # loads torch, once the settings are known to be good
     from linbias.lm.extrapolate import extrapolate as run
 

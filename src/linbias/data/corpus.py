@@ -26,8 +26,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linbias.data import SPLITS
-from linbias.data.hub import WIKITEXT, as_line, open_data_set
-from linbias.data.tokenizers import TokenIds, Tokenizer, byte_tokenizer, train_bpe
+from linbias.data.hub import TEXTS, as_line, open_data_set
+from linbias.data.tokenizers import (
+    KINDS,
+    TokenIds,
+    Tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    train_bpe,
+)
+from linbias.runs.hub import caches_if_unreachable
 
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 
@@ -104,8 +112,10 @@ def load_corpus(
     Args:
         name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
             the id of a Hugging Face data set, "owner/name" or "owner/name:configuration".
-            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext.
-        tokenizer: "bytes", or "bpe" for byte pairs learned from the train split.
+            "wikitext-103" and "wikitext-2" are short for Salesforce/wikitext, "tiny-shakespeare" for
+            karpathy/tiny_shakespeare.
+        tokenizer: "bytes", "characters" for those of all three splits, or "bpe" for byte pairs learned from the
+            train split.
         vocab_size: Number of tokens of "bpe".
         column: The column of a data set that holds the text.
         stream: Read a data set over the network without storing it; for use with `max_bytes`.
@@ -122,8 +132,8 @@ def load_corpus(
         >>> corpus.train.dtype, corpus.tokenizer.vocab_size, corpus.num_bytes["train"]
         (dtype('uint8'), 256, 100000)
     """
-    if tokenizer not in ("bytes", "bpe"):
-        raise ValueError(f"load_corpus: tokenizer must be 'bytes' or 'bpe', got {tokenizer!r}")
+    if tokenizer not in KINDS:
+        raise ValueError(f"load_corpus: tokenizer must be one of {KINDS}, got {tokenizer!r}")
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"load_corpus: max_bytes must be positive, got {max_bytes}")
     if name == "stdlib":
@@ -135,15 +145,12 @@ def load_corpus(
         splits = _split_files(files)
         source = f"{len(paths)} file{'s' * (len(paths) > 1)} of {name}"
         location = str((paths[0] if Path(name).expanduser() == paths[0] else root).resolve())
-    elif _DATA_SET_ID.fullmatch(name) and Path(name).suffix not in _TEXT_SUFFIXES:
+    elif _is_data_set(name):
         splits = _data_set_splits(name, column, stream, max_bytes, cache_dir)
-        location = WIKITEXT.get(name, name)
+        location = TEXTS.get(name, name)
         source = f"Hugging Face data set {location}"
     else:
-        raise ValueError(
-            "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
-            f"a Hugging Face data set, got {name!r}"
-        )
+        raise _no_such_corpus(name)
     texts = {split: _clip(text, max_bytes) for split, text in splits.texts.items()}
     if not all(texts.values()):
         total = sum(map(len, texts.values()))
@@ -159,6 +166,21 @@ def load_corpus(
         location=location,
         splits={split: _digest(splits.members[split]) for split in SPLITS},
     )
+
+
+def find_corpus(name: str) -> None:
+    """Refuses a name that `load_corpus` would refuse for what lies behind it, before any text is read.
+
+    Raises:
+        ValueError: There is no such file, or no such data set in reach.
+    """
+    if name == "stdlib" or _matching_files(name):
+        return
+    if not _is_data_set(name):
+        raise _no_such_corpus(name)
+    with caches_if_unreachable() as reachable:
+        if not reachable:  # else it shows when it is fetched
+            _open(name, stream=True, cache_dir=None)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
@@ -276,13 +298,7 @@ def _data_set_splits(
     max_bytes: int | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> _Splits:
-    try:
-        rows = open_data_set(WIKITEXT.get(name, name), stream=stream, cache_dir=cache_dir)
-    except ValueError as error:
-        raise ValueError(
-            "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
-            f"a Hugging Face data set that can be reached, got {name!r} ({error})"
-        ) from error
+    rows = _open(name, stream, cache_dir)
     if not all(split in rows for split in SPLITS):
         return _cut_into_splits(
             _column_text(rows.get("train") or next(iter(rows.values())), column, max_bytes)
@@ -290,6 +306,25 @@ def _data_set_splits(
     return _Splits(
         {split: _column_text(rows[split], column, max_bytes) for split in SPLITS},
         {split: [split] for split in SPLITS},
+    )
+
+
+def _is_data_set(name: str) -> bool:
+    """Whether a name may be that of a data set."""
+    return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
+
+
+def _open(name: str, stream: bool, cache_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+    try:
+        return open_data_set(TEXTS.get(name, name), stream=stream, cache_dir=cache_dir)
+    except ValueError as error:
+        raise _no_such_corpus(name, " that can be reached", f" ({error})") from error
+
+
+def _no_such_corpus(name: str, more: str = "", reason: str = "") -> ValueError:
+    return ValueError(
+        "load_corpus: name must be 'stdlib', a file, folder or glob that exists, or the id of "
+        f"a Hugging Face data set{more}, got {name!r}{reason}"
     )
 
 
@@ -324,8 +359,9 @@ def _tokenise(
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
     fingerprint = digest.hexdigest()
-    if kind == "bytes":
-        tokenizer = byte_tokenizer()
+    if kind in ("bytes", "characters"):
+        characters = (character for text in texts.values() for character in set(text.decode()))
+        tokenizer = byte_tokenizer() if kind == "bytes" else character_tokenizer(characters)
         ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
     elif cache_dir is None:
         tokenizer, ids = _learn_bpe(texts, vocab_size)

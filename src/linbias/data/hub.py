@@ -1,39 +1,20 @@
-"""The Hugging Face Hub: whether it answers, and its text data sets, by splits named as everywhere here."""
+"""The text data sets of the Hugging Face Hub, by splits named as everywhere here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from linbias.runs.hub import caches_if_unreachable
 
 # The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {
     "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
 }
+# Every short name: of texts to train on as they are.
+TEXTS = {**WIKITEXT, "tiny-shakespeare": "karpathy/tiny_shakespeare"}
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
-
-
-@contextmanager
-def caches_if_unreachable() -> Iterator[None]:
-    """Within the block, where the Hub does not answer at once, only what was fetched before is looked at.
-
-    Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
-    a minute.
-    """
-    from huggingface_hub import constants, get_session
-
-    before = constants.HF_HUB_OFFLINE
-    if not before:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=5)
-        except Exception:  # of whatever library it uses for requests
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def open_data_set(
@@ -57,12 +38,17 @@ def open_data_set(
     path, _, configuration = id.partition(":")
     folder = None if cache_dir is None else str(cache_dir)
     try:
-        with caches_if_unreachable():
+        with caches_if_unreachable() as reachable:
             data = datasets.load_dataset(
                 path, configuration or None, streaming=stream, cache_dir=folder
             )
     except (OSError, ValueError) as error:
-        raise ValueError(str(error)) from error
+        if reachable:
+            raise ValueError(str(error)) from error
+        raise ValueError(
+            "the Hugging Face Hub does not answer, and the data set was not fetched before; where its text lies "
+            "on this machine, give the path: --corpus text.txt"
+        ) from error
     return {"valid" if split == "validation" else split: data[split] for split in data}
 
 

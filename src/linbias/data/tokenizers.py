@@ -1,11 +1,13 @@
-"""Text to numbers and back: bytes, or byte pairs learned from a corpus.
+"""Text to numbers and back: bytes, characters, or byte pairs learned from a corpus.
 
-Both are byte-level: every text has an encoding and decodes to itself, and there is no token for
-"unknown". Byte pair encoding without merges is the byte tokenizer, so one class and one file format
-(`tokenizer.json`, which `transformers.AutoTokenizer` reads as well) serve both.
+Bytes and byte pairs encode every text. Characters encode texts that are made of those of the corpus, and refuse
+others: there is no token for "unknown", whose loss would mean nothing. Whatever is encoded decodes to itself.
+Byte pair encoding without merges is the byte tokenizer. One class and one file format (`tokenizer.json`, which
+`transformers.AutoTokenizer` reads as well) serve all.
 
-Four bytes that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
+Four characters that texts do not use have the roles that ASCII gave them: 0 (NUL) pads, 2 (STX) begins a
 text, 3 (ETX) ends one and 26 (SUB) stands for a masked token. Nothing adds them to a text unasked.
+Sentinels, which stand for spans that were taken out of a text, are ids of their own: `with_sentinels` adds them.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+KINDS = ("bytes", "characters", "bpe")
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 _FILE = "tokenizer.json"
 _MASK = "\x1a"
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
+_NUM_SENTINELS = 100
+_SENTINEL = "<extra_id_{}>"  # as of T5
 # The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
 # in memory. So a text goes to it in batches of pieces, each of whole lines.
 _PIECE_BYTES = 1 << 14
@@ -36,7 +41,7 @@ _BATCH_PIECES = 64
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A byte-level tokenizer.
+    """A tokenizer of bytes, characters or byte pairs.
 
     A token never crosses a line end, so lines are encoded independently of each other and a text
     of any size is encoded piece by piece.
@@ -70,6 +75,29 @@ class Tokenizer:
         """The id of the token that stands for a masked one; None where there is none."""
         return self.backend.token_to_id(_MASK)
 
+    @property
+    def sentinel_ids(self) -> range:
+        """The ids of the sentinels, in order; empty where there are none."""
+        first = self.backend.token_to_id(_SENTINEL.format(0))
+        return range(0) if first is None else range(first, first + _NUM_SENTINELS)
+
+    def with_sentinels(self) -> Tokenizer:
+        """The same tokenizer, with 100 sentinels <extra_id_0>, <extra_id_1>, ... after its other tokens.
+
+        Where there are merges, `encode` takes these names in a text for the sentinels.
+
+        Example:
+            >>> tokenizer = byte_tokenizer().with_sentinels()
+            >>> tokenizer.sentinel_ids, tokenizer.decode([97, 257])
+            (range(256, 356), 'a<extra_id_1>')
+        """
+        if self.sentinel_ids:
+            return self
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        names = (_SENTINEL.format(number) for number in range(_NUM_SENTINELS))
+        backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+        return Tokenizer(backend)
+
     def encode(self, text: str | bytes) -> TokenIds:
         """Encodes text.
 
@@ -80,18 +108,26 @@ class Tokenizer:
             [number of tokens], the narrowest of uint8, uint16 and uint32 that holds every id.
 
         Raises:
-            ValueError: `text` is bytes, not UTF-8, and there are merges to apply.
+            ValueError: `text` has a character that the tokenizer does not know; or it is bytes, not UTF-8, and the
+                tokens are not bytes.
         """
         data = text.encode() if isinstance(text, str) else text
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        if self.vocab_size == 256:  # no merges: the ids are the bytes
-            return np.frombuffer(data, dtype)
+        if self._is_of_characters(vocabulary):
+            return _encode_characters(data.decode(), vocabulary).astype(dtype)
+        if len(vocabulary) == 256:
+            return np.frombuffer(data, np.uint8)  # no merges: the ids are the bytes
         ids = [
             np.asarray(piece.ids, dtype)
             for batch in _batches(data)
             for piece in self.backend.encode_batch(batch)
         ]
         return np.concatenate(ids) if ids else np.empty(0, dtype)
+
+    def _is_of_characters(self, vocabulary: dict[str, int]) -> bool:
+        is_list = isinstance(self.backend.model, models.WordLevel)
+        return is_list and all(len(token) == 1 for token in vocabulary)
 
     def decode(self, ids: Iterable[int] | TokenIds) -> str:
         """Decodes ids; bytes that form no UTF-8 character become U+FFFD."""
@@ -129,6 +165,45 @@ def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the 256 byte values."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    backend.add_special_tokens(_special_tokens())
+    return Tokenizer(backend)
+
+
+def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.int32]:
+    id_of = np.full(max(map(ord, vocabulary)) + 2, -1, np.int32)  # the last one: beyond all
+    for character, id in vocabulary.items():
+        id_of[ord(character)] = id
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    ids = id_of[np.minimum(codes, len(id_of) - 1)]
+    if len(ids) and ids.min() < 0:
+        first = int(np.argmin(ids))
+        unknown = "".join(sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()}))
+        raise ValueError(
+            f"Tokenizer.encode: text must be made of the {len(vocabulary) - len(_ROLES):,} characters of the text "
+            f"that was trained on, got {text[first]!a} at character {first:,} ({len(unknown):,} unknown: "
+            f"{unknown[:20]!a}{'...' * (len(unknown) > 20)})"
+        )
+    return ids
+
+
+def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
+    """The tokenizer whose tokens are single characters, in the order of Unicode, after the four with roles.
+
+    Args:
+        characters: Those to know, in any order; one that repeats counts once.
+
+    Example:
+        >>> tokenizer = character_tokenizer("to be, or not to be")
+        >>> tokenizer.vocab_size, tokenizer.encode("be not").tolist()
+        (12, [6, 7, 4, 8, 9, 11])
+    """
+    roles = list(_ROLES.values())
+    tokens = [*roles, *sorted(set(characters).difference(roles))]
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({token: id for id, token in enumerate(tokens)})
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
     backend.add_special_tokens(_special_tokens())
     return Tokenizer(backend)
 

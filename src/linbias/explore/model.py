@@ -57,6 +57,10 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
         raise ValueError(f"explore: limit_tokens must be in [1, {MAX_TOKENS}], got {limit_tokens}")
     content, has_more = _read_text(text, num_bytes=64 * limit_tokens)
     loaded = load_model(model, device="cpu").float()
+    if loaded.config.is_encoder_decoder:
+        raise ValueError(
+            f"explore: model must read one text, got {model}, which reads one and writes another"
+        )
     ids = encode(model, content)
     if not len(ids):
         raise ValueError(f"explore: text must hold at least one token, got none in {text}")

@@ -38,11 +38,16 @@ from linbias.data.reading import Window, check_tokens, equal_windows
 from linbias.models.limits import able_to_read, position_limit
 from linbias.models.linbias import LinbiasForMaskedLM
 from linbias.models.paper import PaperForCausalLM
+from linbias.models.seq2seq import LinbiasForConditionalGeneration
 from linbias.runs import PRECISIONS
 from linbias.runs.files import Record
 from linbias.runs.memory import PeakMemory
 from linbias.runs.processes import max_over_all, num_processes, rank, sum_over_all
 
+_OTHERS = {
+    LinbiasForMaskedLM: "sees later tokens (evaluate_masked scores it)",
+    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_spans scores it)",
+}
 # Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
 MAX_LOGITS = 2**24
 # What the products of each precision are computed in; the sums of losses are always float32 and float64.
@@ -250,10 +255,9 @@ def _check(
     batch_tokens: int,
     limit_tokens: int | None,
 ) -> None:
-    if isinstance(model, LinbiasForMaskedLM):
-        raise ValueError(
-            "evaluate: model must be causal, got one that sees later tokens (evaluate_masked scores it)"
-        )
+    for kind, advice in _OTHERS.items():
+        if isinstance(model, kind):
+            raise ValueError(f"evaluate: model must be causal, got one that {advice}")
     check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
     for name, value in [
         ("length", length),

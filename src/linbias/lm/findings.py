@@ -17,6 +17,7 @@ import numpy as np
 from linbias.lm.methods import NAMES
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import TrainSettings
+from linbias.runs.files import Record
 
 T = TypeVar("T")
 
@@ -205,6 +206,58 @@ def costs(trainings: Sequence[TrainingRecord]) -> list[Cost]:
                 )
             )
     return rows
+
+
+class ValidationRow(NamedTuple):
+    """What the last validation of a method's training kept: means over the seeds; None where it cannot read so much."""
+
+    method: str
+    losses: list[float | None]
+    accuracy: float | None
+    continuations: list[str]
+
+    def cells(self) -> list[str | None]:
+        """The numbers as text, in the order of `Validations.titles`."""
+        shown = [None if loss is None else f"{loss:.3f}" for loss in self.losses]
+        return [*shown, None if self.accuracy is None else f"{self.accuracy:.1%}"]
+
+
+class Validations(NamedTuple):
+    """The table of validations for one training length: titles of its columns, and a row per method."""
+
+    titles: list[str]
+    rows: list[ValidationRow]
+
+
+def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
+    """What the trainings kept at their last validation (see `linbias.lm.validate`); None where it was the loss only."""
+    by_method: dict[str, list[Record]] = {}
+    for training in trainings:
+        validation = training.metrics.validation
+        if training.train_length == train_length and validation is not None:
+            by_method.setdefault(training.method, []).append(validation)
+    if not by_method:
+        return None
+    lengths = sorted({int(n) for kept in by_method.values() for n in kept[0]["lengths"]})
+    places = {1: "first", train_length: "trained", lengths[-1]: "last"}
+    titles = [f"mean at {n:,}" for n in lengths]
+    titles += [f"token {n:,}" for n in sorted(places)]
+    rows = []
+    for method, kept in by_method.items():
+        losses = [_mean_entry(kept, str(n), "loss") for n in lengths]
+        longest = str(max(map(int, kept[0]["lengths"])))  # that this method reads
+        for _, name in sorted(places.items()):
+            read = str(lengths[-1]) if name == "last" else longest
+            losses.append(_mean_entry(kept, read, name))
+        texts = [v["continuation"] for v in kept if v["continuation"] is not None]
+        accuracy = _mean_entry(kept, longest, "accuracy")
+        rows.append(ValidationRow(method, losses, accuracy, texts))
+    return Validations([*titles, "accuracy"], rows)
+
+
+def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
+    values = [validation["lengths"].get(length, {}).get(name) for validation in kept]
+    return None if None in values else fmean(values)
 
 
 def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:

@@ -1,11 +1,15 @@
-"""Text that a language model writes after a prompt."""
+"""Text that a language model writes after a prompt, or in its gaps."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from linbias.models.load import load_model, load_tokenizer
+from linbias.data.spans import SpanTokens
+from linbias.data.tokenizers import Tokenizer
+from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
 _LONG = 200  # characters of a prompt that is not printed again
 
@@ -22,6 +26,9 @@ def generate(
 ) -> str:
     """Continues a prompt with a model from a folder or the Hugging Face Hub.
 
+    A sequence-to-sequence model of linbias writes the spans of a prompt that <extra_id_0>, <extra_id_1> and so on, in
+    this order, stand for.
+
     Args:
         path: As for `load_model`.
         prompt: Not empty; text that UTF-8 can write.
@@ -29,13 +36,16 @@ def generate(
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
         seed: Sets PyTorch's generator; the same seed writes the same text.
-        stream: Print the text as it is written, after a prompt of at most 200 characters.
+        stream: Print the text as it is written, after a prompt of at most 200 characters. With its gaps filled in,
+            all of it is printed at the end.
 
     Returns:
-        The prompt and its continuation.
+        The prompt and its continuation; or the prompt with its gaps filled in. A gap that the model wrote nothing for
+        stays.
 
     Raises:
-        ValueError: An argument breaks a rule above, or there is no such model.
+        ValueError: An argument breaks a rule above, there is no such model, or the prompt of a sequence-to-sequence
+            model has no gap.
     """
     if not prompt:
         raise ValueError("generate: prompt must not be empty")
@@ -58,12 +68,53 @@ def generate(
             f"generate: model must be causal, got {path}, which tells masked tokens from both sides"
         )
     torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": top_k}
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    except Exception as error:  # the library's own, of a character that has no token
+        encode(path, prompt.encode())  # names the character
+        raise ValueError(
+            f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"
+        ) from error
+    inputs = inputs.to(model.device)
+    if isinstance(model, LinbiasForConditionalGeneration):
+        tokens = SpanTokens.of(Tokenizer.load(path))
+        written = _with_spans(model, inputs["input_ids"][0].tolist(), tokens, options)
+        text = str(tokenizer.decode(written))
+        if stream:
+            print(text)
+        return text
     ids = model.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > _LONG) if stream else None,
-        **(sampling if temperature else {"do_sample": False}),
+        **options,
     )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _with_spans(
+    model: LinbiasForConditionalGeneration,
+    prompt: list[int],
+    tokens: SpanTokens,
+    options: dict[str, Any],
+) -> list[int]:
+    """A prompt in which each sentinel is replaced by what the model wrote for it."""
+    if not set(prompt) & set(tokens.sentinels):
+        raise ValueError(
+            "generate: prompt must hold <extra_id_0> where the model is to write, got none"
+        )
+    read = torch.tensor([[tokens.begin, *prompt]], device=model.device)
+    said = model.generate(read, attention_mask=torch.ones_like(read), **options)[0].tolist()
+    spans: dict[int, list[int]] = {}
+    span: list[int] = []
+    for token in said[1:]:  # after the one that the decoder starts with
+        if token == tokens.end:
+            break
+        if token in tokens.sentinels:
+            span = []
+            spans.setdefault(token, span)
+        else:
+            span.append(token)
+    return [new for token in prompt for new in spans.get(token, [token])]

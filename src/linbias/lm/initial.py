@@ -15,11 +15,18 @@ from transformers import AutoConfig
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
-from linbias.models.config import LinbiasConfig
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.load import load_model
+from linbias.models.seq2seq import LinbiasForConditionalGeneration
 from linbias.runs.files import fingerprint
 
+LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM | LinbiasForConditionalGeneration
+_KINDS: dict[str, type[LanguageModel]] = {
+    "causal": LinbiasForCausalLM,
+    "masked": LinbiasForMaskedLM,
+    "seq2seq": LinbiasForConditionalGeneration,
+}
 # The fields that the weights do not depend on.
 _MAY_DIFFER = {
     *("hidden_dropout", "attention_dropout", "attention_implementation", "slope_scale"),
@@ -33,8 +40,9 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     Raises:
         ValueError: A field breaks its rule, or contradicts the model that the run goes on from.
     """
+    family = LinbiasSeq2SeqConfig if settings.task == "seq2seq" else LinbiasConfig
     if settings.init is None:
-        return LinbiasConfig(
+        return family(
             **_defaults(settings),
             **settings.model,
             vocab_size=corpus.tokenizer.vocab_size,
@@ -42,7 +50,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             **corpus.tokenizer.special_ids,
         )
     before = config_of(settings.init)
-    if (before.encoder_position is None) != (settings.task == "causal"):
+    if _task_of(before) != settings.task:
         raise ValueError(
             f"TrainSettings: task must be that of the model of init, got {settings.task!r} "
             f"(its position method is {before.method!r})"
@@ -50,7 +58,7 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     for name, value in settings.model.items():
         if name not in _MAY_DIFFER and value != getattr(before, name):
             raise ValueError(
-                f"LinbiasConfig: {name} must be {getattr(before, name)!r}, as in the model of init, "
+                f"{family.__name__}: {name} must be {getattr(before, name)!r}, as in the model of init, "
                 f"got {value!r}"
             )
     if corpus.tokenizer.backend.to_str() != Tokenizer.load(settings.init).backend.to_str():
@@ -67,7 +75,13 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
             )
         length = before.train_length
     changes = {**settings.model, "train_length": length}
-    return LinbiasConfig.from_dict({**before.to_dict(), **changes})
+    return family.from_dict({**before.to_dict(), **changes})
+
+
+def _task_of(config: LinbiasConfig) -> str:
+    if isinstance(config, LinbiasSeq2SeqConfig):
+        return "seq2seq"
+    return "causal" if config.encoder_position is None else "masked"
 
 
 def _defaults(settings: TrainSettings) -> dict[str, str]:
@@ -76,12 +90,9 @@ def _defaults(settings: TrainSettings) -> dict[str, str]:
     return {"encoder_position": "symmetric"} if masked else {}
 
 
-def initial_model(
-    settings: TrainSettings, config: LinbiasConfig
-) -> LinbiasForCausalLM | LinbiasForMaskedLM:
+def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:
     """The model before its first step, in the state of PyTorch's random numbers."""
-    kind = LinbiasForCausalLM if settings.task == "causal" else LinbiasForMaskedLM
-    model: LinbiasForCausalLM | LinbiasForMaskedLM = kind(config)
+    model = _KINDS[settings.task](config)
     if settings.init is not None:
         model.load_state_dict(load_model(settings.init, device="cpu").state_dict())
     return model

@@ -166,7 +166,7 @@ def evaluate_masked(
         (4, True)
     """
     ids = np.asarray(ids)
-    _check(model, ids, length, stride, batch_tokens, limit_tokens)
+    check_call(model, ids, length, stride, batch_tokens, limit_tokens)
     ids = ids[:limit_tokens]
     num_tokens, masked = len(ids), masked_positions(len(ids))
     if not masked.any():
@@ -175,13 +175,63 @@ def evaluate_masked(
         )
     if device is not None:
         model.to(device)
+    width = min(length - 1, num_tokens)
+    result = score_blocks(
+        model,
+        blocks(num_tokens, width, None if stride is None else min(stride, width)),
+        lambda batch: _score(model, ids, masked, batch, tokens),
+        num_tokens=num_tokens,
+        width=width,
+        batch_tokens=batch_tokens,
+        precision=precision,
+        progress=progress,
+    )
+    loss_sum, num_right = result.sums
+    num_scored = int(masked.sum())
+    return MaskedEvaluation(
+        length=length,
+        stride=stride,
+        num_tokens=num_tokens,
+        num_scored=num_scored,
+        nll=float(loss_sum) / num_scored,
+        accuracy=float(num_right) / num_scored,
+        tokens_per_second=num_tokens / result.seconds,
+        peak_memory_bytes=result.peak_memory_bytes,
+    )
+
+
+class ScoredBlocks(NamedTuple):
+    """What `score_blocks` found: the sums of what the scores of batches hold, over all processes."""
+
+    sums: NDArray[np.float64]
+    seconds: float
+    peak_memory_bytes: int
+
+
+def score_blocks(
+    model: PreTrainedModel,
+    every_block: Iterator[Block],
+    score: Callable[[list[Block]], NDArray[np.float64]],
+    *,
+    num_tokens: int,
+    width: int,
+    batch_tokens: int,
+    precision: str | None,
+    progress: Callable[[int, int], None] | None,
+) -> ScoredBlocks:
+    """Scores the blocks of a text in batches, which the processes share.
+
+    Args:
+        model: In evaluation mode meanwhile.
+        every_block: Of at most `width` tokens each.
+        score: Given the blocks of a batch, returns an array of sums.
+        num_tokens: Tokens of the text, for `progress`.
+        batch_tokens, precision, progress: As for `evaluate_masked`.
+    """
     was_training = model.training
     model.eval()
-
-    width = min(length - 1, num_tokens)
     rows = max(1, min(batch_tokens, MAX_LOGITS // model.config.vocab_size) // (width + 1))
     sums, num_done, start_time = np.zeros(2), 0, time.perf_counter()
-    every_block = blocks(num_tokens, width, None if stride is None else min(stride, width))
     try:
         with (
             PeakMemory(model.device) as memory,
@@ -191,23 +241,16 @@ def evaluate_masked(
         ):
             batches = iter(lambda: list(islice(every_block, rows)), [])
             for batch in islice(batches, rank(), None, num_processes()):
-                sums += _score(model, ids, masked, batch, tokens)
+                sums += score(batch)
                 num_done += batch[-1].end - batch[0].first
                 if progress is not None:
                     progress(min(num_done * num_processes(), num_tokens), num_tokens)
     finally:
         model.train(was_training)
-    loss_sum, num_right = sum_over_all(sums, model.device)
-    num_scored = int(masked.sum())
-    return MaskedEvaluation(
-        length=length,
-        stride=stride,
-        num_tokens=num_tokens,
-        num_scored=num_scored,
-        nll=float(loss_sum) / num_scored,
-        accuracy=float(num_right) / num_scored,
-        tokens_per_second=num_tokens / (time.perf_counter() - start_time),
-        peak_memory_bytes=max_over_all(memory.peak_bytes, model.device),
+    return ScoredBlocks(
+        sum_over_all(sums, model.device),
+        time.perf_counter() - start_time,
+        max_over_all(memory.peak_bytes, model.device),
     )
 
 
@@ -229,7 +272,7 @@ def _score(
     return np.array([float(losses), float((logits.argmax(-1) == targets).sum())])
 
 
-def _check(
+def check_call(
     model: PreTrainedModel,
     ids: NDArray[Any],
     length: int,
@@ -237,6 +280,7 @@ def _check(
     batch_tokens: int,
     limit_tokens: int | None,
 ) -> None:
+    """Raises a ValueError where an argument of an evaluation in blocks breaks its rule."""
     check_tokens("evaluate", ids, model.config.vocab_size, at_least=1)
     for name, value, least in [
         ("length", length, 2),

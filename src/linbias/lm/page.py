@@ -53,6 +53,7 @@ def html(results: ExtrapolationResults) -> str:
             figures.loss_by_position, pooled, findings.positions_in_words(pooled)
         ),
         length_tables="".join(_length_tables(evaluations)),
+        validations="".join(_validation_tables(results.trainings)),
         budget=escape(findings.budget(results.settings.training)),
         training_table=_training_table(results.trainings),
         facts=_fact_list(results.made),
@@ -99,6 +100,33 @@ def _length_tables(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
             rows.append(_row(row.method, [*cells, f"<td>{row.change_cell()}</td>"]))
         caption = f"Bits per byte, trained on {train_length:,} tokens, tested on"
         yield _table(caption, [*titles, "change"], rows)
+
+
+def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
+    """For each training length, what the last validation kept, and how each model continued the prompt."""
+    for train_length in findings.train_lengths(trainings):
+        validated = findings.validations(trainings, train_length)
+        if validated is None:
+            continue
+        rows, items = [], []
+        for kept in validated.rows:
+            cells = [
+                '<td class="missing">beyond<br>its table</td>' if c is None else f"<td>{c}</td>"
+                for c in kept.cells()
+            ]
+            rows.append(_row(kept.method, cells))
+            items += [
+                f"<li {_colour(kept.method)}><b>{escape(NAMES[kept.method])}</b> continues: "
+                f"<code>{escape(repr(text))}</code></li>"
+                for text in kept.continuations
+            ]
+        caption = f"Nats per token, trained on {train_length:,} tokens"
+        titles = [title.replace(" at ", "<br>at ") for title in validated.titles]
+        yield "<h2>The last validation while training</h2>"
+        yield "<p>On the validation split: the mean loss, the loss at single tokens, and the accuracy.</p>"
+        yield _table(caption, titles, rows)
+        if items:
+            yield f'<ul class="findings">{"".join(items)}</ul>'
 
 
 def _training_table(trainings: Sequence[TrainingRecord]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from linbias.lm.methods import NAMES
 from linbias.runs import DEVICES, PRECISIONS
 
-TASKS = ("causal", "masked")
+TASKS = ("causal", "masked", "seq2seq")
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 
@@ -17,23 +17,29 @@ _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 class TrainSettings:
     """What determines a run, besides the corpus and the number of processes.
 
-    Exactly one of `steps`, `tokens` and `seconds` says how long to train.
+    Exactly one of `steps`, `tokens`, `seconds` and `epochs` says how long to train.
 
     Attributes:
         model: Fields of `LinbiasConfig` that differ from its defaults; the vocabulary and
             `train_length` follow from the corpus and `length`.
         length: Tokens that a training sequence predicts, each from at most so many before it. With task "masked",
-            tokens of a sequence (see `linbias.data.masked`).
-        task: "causal", to predict the next token, or "masked", to tell masked tokens from those on both sides: then
-            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric".
+            tokens of a sequence (see `linbias.data.masked`); with "seq2seq", before spans are taken out of it (see
+            `linbias.data.spans`).
+        task: "causal", to predict the next token; "masked", to tell masked tokens from those on both sides: then
+            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric"; or
+            "seq2seq", to write the spans that were taken out of a text: then `encoder_position` is that of the
+            encoder, `position` that of the decoder, and `model` is made of fields of `LinbiasSeq2SeqConfig`.
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
         tokens: Tokens to predict, rounded up to whole steps.
         seconds: Training time; a few steps of a throw-away model are timed to find the steps.
+        epochs: Passes over the train split, which need not be whole, rounded up to whole steps.
         learning_rate: Peak of the schedule: linear warmup, then a cosine down to zero.
+        learning_rate_floor: Share of the peak below which the cosine does not go.
         warmup: Share of the steps that raise the learning rate.
-        weight_decay: Of AdamW, on matrices only.
+        warmup_steps: Their number, in the place of `warmup`; None leaves it to that.
+        weight_decay: Of AdamW, on matrices only; not on an embedding from which the output weights are not read.
         clip: Largest norm of the gradient.
         precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
         save_steps: Steps between checkpoints.
@@ -43,7 +49,11 @@ class TrainSettings:
         init: Folder of a model that `train` made, to go on from; None draws fresh weights. Its
             tokenizer and its shape stay, the optimizer and the schedule start anew.
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
-            validation split; 0 for none.
+            validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for none.
+        validate_lengths: Further lengths to validate at. Each validation then keeps the loss at the first token, at
+            `length` and at the last one, and the accuracy, at `length` and at these (see `linbias.lm.validate`);
+            without those that a table of learned positions does not have.
+        prompt: Text that the model continues after each validation; None for none.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
 
@@ -63,8 +73,11 @@ class TrainSettings:
     steps: int | None = None
     tokens: int | None = None
     seconds: float | None = None
+    epochs: float | None = None
     learning_rate: float = 1e-3
+    learning_rate_floor: float = 0.0
     warmup: float = 0.05
+    warmup_steps: int | None = None
     weight_decay: float = 0.1
     clip: float = 1.0
     precision: str = "fp32"
@@ -73,51 +86,72 @@ class TrainSettings:
     threads: int | None = None
     device: str = "auto"
     init: str | None = None
-    validate_steps: int = 0
+    validate_steps: float = 0
+    validate_lengths: tuple[int, ...] = ()
+    prompt: str | None = None
     tensorboard: bool = False
     fsdp: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        budget = (self.steps, self.tokens, self.seconds)
+        budget = tuple(self.budget.values())
         is_one = sum(amount is not None for amount in budget) == 1
-        self._require("steps, tokens, seconds", is_one, "given one at a time", budget)
+        self._require(", ".join(self.budget), is_one, "given one at a time", budget)
         for name in ("length", "batch_size", "accumulation", "save_steps"):
             self._require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
-        for name in ("steps", "tokens", "threads"):
+        for name in ("steps", "tokens", "threads", "warmup_steps"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1", value)
-        self._require(
-            "seconds", self.seconds is None or self.seconds > 0, "positive", self.seconds
-        )
+        for name in ("seconds", "epochs"):
+            value = getattr(self, name)
+            self._require(name, value is None or value > 0, "positive", value)
         self._require("learning_rate", self.learning_rate > 0, "positive", self.learning_rate)
         self._require("warmup", 0 <= self.warmup < 1, "in [0, 1)", self.warmup)
-        for name in ("weight_decay", "clip", "validate_steps"):
+        floor = self.learning_rate_floor
+        self._require("learning_rate_floor", 0 <= floor < 1, "in [0, 1)", floor)
+        self._check_validation()
+        for name in ("weight_decay", "clip"):
             self._require(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
         self._require(
             "precision", self.precision in PRECISIONS, f"one of {PRECISIONS}", self.precision
         )
         self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
         self._require("task", self.task in TASKS, f"one of {TASKS}", self.task)
-        if self.task == "masked":
-            self._require("length", self.length >= 2, "at least 2 for task='masked'", self.length)
-        other = "encoder_position" if self.task == "causal" else "position"
+        if self.task != "causal":
+            rule = f"at least 2 for task={self.task!r}"
+            self._require("length", self.length >= 2, rule, self.length)
+        other = {"causal": "encoder_position", "masked": "position"}.get(self.task)
         rule = f"without {other}, which task={self.task!r} does not use"
-        self._require("model", other not in self.model, rule, self.model.get(other))
+        self._require("model", other not in self.model, rule, self.model.get(other or ""))
         given_elsewhere = {"vocab_size", "train_length"}
         given = sorted(given_elsewhere & set(self.model))
         rule = "without vocab_size and train_length, which follow from corpus and length"
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
-            from linbias.models.config import LinbiasConfig
+            from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
             from linbias.transformers.fields import own_fields
 
-            known = sorted(own_fields(LinbiasConfig) - given_elsewhere)
+            family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig
+            known = sorted(own_fields(family) - given_elsewhere)
             for name in self.model:
                 if name not in known:
                     raise ValueError(
-                        f"TrainSettings: model must be made of LinbiasConfig's fields, got {name!r}"
+                        f"TrainSettings: model must be made of {family.__name__}'s fields, got {name!r}"
                         f"{_nearest(name, known)}; there are {', '.join(known)}"
                     )
+
+    def _check_validation(self) -> None:
+        steps, lengths, prompt = self.validate_steps, self.validate_lengths, self.prompt
+        self._require("validate_steps", steps >= 0, "at least 0", steps)
+        is_known = steps < 1 or steps == int(steps)
+        self._require("validate_steps", is_known, "a whole number or below 1", steps)
+        differ = len(set(lengths)) == len(lengths) and min(lengths, default=1) >= 1
+        self._require("validate_lengths", differ, "different lengths, at least 1", lengths)
+        self._require("prompt", prompt != "", "None or a text", prompt)
+        for name, value in (("validate_lengths", lengths), ("prompt", prompt)):
+            if value:
+                rule = "left out for a task other than 'causal'"
+                self._require(name, self.task == "causal", rule, value)
+                self._require(name, steps > 0, "left out without validate_steps", value)
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
         if not holds:
@@ -125,8 +159,8 @@ class TrainSettings:
 
     @property
     def budget(self) -> dict[str, float | None]:
-        """How long to train: `steps`, `tokens` and `seconds`."""
-        return {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+        """How long to train: `steps`, `tokens`, `seconds` and `epochs`, of which one is given."""
+        return {name: getattr(self, name) for name in ("steps", "tokens", "seconds", "epochs")}
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -147,7 +181,7 @@ class ExtrapolateSettings:
             times each training length.
         seeds: One model of each kind per seed; figures show their mean and range.
         corpus: What `load_corpus` reads.
-        tokenizer: "bytes" or "bpe".
+        tokenizer: "bytes", "characters" or "bpe".
         vocab_size: Of "bpe".
         max_bytes: Read at most this many bytes of each split; None reads all.
         stride: None tests segments without overlap, else a sliding window (see `evaluate`).
@@ -218,7 +252,8 @@ class ExtrapolateSettings:
     def from_dict(cls, record: dict[str, Any]) -> ExtrapolateSettings:
         """The reverse of `to_dict`, also when it went through JSON."""
         lists = {name: tuple(value) for name, value in record.items() if isinstance(value, list)}
-        training = TrainSettings(**record["training"])
+        lengths = tuple(record["training"].get("validate_lengths", ()))
+        training = TrainSettings(**{**record["training"], "validate_lengths": lengths})
         return cls(**{**record, **lists, "training": training})
 
     def _require(self, name: str, holds: bool, rule: str, given: object) -> None:

@@ -14,7 +14,7 @@ from linbias.runs.tables import NumberTable
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
-    """Bits per byte by test length, a table for each training length; then the costs."""
+    """Bits per byte by test length and what validations kept, for each training length; then the costs."""
     evaluations = results.evaluations
     for train_length in findings.train_lengths(evaluations):
         lengths = findings.test_lengths(evaluations, train_length)
@@ -27,6 +27,15 @@ def tables(results: ExtrapolationResults) -> Iterator[Table]:
             cells = [cell or "-" for cell in row.cells()]
             table.add_row(_name(row.method), *cells, row.change_cell())
         yield table
+        validated = findings.validations(results.trainings, train_length)
+        if validated is not None:
+            title = f"Nats per token, last validation while training on {train_length:,} tokens"
+            table = _table(title, [title.replace(" at ", "\nat ") for title in validated.titles])
+            for kept in validated.rows:
+                if None in kept.losses:
+                    table.caption = "-: beyond its table of positions"
+                table.add_row(_name(kept.method), *(cell or "-" for cell in kept.cells()))
+            yield table
     title = f"Training, {findings.budget(results.settings.training)}"
     table = _table(title, [title.replace(" ", "\n") for title in findings.COST_TITLES])
     for cost in findings.costs(results.trainings):
@@ -35,10 +44,15 @@ def tables(results: ExtrapolationResults) -> Iterator[Table]:
 
 
 def sentences(results: ExtrapolationResults) -> Iterator[Text]:
-    """The findings, a line for each; and what to keep in mind about them."""
+    """The findings, a line for each; how each model continued a prompt; and what to keep in mind."""
     found = findings.findings(results.evaluations)
     for finding in found:
         yield Text.assemble(_name(finding.method), f" is {finding}")
+    for train_length in findings.train_lengths(results.trainings):
+        validated = findings.validations(results.trainings, train_length)
+        for row in validated.rows if validated else ():
+            for text in row.continuations:
+                yield Text.assemble(_name(row.method), f" continues: {text!r}")
     if caution := findings.caution(found):
         yield Text(caution, "dim")
 

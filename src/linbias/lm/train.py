@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
@@ -41,9 +41,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import Segments
+from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.initial import initial_config, initial_model, weights_of
 from linbias.lm.settings import TrainSettings
+from linbias.lm.trainer import LanguageModelTrainer
+from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
+from linbias.models.config import LinbiasConfig
 from linbias.models.load import no_bars
 from linbias.runs.checkpoints import Checkpoints
 from linbias.runs.files import Record, write_json
@@ -62,7 +66,6 @@ from linbias.runs.watch import FiniteLoss, FollowSchedule, LossHistory, Progress
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
-_MAX_VALIDATION_TOKENS = 2**15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +75,12 @@ class LanguageModelMetrics(TrainingMetrics):
     Attributes:
         loss: Nats per predicted token, mean over the last tenth of the steps.
         validation_loss: Nats per predicted token of the last validation; None without any.
+        validation: What else the last validation kept, as of `linbias.lm.validate`; None where it was the loss only.
     """
 
     loss: float
     validation_loss: float | None = None
+    validation: Record | None = None
 
 
 def train(
@@ -91,7 +96,8 @@ def train(
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
-    each pass over the text. With task "masked" they are those of `linbias.data.masked`. Sets the global random seeds. Under torchrun every process calls this,
+    each pass over the text. With task "masked" they are those of `linbias.data.masked`, with "seq2seq" those of
+    `linbias.data.spans`. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
 
     Args:
@@ -127,9 +133,9 @@ def train(
     output = Path(output)
     on_cpu = uses_cpu(settings.device, settings.precision)
     _check_corpus(settings, corpus)
-    initial_config(settings, corpus)  # may refuse, and should before anything is written
-    if settings.task == "masked":
-        MaskTokens.of(corpus.tokenizer)  # likewise
+    corpus = _for_task(settings, corpus)
+    config = initial_config(settings, corpus)  # may refuse, and should before anything is written
+    Validation.of(settings, corpus, _limit(config))  # likewise
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_batch(settings)
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
@@ -150,6 +156,16 @@ def _check_corpus(settings: TrainSettings, corpus: Corpus) -> None:
                 f"train: corpus must hold length + 1 = {settings.length + 1} tokens to {purpose}, "
                 f"got {len(ids)}"
             )
+
+
+def _for_task(settings: TrainSettings, corpus: Corpus) -> Corpus:
+    """The corpus with the tokens that a task needs, or the error that there are none."""
+    if settings.task == "masked":
+        MaskTokens.of(corpus.tokenizer)
+    if settings.task == "seq2seq":
+        corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
+        SpanTokens.of(corpus.tokenizer)
+    return corpus
 
 
 @contextmanager
@@ -235,10 +251,12 @@ def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
         return settings.steps
     if settings.tokens is not None:
         return math.ceil(settings.tokens / (settings.batch_size * settings.length))
+    if settings.epochs is not None:
+        return math.ceil(settings.epochs * _steps_per_epoch(settings, corpus))
     watch = StopWatch()
     with tempfile.TemporaryDirectory() as folder:
         steps = _WARM_STEPS + _TIMED_STEPS
-        without_validation = replace(settings, validate_steps=0)
+        without_validation = replace(settings, validate_steps=0, validate_lengths=(), prompt=None)
         trainer = _trainer(without_validation, corpus, Path(folder), steps, [watch])
         trainer.remove_callback(PrinterCallback)
         trainer.args.save_strategy = "no"
@@ -246,6 +264,11 @@ def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
     times = [after - before for before, after in pairwise(watch.times[_WARM_STEPS - 1 :])]
     assert settings.seconds is not None
     return max(1, round(settings.seconds / statistics.median(times)))
+
+
+def _steps_per_epoch(settings: TrainSettings, corpus: Corpus) -> float:
+    """Steps of one pass over the train split, of which the last one may be a part."""
+    return _segments(settings, corpus, corpus.train, 1, seed=0).per_pass / settings.batch_size
 
 
 def _run(
@@ -260,9 +283,11 @@ def _run(
     checkpoints = Checkpoints(output / "checkpoints")
     tokens_per_step = settings.batch_size * settings.length
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
-    history = LossHistory(output / "history.jsonl", tokens_per_step)
+    history = LossHistory(output / "history.jsonl", tokens_per_step, more=_validation_entry)
     schedule = FollowSchedule(bar)
     all_callbacks = [checkpoints, FiniteLoss(), history, bar, schedule, *callbacks]
+    if settings.validate_lengths or settings.prompt:
+        all_callbacks.append(Validations(settings.length, bar.console))
     if settings.tensorboard:
         all_callbacks.append(TensorBoardCallback())
         all_callbacks[-1].logging_dir = str(output / "tensorboard")
@@ -278,6 +303,7 @@ def _run(
         LanguageModelMetrics(
             loss=_final_loss(trainer.state),
             validation_loss=_validation_loss(trainer.state),
+            validation=_last_validation(trainer.state),
             steps=steps,
             tokens=steps * tokens_per_step,
             seconds=checkpoints.seconds,
@@ -309,7 +335,7 @@ def _trainer(
         gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=round(settings.warmup * steps),
+        warmup_steps=_warmup_steps(settings, steps),
         weight_decay=settings.weight_decay,
         adam_beta2=0.95,
         max_grad_norm=settings.clip,
@@ -318,21 +344,27 @@ def _trainer(
         # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
         logging_steps=math.gcd(settings.save_steps, 10),
         eval_strategy="steps" if settings.validate_steps else "no",
-        eval_steps=settings.validate_steps or steps,
+        eval_steps=_steps_between_validations(settings, corpus) or steps,
         per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
-        average_tokens_across_devices=False,  # all devices have the same number of tokens
+        # Only where spans are written do devices have unequal numbers of tokens.
+        average_tokens_across_devices=settings.task == "seq2seq",
     )
     set_seed(settings.seed)
-    model = initial_model(settings, initial_config(settings, corpus))
+    config = initial_config(settings, corpus)
+    model = initial_model(settings, config)
     # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
     model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
 
-    def mean_loss(outputs: CausalLMOutput, labels: Tensor, **_: Any) -> Tensor:
+    def mean_loss(
+        outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
+            return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
-    return _Trainer(
+    return LanguageModelTrainer(
         model,
         arguments,
         data_collator=lambda batch: batch,
@@ -342,40 +374,45 @@ def _trainer(
         eval_dataset=validation,
         compute_loss_func=mean_loss,
         callbacks=callbacks,
+        learning_rate_floor=settings.learning_rate_floor,
+        validation=Validation.of(settings, corpus, _limit(config)),
     )
+
+
+def _limit(config: LinbiasConfig) -> int | None:
+    """The longest input that a model reads; None for any."""
+    return config.train_length if config.method == "learned" else None
+
+
+def _warmup_steps(settings: TrainSettings, steps: int) -> int:
+    number = settings.warmup_steps
+    return round(settings.warmup * steps) if number is None else number
+
+
+def _steps_between_validations(settings: TrainSettings, corpus: Corpus) -> int:
+    """0 for no validation."""
+    steps = settings.validate_steps
+    if not 0 < steps < 1:
+        return int(steps)
+    return max(1, round(steps * _steps_per_epoch(settings, corpus)))
 
 
 def _segments(
     settings: TrainSettings, corpus: Corpus, ids: TokenIds, count: int, seed: int
 ) -> Segments:
     """The sequences of the task."""
-    if settings.task == "causal":
-        return Segments(ids, length=settings.length, num_segments=count, seed=seed)
-    tokens = MaskTokens.of(corpus.tokenizer)
-    return MaskedSegments(
-        ids, length=settings.length, num_segments=count, seed=seed, tokens=tokens
-    )
-
-
-class _Trainer(Trainer):
-    """The Trainer, of which a validation leaves the training as it would be without; it decays matrices only."""
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Those of the Trainer, but for learned slopes, which a decay would pull towards 1."""
-        names = super().get_decay_parameter_names(model)
-        vectors = {name for name, weight in model.named_parameters() if weight.ndim < 2}
-        return [name for name in names if name not in vectors]
-
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """As the Trainer's, which draws random numbers for the order of its data."""
-        with torch.random.fork_rng():
-            return super().evaluate(*arguments, **options)
+    options: dict[str, Any] = {"length": settings.length, "num_segments": count, "seed": seed}
+    if settings.task == "masked":
+        return MaskedSegments(ids, tokens=MaskTokens.of(corpus.tokenizer), **options)
+    if settings.task == "seq2seq":
+        return SpanSegments(ids, tokens=SpanTokens.of(corpus.tokenizer), **options)
+    return Segments(ids, **options)
 
 
 def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:
     """The start of the valid split, every segment once: whole batches, where there is enough for one."""
     length, batch_size = settings.length, settings.batch_size
-    num_tokens = min(len(corpus.valid) - 1, max(_MAX_VALIDATION_TOKENS, length))
+    num_tokens = min(len(corpus.valid) - 1, max(MAX_TOKENS, length))
     count = num_tokens // length
     if count > batch_size:
         count -= count % batch_size
@@ -394,6 +431,17 @@ def _final_loss(state: TrainerState) -> float:
     ]
     losses, weights = zip(*recent, strict=True)
     return statistics.fmean(losses, weights)
+
+
+def _last_validation(state: TrainerState) -> Record | None:
+    records = [found for log in state.log_history if (found := record(log)) is not None]
+    return records[-1] if records else None
+
+
+def _validation_entry(logs: Record) -> Record:
+    """What a line of the history has of a validation beside its loss."""
+    found = record(logs)
+    return {} if found is None else {"validation": found}
 
 
 def _validation_loss(state: TrainerState) -> float | None:

@@ -1,4 +1,4 @@
-"""The settings of the project's own language models: one flat, checked record, saved as config.json."""
+"""The settings of the project's own language models: flat, checked records, saved as config.json."""
 
 from typing import Any, ClassVar
 
@@ -139,6 +139,46 @@ class LinbiasConfig(fields.CheckedConfig):
         return is_open
 
 
+class LinbiasSeq2SeqConfig(LinbiasConfig):
+    """Describe a sequence-to-sequence model: an encoder that reads in both directions, and a decoder that sees it.
+
+    The arguments of `LinbiasConfig` mean the same here: `encoder_position` is the position method of the encoder,
+    `position` that of the decoder, and `num_hidden_layers` and all sizes are those of either. Cross-attention has
+    no positions. `block` stays "sequential".
+
+    Args:
+        decoder_layers: Number of the decoder's blocks. None means num_hidden_layers.
+        decoder_start_token_id: Begins what the decoder reads. None means bos_token_id.
+
+    Raises:
+        TypeError, ValueError: As of `LinbiasConfig`.
+
+    Example:
+        >>> config = LinbiasSeq2SeqConfig(num_hidden_layers=6, decoder_layers=2, bos_token_id=2)
+        >>> config.encoder_position, config.position, config.decoder_start_token_id
+        ('symmetric', 'alibi', 2)
+    """
+
+    model_type = "linbias-seq2seq"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "encoder_last_hidden_state",
+    ]
+
+    encoder_position: str = "symmetric"
+    decoder_layers: int = None  # type: ignore[assignment]  # __post_init__ fills it in
+    decoder_start_token_id: int | None = None
+    is_encoder_decoder: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self._fill("decoder_layers", self.num_hidden_layers)
+        fields.check_fields(self, _SEQ2SEQ_RULES)
+        fields.check_sizes(self)
+        if self.decoder_start_token_id is None:
+            self.decoder_start_token_id = kwargs.get("bos_token_id")
+
+
 _RULES = {
     **fields.SHARED,
     "position": fields.one_of(POSITIONS),
@@ -155,3 +195,11 @@ _RULES = {
 _RULES_ONCE_FILLED = dict.fromkeys(
     ("num_key_value_heads", "head_size", "intermediate_size"), fields.COUNT
 )
+_SEQ2SEQ_RULES = {
+    "encoder_position": fields.one_of(ENCODER_POSITIONS),
+    "block": fields.Rule(
+        "'sequential' in a sequence-to-sequence model", lambda value: value == "sequential"
+    ),
+    "decoder_layers": fields.COUNT,
+    "is_encoder_decoder": fields.Rule("True for this model", lambda value: value is True),
+}

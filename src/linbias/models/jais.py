@@ -5,6 +5,7 @@ original code to run and compare with. Modules are named as the original names i
 that lie among the weights.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -169,6 +170,14 @@ class StoredSlopes(Position):
         self._scale = 1.0 / config.head_size if config.mup_scale_qk_dot_by_d else None
         self._scaling = _scaling(config)
         self._implementation = config.attention_implementation
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredSlopes":
+        """Move to another device with the model, but stay in float32 where it goes to 16 bits, which round slopes."""
+        before = self.slopes.data
+        super()._apply(fn, recurse)
+        if self.slopes.itemsize < 4:
+            self.slopes.data = before.to(self.slopes.device)
+        return self
 
     def left(self, q: Tensor, num_keys: int, options: AttendOptions) -> Tensor:
         """[H], or [B, H] where rows of other lengths have other slopes."""

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from linbias.models.config import LinbiasConfig
+
 _DEFAULT_LENGTH = 1024  # of a model whose configuration says nothing
 # The names under which configurations say for which length a model was made.
 _STATED = ("train_length", "n_positions", "max_position_embeddings", "max_seq_len", "seq_length")
@@ -32,7 +34,7 @@ def default_length(model: PreTrainedModel) -> int:
 def position_limit(model: PreTrainedModel) -> int | None:
     """The longest input that the model's learned position table allows; None without one."""
     config = model.config.get_text_config()
-    if config.model_type == "linbias":
+    if isinstance(config, LinbiasConfig):
         return int(config.train_length) if config.method == "learned" else None
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in _TABLES and isinstance(module, nn.Embedding):

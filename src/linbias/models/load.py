@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,22 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 from linbias.data.dictionary import Dictionary
-from linbias.data.hub import caches_if_unreachable
 from linbias.data.tokenizers import Tokenizer
-from linbias.models.config import LinbiasConfig
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.paper_config import PaperConfig
+from linbias.runs.hub import caches_if_unreachable
+from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.transformers.fields import check_sizes
+from linbias.transformers.fused.mpt_model import runs_in_transformers
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:
@@ -46,31 +50,36 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
         device: None means the first CUDA device, or else the CPU.
 
     Returns:
-        The model, in evaluation mode: `LinbiasForMaskedLM` where the configuration says that it reads in both
-        directions, else a causal one.
+        The model, in evaluation mode: `LinbiasForConditionalGeneration` where the configuration is that of one,
+        `LinbiasForMaskedLM` where it says that the model reads in both directions, else a causal one.
 
     Raises:
         ValueError: There is no such model, or it cannot be read whole.
     """
     _check_path("load_model", path)
     try:
-        with no_bars(), _source(path):
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        with no_bars(), caches_if_unreachable(path):
+            config, kind = _config_and_class(path)
             check_sizes(config.get_text_config())
-            reads_both_ways = getattr(config, "encoder_position", None) is not None
-            kind = AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
             model, info = kind.from_pretrained(
                 str(path),
                 config=config,
                 trust_remote_code=False,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, with names
             )
     except pickle.UnpicklingError as error:  # its own words advise to run what is in the file
         reason = ValueError("its weights are damaged, or ask for code, which was not run")
         raise _cannot_read("load_model", path, reason) from error
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_model", path, error) from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise ValueError(
+            f"load_model: config.json of {str(path)!r} must fit its weights, got {name} of shape {list(stored)} where it "
+            f"asks for {list(wanted)}"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ValueError(
@@ -80,6 +89,13 @@ def load_model(path: str | Path, *, device: torch.device | str | None = None) ->
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval()
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    if isinstance(config, LinbiasSeq2SeqConfig):
+        return AutoModelForSeq2SeqLM
+    reads_both_ways = getattr(config, "encoder_position", None) is not None
+    return AutoModelForMaskedLM if reads_both_ways else AutoModelForCausalLM
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -98,8 +114,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "(`linbias paper convert --dict` writes it)"
         )
     try:
-        with _source(path):
-            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        with caches_if_unreachable(path):
+            # Without a configuration it would read that of the folder.
+            return AutoTokenizer.from_pretrained(
+                str(path), config=_own_mpt_config(path), trust_remote_code=False
+            )
     except Exception as error:  # damaged or hostile files can raise anything
         raise _cannot_read("load_tokenizer", path, error) from error
 
@@ -122,7 +141,7 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
     """
     _check_path("encode", path)
     model_type = _model_type(path)
-    if model_type == LinbiasConfig.model_type:
+    if model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
         return Tokenizer.load(path).encode(text)
     if model_type == PaperConfig.model_type:
         words = Dictionary.read(Path(path, "dict.txt"))
@@ -130,6 +149,22 @@ def encode(path: str | Path, text: bytes) -> NDArray[Any]:
         return np.fromiter((word for line in lines for word in line), np.int64)
     ids = load_tokenizer(path)(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
     return np.asarray(ids, np.int64)
+
+
+def _config_and_class(path: str | Path) -> tuple[PreTrainedConfig, Any]:
+    """The configuration at a path, and what loads its model."""
+    if (own := _own_mpt_config(path)) is not None:
+        return own, LinbiasMptForCausalLM
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    return config, _auto_class(config)
+
+
+def _own_mpt_config(path: str | Path) -> LinbiasMptConfig | None:
+    """That of an MPT model which Transformers refuses or leaves parts out of; None for all other models."""
+    settings, _ = PreTrainedConfig.get_config_dict(str(path))
+    if settings.get("model_type") != "mpt" or runs_in_transformers(settings):
+        return None
+    return LinbiasMptConfig.from_dict(settings)
 
 
 def _model_type(path: str | Path) -> str | None:
@@ -160,11 +195,6 @@ def _check_path(function: str, path: str | Path) -> None:
             f"{function}: path must be a folder with a config.json, got {str(path)!r}"
         )
     _check_is_record(function, path)
-
-
-def _source(path: str | Path) -> AbstractContextManager[None]:
-    """What surrounds the reading of a folder, or of an id of the Hub."""
-    return nullcontext() if Path(path).exists() else caches_if_unreachable()
 
 
 def _cannot_read(function: str, path: str | Path, error: Exception) -> ValueError:

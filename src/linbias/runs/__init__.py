@@ -1,5 +1,6 @@
 """What every run needs, written once: files, folders, checkpoints, training, progress and memory.
 
+hub          whether the Hugging Face Hub answers
 files        whole files, logs that grow line by line, fingerprints     (standard library only)
 progress     a bar or lines on standard error                          (Rich only)
 processes    which of several processes this is

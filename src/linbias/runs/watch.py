@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,10 +62,13 @@ class LossHistory(TrainerCallback):
     Args:
         path: The file.
         tokens_per_step: Tokens that a step predicts.
+        more: Entries of a line that are made of what a validation logged.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int) -> None:
-        self.path, self.tokens_per_step = path, tokens_per_step
+    def __init__(
+        self, path: Path, tokens_per_step: int, more: Callable[[Record], Record] | None = None
+    ) -> None:
+        self.path, self.tokens_per_step, self.more = path, tokens_per_step, more
         self._start: tuple[int, float] | None = None  # step and time of the line before
         self._line: Record = {}
 
@@ -112,6 +116,7 @@ class LossHistory(TrainerCallback):
         elif "eval_loss" in logs:
             loss = logs["eval_loss"]
             self._line["validation_loss"] = loss if math.isfinite(loss) else None
+            self._line |= {} if self.more is None else self.more(logs)
             self._append(state)
 
     def _append(self, state: TrainerState) -> None:
@@ -233,6 +238,6 @@ class FollowSchedule(TrainerCallback):
         if rates != before:
             self.bar.console.print(
                 f"training: extended to {state.max_steps:,} steps after {state.global_step:,}, the "
-                f"learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down to 0",
+                f"learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down",
                 soft_wrap=True,
             )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linbias import _machine
 from linbias.kernels import core
 from linbias.kernels.core import why_not as why_not
 from linbias.torch import operator
@@ -31,7 +32,7 @@ def _team() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-_TEAM = _team()
+_TEAM, _NUM_CORES = _team(), _machine.num_cores()
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
@@ -113,6 +114,9 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         query_start = query_start.to(torch.int64)
     if key_bound is not None:
         key_bound = key_bound.to(left.dtype)
+    threads = torch.get_num_threads()
+    # A team comes as a whole, and threads that are more than the cores only take turns.
+    team = _TEAM if threads <= _NUM_CORES else 0
     call = core.Call(
         dtype=_DTYPES[q.dtype],
         B=B,
@@ -135,9 +139,9 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         tolerance=inputs.tolerance,
         seed=0 if seed is None else int(seed),
         num_threads=core.num_threads(
-            (B, H, G, T, S, D, E), torch.get_num_threads(), awake=_TEAM != 0
+            (B, H, G, T, S, D, E), min(threads, _NUM_CORES), awake=team != 0
         ),
-        team=_TEAM,
+        team=team,
         precise=inputs.precise,
     )
     return call, copies

@@ -421,7 +421,7 @@ def _check_values(
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     device = arrays[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return arrays
     dtype = torch.get_autocast_dtype(device)
     return tuple(a.to(dtype) if a.dtype != torch.float64 else a for a in arrays)

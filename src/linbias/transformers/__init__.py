@@ -23,6 +23,7 @@ from linbias.transformers.encoders.model import (
     LinbiasBertModel,
 )
 from linbias.transformers.fused import fuse, unfuse
+from linbias.transformers.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.transformers.packing import Packing, attend_packed, packed_weights
 from linbias.transformers.padding import Padding, read_attention_mask
 
@@ -35,6 +36,8 @@ __all__ = [
     "LinbiasBertForSequenceClassification",
     "LinbiasBertForTokenClassification",
     "LinbiasBertModel",
+    "LinbiasMptConfig",
+    "LinbiasMptForCausalLM",
     "Packing",
     "Padding",
     "attend_packed",

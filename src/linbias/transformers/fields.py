@@ -64,6 +64,7 @@ FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 # times what has been published; train_length and t5_max_distance reach as far as positions do.
 MAXIMA: Mapping[str, int] = {
     "num_hidden_layers": 2**11,
+    "decoder_layers": 2**11,
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "hidden_size": 2**17,
@@ -102,7 +103,9 @@ SHARED: Mapping[str, Rule] = {
 
 def own_fields(family: type[PreTrainedConfig]) -> set[str]:
     """The names of the fields that a configuration adds to those of Transformers."""
-    return {field.name for field in dataclasses.fields(family)} & set(family.__annotations__)
+    ours = (kind for kind in family.__mro__ if not issubclass(PreTrainedConfig, kind))
+    annotated = {name for kind in ours for name in kind.__annotations__}
+    return {field.name for field in dataclasses.fields(family)} & annotated
 
 
 class CheckedConfig(PreTrainedConfig):

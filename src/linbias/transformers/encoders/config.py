@@ -80,6 +80,9 @@ class LinbiasBertConfig(fields.CheckedConfig):
         fields.check_sizes(self)
         size, heads = self.hidden_size, self.num_attention_heads
         fields.require(self, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
+        pad = self.pad_token_id
+        is_token = pad is None or (fields.is_integer(pad) and 0 <= pad < self.vocab_size)
+        fields.require(self, "pad_token_id", is_token, f"None or in [0, {self.vocab_size})")
         super().__post_init__(**kwargs)
 
     @property
@@ -100,4 +103,5 @@ _RULES = {
         "None or a number in [0, 1)", lambda value: value is None or fields.PROBABILITY.holds(value)
     ),
     **dict.fromkeys(("head_norm_eps", "initializer_range"), fields.POSITIVE),
+    "id2label": fields.SHARED["id2label"],
 }  # fmt: skip

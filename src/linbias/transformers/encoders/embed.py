@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linbias.runs.files import JsonLog
 from linbias.runs.folders import hold_run_folder, open_run_folder
+from linbias.runs.hub import caches_if_unreachable
 from linbias.transformers.encoders.documents import Document, Id
 from linbias.transformers.encoders.load import from_pretrained
 from linbias.transformers.encoders.vectors import Vectors, check_output, partial_folder, write
@@ -113,8 +114,9 @@ def embed(
     dtype = _dtype(precision, where)
     if target is not None:
         check_output(target)
-    tokenizer = _load_tokenizer(folder)
-    model = from_pretrained(folder, "base", dtype=dtype, **settings)
+    with caches_if_unreachable(folder):
+        tokenizer = _load_tokenizer(folder)
+        model = from_pretrained(folder, "base", dtype=dtype, **settings)
     tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
     pool = _Pool(model.to(where), pooling, normalize)

@@ -1,7 +1,6 @@
 """`from_pretrained`: encoders from original folders and from our own, without running code that lies in them."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
+from linbias.runs.hub import caches_if_unreachable
 from linbias.transformers.encoders import original
 from linbias.transformers.encoders.config import LinbiasBertConfig
 from linbias.transformers.encoders.model import (
@@ -28,6 +28,15 @@ HEADS: dict[str, type[LinbiasBertPreTrainedModel]] = {
     "sequence": LinbiasBertForSequenceClassification,
     "token": LinbiasBertForTokenClassification,
 }
+_WITH_FUSE = (
+    "AutoModelForCausalLM.from_pretrained loads it and linbias.transformers.fuse runs it here"
+)
+_BY_IMPORT = "AutoModelForCausalLM.from_pretrained loads it after `import linbias.models`"
+_DECODERS = {
+    **dict.fromkeys(("bloom", "falcon"), _WITH_FUSE),
+    "mpt": "linbias.transformers.LinbiasMptForCausalLM.from_pretrained loads it",
+    **dict.fromkeys(("baichuan", "jais", "btlm", "linbias", "linbias-paper"), _BY_IMPORT),
+}
 # What the other heads have, which a model without them leaves where it is.
 _OTHER_HEADS = ("transform.", "norm.", "decoder.", "classifier.", "cls.", "encoder.pooler.")
 
@@ -37,7 +46,7 @@ def from_pretrained(
     head: Head = "base",
     *,
     new_head: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **settings: Any,
 ) -> LinbiasBertPreTrainedModel:
     """Load an ALiBi encoder: jina-embeddings-v2 (also code), MosaicBERT, DNABERT-2, or one saved by `save_pretrained`.
@@ -51,7 +60,7 @@ def from_pretrained(
         head: "base" gives `last_hidden_state`, and `pooler_output` where the weights have a pooler; "masked" is the
             masked language model, "sequence" and "token" are classifiers.
         new_head: Start what a head adds to the encoder from fresh weights if the folder lacks it, to train it.
-        dtype: Of the weights; None: as they are stored.
+        dtype: Of the weights, as such or by name; None or "auto": as they are stored.
         settings: Fields of `LinbiasBertConfig` to change, such as num_labels, slope_scale or hidden_dropout.
 
     Returns:
@@ -71,6 +80,12 @@ def from_pretrained(
     """
     if head not in HEADS:
         raise ValueError(f"from_pretrained: head must be one of {tuple(HEADS)}, got {head!r}")
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"from_pretrained: dtype must be a floating type of PyTorch, got {dtype!r}"
+        )
     config, weights, _ = read_folder(folder)
     for name in settings:
         if name not in LinbiasBertConfig.__annotations__ and not hasattr(config, name):
@@ -93,8 +108,14 @@ def read_folder(folder: str | Path) -> tuple[LinbiasBertConfig, dict[str, Tensor
     Raises:
         ValueError: As `from_pretrained`.
     """
-    settings = json.loads(_file(folder, ("config.json",)).read_text(encoding="utf-8"))
-    stored = _read_weights(folder)
+    with caches_if_unreachable(folder):
+        settings = _read_settings(folder)
+        if (advice := _DECODERS.get(str(settings.get("model_type")))) is not None:
+            raise ValueError(
+                f"from_pretrained: {str(folder)!r} must hold an encoder, got a {settings['model_type']} model, which is a "
+                f"decoder: {advice}"
+            )
+        stored = _read_weights(folder)
     if settings.get("model_type") == LinbiasBertConfig.model_type:
         prefix = "" if any(name.startswith("encoder.") for name in stored) else "encoder."
         weights = {prefix + name: tensor for name, tensor in stored.items()}
@@ -160,6 +181,20 @@ def _is_of_encoder(model: LinbiasBertPreTrainedModel, name: str) -> bool:
     return inside and not whole.startswith("encoder.pooler.")
 
 
+def _read_settings(folder: str | Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(_file(folder, ("config.json",)).read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"from_pretrained: config.json of {str(folder)!r} must be JSON ({error})"
+        ) from error
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"from_pretrained: config.json of {str(folder)!r} must hold a JSON object, got {settings!r:.40}"
+        )
+    return settings
+
+
 def _read_weights(folder: str | Path) -> dict[str, Tensor]:
     path = _file(
         folder,
@@ -171,21 +206,35 @@ def _read_weights(folder: str | Path) -> dict[str, Tensor]:
         ),
     )
     if path.name.endswith(".index.json"):
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        parts = [_file(folder, (Path(name).name,)) for name in names]
+        try:
+            names = set(json.loads(path.read_bytes())["weight_map"].values())
+            parts = [_file(folder, (Path(name).name,)) for name in sorted(names)]
+        except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"from_pretrained: {path.name} of {str(folder)!r} is damaged"
+            ) from error
     else:
         parts = [path]
     weights: dict[str, Tensor] = {}
     for part in parts:
-        if part.suffix == ".safetensors":
-            weights |= load_file(part)
-            continue
         try:
-            weights |= torch.load(part, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+            if part.suffix == ".safetensors":
+                weights |= load_file(part)
+            else:
+                weights |= torch.load(part, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged or hostile files can raise anything
+            asks = ", or asks for code, which was not run" if part.suffix != ".safetensors" else ""
             raise ValueError(
-                f"from_pretrained: {part.name} of {str(folder)!r} is damaged, or asks for code, which was not run"
-            ) from None
+                f"from_pretrained: {part.name} of {str(folder)!r} is damaged{asks}"
+            ) from error
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or not (
+            tensor.is_floating_point() or name.endswith("position_ids")
+        ):
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"from_pretrained: {name} of {str(folder)!r} must hold floating numbers, got {kind}"
+            )
     return weights
 
 
@@ -196,7 +245,15 @@ def _file(folder: str | Path, names: tuple[str, ...]) -> Path:
             if (path := Path(folder) / name).is_file():
                 return path
             continue
-        found = cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False)
+        try:
+            found = cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # no such model, or no access to it
+            break
         if found is not None:
             return Path(found)
+    if not Path(folder).is_dir():
+        raise ValueError(
+            "from_pretrained: folder must be one that is here, or the id of a model on the Hugging Face Hub with "
+            f"{' or '.join(names)}, got {str(folder)!r}"
+        )
     raise ValueError(f"from_pretrained: {str(folder)!r} has no {' or '.join(names)}")

@@ -45,6 +45,11 @@ class Rows:
         assert attention_mask is not None
         return cls((B, T), attention_mask != 0, key_range)
 
+    def to(self, device: torch.device | str | int, **_: object) -> "Rows":
+        """On another device: a model that lies on several moves what its layers are given."""
+        moved = (None if x is None else x.to(device) for x in (self.is_token, self.key_range))
+        return Rows(self.shape, *moved)
+
     def pack(self, x: Tensor) -> Tensor:
         """[N, ...] of x [B, T, ...]."""
         return x.flatten(0, 1) if self.is_token is None else x[self.is_token]

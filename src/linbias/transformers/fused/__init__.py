@@ -4,6 +4,7 @@
     mask.py         what a fused model hands to its layers in place of a mask
     bias.py         its attention
     family.py       what is known of an architecture; bloom.py, falcon.py, mpt.py: three of them
+    mpt_model.py    MPT with what Transformers' class leaves out
 
 A model is fused by its configuration, `attn_implementation="linbias"`: Transformers then asks us for its mask, and
 the attention layers that find our mask run fused. `fuse` sets that and gives the layers what a user chooses.
@@ -102,7 +103,8 @@ def fuse(
         plan.append((body, family, bias))
     for body, family, bias in plan:
         before = body.config._attn_implementation
-        body.unfused_implementation = _default(body) if before == NAME else before
+        loaded_fused = before == NAME and not _always_fused(body)
+        body.unfused_implementation = _default(body) if loaded_fused else before
         body.config._attn_implementation = NAME
         for layer in _layers(body, family):
             layer.fused_bias = bias
@@ -112,6 +114,8 @@ def fuse(
 def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `fuse`: the model runs on Transformers' own attention again.
 
+    A `LinbiasMptForCausalLM`, which that cannot run, goes back to the default options.
+
     Args:
         model: A fused model, changed in place.
 
@@ -119,9 +123,15 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         The model.
 
     Raises:
-        ValueError: It is not fused.
+        ValueError: It is not fused, or by nothing but its class.
     """
     bodies = _bodies(model, "unfuse")
+    if any(
+        _always_fused(body) and not hasattr(body, "unfused_implementation") for body, _ in bodies
+    ):
+        raise ValueError(
+            f"unfuse: model must be one that Transformers can run, got a {type(model).__name__}, which is always fused"
+        )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
     for body, family in bodies:
@@ -145,10 +155,41 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
             bodies.append((module, family))
     if not bodies:
         known = ", ".join(body.__name__ for body in _BY_BODY)
+        advice = next(
+            (
+                f": {_INSTEAD[name]}"
+                for module in model.modules()
+                if (name := _name(module)) in _INSTEAD
+            ),
+            "",
+        )
         raise ValueError(
-            f"{caller}: model must contain one of {known} (Transformers' own classes), got {type(model).__name__}"
+            f"{caller}: model must contain one of {known} (Transformers' own classes), "
+            f"got {type(model).__name__}{advice}"
         )
     return bodies
+
+
+_LOAD_NATIVE = (
+    "after `import linbias.models`, AutoModelForCausalLM.from_pretrained(folder) loads the folder without the code "
+    "that lies in it"
+)
+_LOAD_ENCODER = "linbias.transformers.from_pretrained(folder) loads the folder without the code that lies in it"
+# By the name of a class that is not Transformers': what its owner can do instead.
+_INSTEAD = {
+    "MPTModel": "linbias.transformers.LinbiasMptForCausalLM.from_pretrained(folder) loads the folder without the code "
+    "that lies in it, and runs fused",
+    "RWModel": "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False) loads Transformers' own Falcon",
+    **dict.fromkeys(("BaichuanModel", "JAISModel", "BTLMModel"), _LOAD_NATIVE),
+    "JinaBertModel": _LOAD_ENCODER,
+    "linbias": "it runs on linbias' attention already",
+}
+
+
+def _name(module: nn.Module) -> str:
+    """Of its class; "linbias" for all of ours."""
+    cls = type(module)
+    return "linbias" if cls.__module__.startswith("linbias.") else cls.__name__
 
 
 def _layers(body: nn.Module, family: Family) -> Iterator[Any]:
@@ -165,6 +206,10 @@ def _check_heads(num_heads: int, bias: Bias, heads: Sequence[int] | None) -> Non
     raise ValueError(
         f"fuse: heads must be given where a layer holds {num_heads} of the model's {len(bias.slopes)} heads"
     )
+
+
+def _always_fused(body: nn.Module) -> bool:
+    return any(hasattr(module, "always_fused") for module in body.modules())
 
 
 def _default(body: PreTrainedModel) -> str:

@@ -41,10 +41,12 @@ class FusedMask:
         return replace(self, need_weights=True)
 
     def to(self, *args: Any, **kwargs: Any) -> "FusedMask":
-        """On another device, where one is named. A dtype means nothing here: MPT asks for bool."""
-        named = (*args, *kwargs.values())
-        device = next((x for x in named if isinstance(x, torch.device | str)), None)
-        if device is None:
+        """On another device, where one is named. A dtype means nothing here: MPT asks for bool.
+
+        A model that lies on several devices moves what its layers are given, by the number of a device.
+        """
+        device = kwargs.get("device", args[0] if args else None)
+        if device is None or isinstance(device, torch.dtype):
             return self
         old = self.padding
         moved = Padding(

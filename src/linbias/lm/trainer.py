@@ -1,0 +1,86 @@
+"""Transformers' Trainer as language models are trained with it: what is decayed, the schedule, validations."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from linbias.lm.validate import Validation
+
+
+class LanguageModelTrainer(Trainer):
+    """The Trainer, of which a validation leaves the training as it would be without; it decays matrices only.
+
+    Args:
+        learning_rate_floor: Share of its peak below which the learning rate does not go after the warmup.
+        validation: What a validation measures instead of the loss alone; None leaves it at that.
+        arguments, options: Those of the Trainer.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        learning_rate_floor: float,
+        validation: Validation | None,
+        **options: Any,
+    ) -> None:
+        self.learning_rate_floor, self.validation = learning_rate_floor, validation
+        super().__init__(*arguments, **options)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """That of the Trainer; with a floor, the same kind that does not go below it."""
+        if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            factor = partial(_share_of_peak, warmup, num_training_steps, self.learning_rate_floor)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Those of the Trainer, but for learned slopes, which a decay would pull towards 1, and for token embeddings
+        that are no output weights, of which rare tokens' rows would only shrink.
+        """
+        names = super().get_decay_parameter_names(model)
+        spared = {name for name, weight in model.named_parameters() if weight.ndim < 2}
+        if not model.config.tie_word_embeddings:
+            table = model.get_input_embeddings().weight
+            spared |= {name for name, weight in model.named_parameters() if weight is table}
+        return [name for name in names if name not in spared]
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """As the Trainer's, which draws random numbers for the order of its data."""
+        with torch.random.fork_rng():
+            return super().evaluate(*arguments, **options)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """That of the Trainer, or in its place the run's own `Validation`."""
+        if self.validation is None:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        measured = self.validation.measure(self.model, metric_key_prefix)
+        return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)
+
+
+def _share_of_peak(warmup: int, steps: int, floor: float, step: int) -> float:
+    """Of the learning rate at a step, where the cosine has a floor: max(floor, cosine) after the warmup."""
+    if step < warmup:
+        return step / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return max(floor, 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
