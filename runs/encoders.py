@@ -132,7 +132,8 @@ def test_model(place: str, home: Path, plan: Plan) -> list[Record]:
             stride=length - 1 - 2 * margin if margin else None,
             limit_tokens=plan.test_tokens,
         )
-        found.append({"margin": margin, **result.to_dict()})
+        kept = ("length", "stride", "num_tokens", "num_scored", "nll", "accuracy")
+        found.append({"margin": margin, **{name: getattr(result, name) for name in kept}})
     return found
 
 

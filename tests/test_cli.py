@@ -463,7 +463,7 @@ ERRORS = [
     ),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
     (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got './absent'"),
-    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold one of jina-embeddings-v2, MosaicBERT, DNABERT-2 or a linbias_bert model, got model_type 'linbias'"),
+    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold an encoder, got a linbias model, which is a decoder"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
     (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),

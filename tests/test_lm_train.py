@@ -434,8 +434,8 @@ def test_learned_positions_train_at_the_full_length_of_their_table(
 
 
 BAD_SETTINGS = [
-    ("steps, tokens, seconds must be given one at a time", {"steps": None}),
-    ("steps, tokens, seconds must be given one at a time", {"tokens": 5}),
+    ("steps, tokens, seconds, epochs must be given one at a time", {"steps": None}),
+    ("steps, tokens, seconds, epochs must be given one at a time", {"tokens": 5}),
     ("steps must be at least 1, got 0", {"steps": 0}),
     ("length must be at least 1, got 0", {"length": 0}),
     ("batch_size must be at least 1, got -1", {"batch_size": -1}),
