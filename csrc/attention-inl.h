@@ -20,6 +20,9 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sys/mman.h>  // madvise
+#endif
 
 #include <utility>  // integer_sequence
 
@@ -56,7 +59,7 @@ LINBIAS_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 LINBIAS_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 LINBIAS_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return larger_of(low, smaller_of(x, high)); }
 
-// Memory that is freed at the end of its block, 64-byte aligned.
+// Memory that is freed at the end of its block, 64-byte aligned; much of it in huge pages, where Linux has them.
 template <typename X>
 struct Buffer {
   X* data = nullptr;
@@ -66,12 +69,18 @@ struct Buffer {
   ~Buffer() { free(data); }
   // Returns whether there was memory for so many elements.
   bool allocate(int64_t a, int64_t b = 1, int64_t c = 1) {
+    constexpr int64_t kHugePage = 2 << 20;
     int64_t count, bytes;
     if (__builtin_mul_overflow(a, b, &count) || __builtin_mul_overflow(count, c, &count) ||
-        __builtin_mul_overflow(count, static_cast<int64_t>(sizeof(X)), &bytes) || bytes > INT64_MAX - 64) {
+        __builtin_mul_overflow(count, static_cast<int64_t>(sizeof(X)), &bytes) || bytes > INT64_MAX - kHugePage) {
       return false;
     }
-    data = static_cast<X*>(aligned_alloc(64, static_cast<size_t>(round_up(larger_of(bytes, 1), 64))));
+    const int64_t unit = bytes >= 2 * kHugePage ? kHugePage : 64;
+    data = static_cast<X*>(
+        aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(round_up(larger_of(bytes, 1), unit))));
+#if defined(MADV_HUGEPAGE)
+    if (data != nullptr && unit == kHugePage) madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+#endif
     return data != nullptr;
   }
 };
