@@ -165,33 +165,33 @@ struct PackAcross : PackTask<float, In> {
   }
 };
 
-// Rows of queries, and with one part columns of weights; those beyond kRows are zeros.
+// Rows of queries, and for bfloat16 columns of weights; those beyond kRows are zeros.
 constexpr int64_t kQueriesAcross = (kRows + kDeep - 1) / kDeep * kDeep;
-constexpr int64_t kMostAcross = (kMostParts + 1) * kRows;  // columns of weights, with all parts
 
-// What a worker needs for one tile, in parts where products want it. What there is of each query is in `of`, but for
-// its pivot: row_max in the unit of scores.
+// What a worker needs for one tile. What there is of each query is in `of`, but for its pivot: row_max in the unit of
+// scores.
 struct AcrossScratch {
   Scratch<float> of;
   float pivot[kRows];
   uint16_t* rows;                       // [parts, kQueriesAcross, larger of padded_D, padded_E]: queries, or gradients
   uint32_t *q_across, *dout_across;     // [parts, kGroups, padded_D or padded_E / 2, 16]
-  uint32_t *q_pairs, *dout_pairs;       // [96, wide_D or wide_E]: BackwardAcross says which queries in which parts
-  float *score, *dweight;               // [kGroups, kKeys, 16]
+  uint32_t *q_pairs, *dout_pairs;       // the second factor of products over queries: BackwardAcross::lay_depth
   float* acc;                           // [kGroups, wide_E or wide_D, 16]
-  uint32_t* pairs;                      // [parts, kGroups, kKeys / 2, 16]: weights, or gradients of scores
-  uint16_t *weight_rows, *dscore_rows;  // [kKeys, 192], the factors of these
+  float *score, *dweight;               // [groups at once, kKeys, 16]
+  uint32_t* pairs;                      // [parts, groups at once, kKeys / 2, 16]: weights, or gradients of scores
+  uint16_t *weight_rows, *dscore_rows;  // of all groups: BackwardAcross::kColumns
 
   Parts<uint16_t> rows_of(int64_t padded, int parts) const { return {rows, padded, parts, kQueriesAcross * padded}; }
 };
-
-constexpr int64_t kGroupScores = kKeys * kSide;                                        // of a group
-constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
 
 // Queries, or gradients, across: those of a group begin at `group * kSide * padded / 2`.
 inline Parts<uint32_t> across_of(uint32_t* data, int64_t padded, int parts) {
   return {data, kSide, parts, kRows * padded / 2};
 }
+
+constexpr int64_t kGroupScores = kKeys * kSide;                                        // of a group
+constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
+constexpr int64_t kWeightColumns = 2 * kPairKinds * kRows;                             // at most, of weight_rows
 
 struct AcrossScratches {
   Buffer<AcrossScratch> each;
@@ -201,8 +201,8 @@ struct AcrossScratches {
     constexpr int64_t kParts = kMostParts, kHalf = kRows / 2, kHalfAcross = kQueriesAcross / 2;
     const int64_t deep = larger_of(packed.padded_D, packed.padded_E), wide = larger_of(packed.wide_D, packed.wide_E);
     const int64_t words = kParts * (kHalfAcross * deep + kHalf * (packed.padded_D + packed.padded_E) +
-                                    kHalfAcross * (packed.wide_D + packed.wide_E) + kPairsStep) +
-                          kKeys * kMostAcross + 2 * kGroups * kGroupScores + kRows * wide;
+                                    kRows * (packed.wide_D + packed.wide_E) + kPairsStep) +
+                          kRows * wide + 2 * (kGroups * kGroupScores + kKeys * kWeightColumns / 2);
     if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
     for (int worker = 0; worker < call.num_threads; ++worker) {
       AcrossScratch& scratch = each.data[worker];
@@ -213,14 +213,14 @@ struct AcrossScratches {
       scratch.rows = take_halves(kParts * kQueriesAcross * deep);
       scratch.q_across = take(kParts * kHalf * packed.padded_D);
       scratch.dout_across = take(kParts * kHalf * packed.padded_E);
-      scratch.q_pairs = take(kParts * kHalfAcross * packed.wide_D);
-      scratch.dout_pairs = take(kParts * kHalfAcross * packed.wide_E);
-      scratch.pairs = take(kParts * kPairsStep);
-      scratch.weight_rows = take_halves(kKeys * kMostAcross);
-      scratch.dscore_rows = take_halves(kKeys * kMostAcross);
+      scratch.q_pairs = take(kParts * kRows * packed.wide_D);
+      scratch.dout_pairs = take(kParts * kRows * packed.wide_E);
+      scratch.acc = take_floats(kRows * wide);
       scratch.score = take_floats(kGroups * kGroupScores);
       scratch.dweight = take_floats(kGroups * kGroupScores);
-      scratch.acc = take_floats(kRows * wide);
+      scratch.pairs = take(kParts * kPairsStep);
+      scratch.weight_rows = take_halves(kKeys * kWeightColumns);
+      scratch.dscore_rows = take_halves(kKeys * kWeightColumns);
     }
     return true;
   }
@@ -350,61 +350,61 @@ void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, Ac
   const In* q =
       static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
   const Parts<uint16_t> rows = scratch.rows_of(packed.padded_D, kPartsOf<In>);
-  copy_parts(q, call.q.row, tile.rows, call.D, kQueriesAcross, rows);
+  copy_parts(q, call.q.row, tile.rows, call.D, kPartsOf<In> > 1 ? kRows : kQueriesAcross, rows);
   lay_across(rows, tile.rows, across_of(scratch.q_across, packed.padded_D, kPartsOf<In>));
 }
 
-// Which keys of a block each group of queries takes part in: the first `shown`; none of a group beyond the tile.
-struct Shown {
-  int64_t groups, of[kGroups] = {};
-  bool all;  // all of the keys in every group of a whole tile
+// Groups of queries that are handled together, and which keys of a block each takes part in: the first `shown`, a
+// multiple of 32. One at a time leaves most of the first cache to the keys; but where these, in parts, do not fit, all
+// groups read a panel of their rows before the next.
+template <typename In>
+struct GroupsAcross {
+  static constexpr int64_t kPanel = kPartsOf<In> > 1 ? 2 * kSide : 4 * kSide;
+  int64_t first, end, shown[kGroups] = {};
+
+  // How many groups are handled together (measured: heads of 32 gain by one at a time, those of 64 lose).
+  static int64_t at_once(const Call& call) { return kPartsOf<In> > 1 && larger_of(call.D, call.E) > 48 ? kGroups : 1; }
 
   template <typename Biased>
-  Shown(const Tile<float>& tile, Biased& biased, int64_t block, bool finite)
-      : groups(round_up(tile.rows, kSide) / kSide), all(groups == kGroups) {
-    for (int64_t group = 0; group < groups; ++group) {
+  GroupsAcross(const Tile<float>& tile, Biased& biased, int64_t block, int64_t from, int64_t to, bool finite)
+      : first(from), end(smaller_of(to, round_up(tile.rows, kSide) / kSide)) {
+    for (int64_t group = first; group < end; ++group) {
       if (!biased.far) biased.turn_to(tile, block, group, finite);
-      set(group, biased.far ? kKeys : biased.end_shown);
+      shown[group] = biased.far ? kKeys : biased.end_shown;
     }
   }
-  void set(int64_t group, int64_t count) {
-    of[group] = count;
-    all = all && count == kKeys;
+
+  // The products of a block's keys, or values, and what lies across of each group: to[groups, kKeys, 16].
+  LINBIAS_INLINE void multiply(MatrixUnit& unit, Parts<uint16_t> rows, Parts<uint32_t> across, float* to) const {
+    for (int64_t s = 0; s < kKeys; s += kPanel) {
+      for (int64_t group = first; group < end; ++group) {
+        if (shown[group] <= s) continue;
+        multiply_column(unit, smaller_of(shown[group] - s, kPanel), rows.row, rows.at(s * rows.row),
+                        across.at(group * kSide * rows.row / 2), to + (group - first) * kGroupScores + s * kSide,
+                        false);
+      }
+    }
+  }
+
+  // Add to acc[kGroups, size, 16] the products of transposed rows[size, kKeys] and the pairs of each group.
+  LINBIAS_INLINE void add(MatrixUnit& unit, int64_t size, Parts<uint16_t> transposed, Parts<uint32_t> pairs,
+                          float* acc) const {
+    for (int64_t d = 0; d < size; d += kPanel) {
+      for (int64_t group = first; group < end; ++group) {
+        if (shown[group] == 0) continue;
+        multiply_column(unit, smaller_of(size - d, kPanel), shown[group], transposed.at(d * kKeys),
+                        pairs.at((group - first) * kGroupPairs), acc + (group * size + d) * kSide, true);
+      }
+    }
   }
 };
 
-// The products of a block's keys, or values, and what lies across of each group: to[kGroups, kKeys, 16].
-inline void multiply_groups(MatrixUnit& unit, const Shown& shown, Parts<uint16_t> rows, Parts<uint32_t> across,
-                            float* to) {
-  const int64_t column = kSide * rows.row / 2;
-  if (shown.all) {
-    return multiply_columns<kGroups>(unit, kKeys, rows.row, rows, across, column, to, kGroupScores, false);
-  }
-  for (int64_t group = 0; group < shown.groups; ++group) {
-    if (shown.of[group] == 0) continue;
-    multiply_column(unit, shown.of[group], rows.row, rows, across.at(group * column), to + group * kGroupScores, false);
-  }
-}
-
-// Add to acc[kGroups, size, 16] the products of transposed rows[size, kKeys] and the pairs of each group.
-inline void add_groups(MatrixUnit& unit, const Shown& shown, int64_t size, Parts<uint16_t> transposed,
-                       Parts<uint32_t> pairs, float* acc) {
-  if (shown.all) {
-    return multiply_columns<kGroups>(unit, size, kKeys, transposed, pairs, kGroupPairs, acc, size * kSide, true);
-  }
-  for (int64_t group = 0; group < shown.groups; ++group) {
-    if (shown.of[group] == 0) continue;
-    multiply_column(unit, size, shown.of[group], transposed, pairs.at(group * kGroupPairs), acc + group * size * kSide,
-                    true);
-  }
-}
-
-// Would the block whose products are in scratch.score add next to nothing to any query of a group? If so, add it to
+// Would the block with these products add next to nothing to any query of a group? If so, add it to
 // what is left out.
 template <typename Biased>
-bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, float allowance, AcrossScratch& scratch) {
+bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, float allowance, const float* scores,
+                          AcrossScratch& scratch) {
   float* left_out = scratch.of.left_out + group * kSide;
-  const float* scores = scratch.score + group * kGroupScores;
   const Floats base = biased.far_base(load(scratch.pivot + group * kSide));
   Floats high = broadcast(-kInfinity<float>);
 #pragma GCC unroll 4

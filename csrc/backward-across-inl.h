@@ -11,11 +11,11 @@ struct BackwardAcross {
   static constexpr int kParts = kPartsOf<In>;
   static constexpr bool kFine = kParts > 1;
   using Biased = BiasedAcross<kFine>;
-  // The products with a tile's queries as their depth: weights and gradients of scores, a key in a row, times dout and
-  // q. A tile of 48 queries does not fill the unit's depth of 32 twice, but its three parts, one after the other, do:
-  // columns of parts 0, 1, 2, 0 times rows of parts 2, 1, 0, 0 are four of the six products, and those of 0, 1 times 1,
-  // 0 the other two. With one part there are kQueriesAcross columns.
-  static constexpr int64_t kColumns = kFine ? kMostAcross : kQueriesAcross;
+  using Groups = GroupsAcross<In>;
+  // Weights, and gradients of scores, lie in rows[keys, queries]: of bfloat16 for the tile, of float32 for each group,
+  // in pairs of parts, [kinds, groups, keys, 16] words.
+  static constexpr int64_t kColumns = kFine ? 2 * kSide : kQueriesAcross;
+  static constexpr int64_t kKindStep = kGroups * kKeys * kSide;  // words
   const Call& call;
   const Backward& results;
   const AcrossPacked& packed;
@@ -74,8 +74,7 @@ struct BackwardAcross {
     lay_depth(scratch.rows_of(packed.padded_D, kParts), packed.wide_D, scratch.q_pairs);
     const int dout_parts = load_output_gradient(tile, scratch);
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.wide_D));
-    for (int64_t group = round_up(tile.rows, kSide) / kSide; group < (kFine ? kRows : kQueriesAcross) / kSide;
-         ++group) {
+    for (int64_t group = round_up(tile.rows, kSide) / kSide; !kFine && group < kQueriesAcross / kSide; ++group) {
       clear(scratch, group, 0);
     }
     const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
@@ -111,7 +110,7 @@ struct BackwardAcross {
     const float* given = static_cast<const float*>(results.dout) + at * E;
     const float* out = static_cast<const float*>(results.saved.out) + at * E;
     Words beyond[kMostParts] = {};  // whether some part is not 0
-    for (int64_t i = 0; i < kQueriesAcross; ++i) {
+    for (int64_t i = 0; i < (kFine ? kRows : kQueriesAcross); ++i) {
       const bool seen = i < tile.rows && find_pivot(tile, i, scratch);
       const float per_sum = seen ? 1 / of.row_sum[i] : 1;
       Floats delta{};
@@ -146,10 +145,7 @@ struct BackwardAcross {
   // Rows of queries as the second factor of products with their depth.
   static void lay_depth(Parts<uint16_t> rows, int64_t columns, uint32_t* to) {
     if constexpr (kFine) {
-      for (const int part : {2, 1, 0, 0}) {
-        lay_in_pairs(rows.data + part * rows.step, rows.row, kRows, columns, to);
-        to += kRows / 2 * columns;
-      }
+      lay_pairs_of_parts(rows, kRows, columns, {to, columns, kOtherPairKinds, kRows * columns});
     } else {
       for (int part = 0; part < rows.count; ++part) {
         lay_in_pairs(rows.data + part * rows.step, rows.row, kQueriesAcross, columns,
@@ -171,15 +167,14 @@ struct BackwardAcross {
 
   // Zeros for the weights of a group and their gradients, from some key on.
   static void clear(AcrossScratch& scratch, int64_t group, int64_t from) {
-    constexpr int64_t kPartColumns = kFine ? kRows : kQueriesAcross;
     const HalfWords zeros{};
-    for (int64_t s = from; s < kKeys; ++s) {
-      for (int64_t at = s * kColumns + group * kSide; at < (s + 1) * kColumns; at += kPartColumns) {
-        __builtin_memcpy(scratch.weight_rows + at, &zeros, sizeof zeros);
-        __builtin_memcpy(scratch.dscore_rows + at, &zeros, sizeof zeros);
-      }
+    for (int64_t at = from * kColumns + group * kSide; at < kKeys * kColumns; at += kColumns) {
+      __builtin_memcpy(scratch.weight_rows + at, &zeros, sizeof zeros);
+      __builtin_memcpy(scratch.dscore_rows + at, &zeros, sizeof zeros);
     }
   }
+
+  static uint32_t* words_of(uint16_t* rows) { return reinterpret_cast<uint32_t*>(rows); }
 
   // Add what a block gives, unless for a group of queries those beyond were negligible and it is, too.
   void visit(MatrixUnit& unit, const Tile<float>& tile, int64_t slot, int64_t block, int dout_parts,
@@ -189,61 +184,74 @@ struct BackwardAcross {
                           keys_transposed = packed.keys_transposed_at(slot, block);
     const Parts<uint32_t> q = across_of(scratch.q_across, packed.padded_D, kParts),
                           dout = across_of(scratch.dout_across, packed.padded_E, dout_parts),
-                          dscore_pairs = {scratch.pairs, kSide, kParts, kPairsStep};
+                          dscores = {scratch.pairs, kSide, kParts, kPairsStep};
     const bool finite = head.radius[block] == head.radius[block];
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     Biased biased(tile, block, static_cast<float>(call.scale));
-    Shown shown(tile, biased, block, finite);
-    multiply_groups(unit, shown, keys, q, scratch.score);
-    int64_t most_shown = 0;
-    for (int64_t group = 0; group < shown.groups; ++group) {
-      if (shown.of[group] > 0 && negligible[group]) {
-        biased.turn_to(tile, block, group, finite);
-        negligible[group] = finite && biased.far && is_negligible_across(biased, group, tile.rows, allowance, scratch);
-        if (negligible[group]) shown.set(group, 0);
+    float *dk_at = dk_of + block * kKeys * packed.wide_D, *dv_at = dv_of + block * kKeys * packed.wide_E;
+    int64_t most_shown = 0, all_shown[kGroups] = {};
+    const int64_t at_once = Groups::at_once(call);
+    for (int64_t first = 0; first * kSide < tile.rows; first += at_once) {
+      Groups groups(tile, biased, block, first, first + at_once, finite);
+      groups.multiply(unit, keys, q, scratch.score);
+      for (int64_t group = groups.first; group < groups.end; ++group) {
+        int64_t& shown = groups.shown[group];
+        if (shown > 0 && negligible[group]) {
+          biased.turn_to(tile, block, group, finite);
+          negligible[group] = finite && biased.far &&
+                              is_negligible_across(biased, group, tile.rows, allowance,
+                                                   scratch.score + (group - first) * kGroupScores, scratch);
+          if (negligible[group]) shown = 0;
+        }
+        if constexpr (!kFine) clear(scratch, group, shown);
+        most_shown = larger_of(most_shown, shown);
+        all_shown[group] = shown;
       }
-      clear(scratch, group, shown.of[group]);
-      most_shown = larger_of(most_shown, shown.of[group]);
+      groups.multiply(unit, values, dout, scratch.dweight);
+      for (int64_t group = groups.first; group < groups.end; ++group) {
+        if (groups.shown[group] == 0) continue;
+        biased.turn_to(tile, block, group, finite);
+        score_gradients(tile, biased, block, group, group - first, groups.shown[group], scratch);
+      }
+      groups.add(unit, packed.wide_D, keys_transposed, dscores, scratch.acc);
     }
     if (most_shown == 0) return;
-    multiply_groups(unit, shown, values, dout, scratch.dweight);
-    for (int64_t group = 0; group < shown.groups; ++group) {
-      if (shown.of[group] == 0) continue;
-      biased.turn_to(tile, block, group, finite);
-      score_gradients(tile, biased, block, group, shown.of[group], scratch);
-    }
-    add_groups(unit, shown, packed.wide_D, keys_transposed, dscore_pairs, scratch.acc);
-    add_over_queries(unit, most_shown, tile.rows, packed.wide_E, dout_parts, scratch.weight_rows, scratch.dout_pairs,
-                     dv_of + block * kKeys * packed.wide_E);
-    add_over_queries(unit, most_shown, tile.rows, packed.wide_D, 1, scratch.dscore_rows, scratch.q_pairs,
-                     dk_of + block * kKeys * packed.wide_D);
+    add_over_queries(unit, tile.rows, most_shown, all_shown, packed.wide_E, dout_parts, scratch.weight_rows,
+                     scratch.dout_pairs, dv_at);
+    add_over_queries(unit, tile.rows, most_shown, all_shown, packed.wide_D, 1, scratch.dscore_rows, scratch.q_pairs,
+                     dk_at);
   }
 
-  // to[keys, size] += rows[keys, kColumns] times what lay_depth laid.
-  static void add_over_queries(MatrixUnit& unit, int64_t keys, int64_t queries, int64_t size, int parts,
-                               const uint16_t* rows, const uint32_t* pairs, float* to) {
+  // to[keys, size] += rows[keys, queries] times what lay_depth laid.
+  static void add_over_queries(MatrixUnit& unit, int64_t queries, int64_t keys,
+                               [[maybe_unused]] const int64_t (&shown)[kGroups], int64_t size, int parts,
+                               uint16_t* rows, uint32_t* pairs, float* to) {
+#if defined(LINBIAS_AMX)
     if constexpr (kFine) {
-      const Stretch stretches[] = {{0, 0, 4 * kRows}, {0, kRows / 2 * size, 2 * kRows}};
-      add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
-    } else {
-      for (int part = 0; part < parts; ++part) {
-        const Stretch stretches[] = {{0, part * kQueriesAcross / 2 * size, round_up(queries, kDeep)}};
-        add_product(unit, keys, size, stretches, rows, kColumns, pairs, to);
-      }
+      add_groups(unit, keys, size, round_up(queries, kSide) / kSide, shown, {rows, kColumns, kPairKinds, 2 * kKindStep},
+                 kKeys * kColumns, {pairs, size, kOtherPairKinds, kRows * size}, kSide * size, to);
+      return;
+    }
+#endif
+    for (int part = 0; part < parts; ++part) {
+      add_product(unit, keys, size, round_up(queries, kDeep), rows, kColumns, pairs + part * kQueriesAcross / 2 * size,
+                  to);
     }
   }
 
   LINBIAS_INLINE void score_gradients(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
-                                      int64_t shown, AcrossScratch& scratch) const {
+                                      int64_t slot, int64_t shown, AcrossScratch& scratch) const {
     const Floats pivot = load(scratch.pivot + group * kSide), base = biased.far_base(pivot);
-    const float* scores = scratch.score + group * kGroupScores;
+    const float* scores = scratch.score + slot * kGroupScores;
     const int64_t num_keys = tile.head->num_keys - block * kKeys;
+    const Weighing weighing{tile, biased, block, group, slot, shown};
     const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
     if (biased.far && !(call.dropout > 0)) {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kSide), s, base);
       };
-      gradients_of(tile, biased, block, group, shown, score, keep, scratch);
+      if (results.dleft) gradients_of<true>(weighing, score, keep, scratch);
+      else gradients_of<false>(weighing, score, keep, scratch);
       return;
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
@@ -254,72 +262,82 @@ struct BackwardAcross {
       const DropoutAcross dropout(tile);
       const auto drop = [&](int64_t s, Floats x)
                             __attribute__((always_inline)) { return dropout.apply(tile, group, block * kKeys + s, x); };
-      gradients_of(tile, biased, block, group, shown, score, drop, scratch);
+      gradients_of<true>(weighing, score, drop, scratch);
     } else {
-      gradients_of(tile, biased, block, group, shown, score, keep, scratch);
+      gradients_of<true>(weighing, score, keep, scratch);
     }
   }
 
+  // A group of queries and a block of keys, of which it is shown the first; `slot` counts groups handled together.
+  struct Weighing {
+    const Tile<float>& tile;
+    const Biased& biased;
+    int64_t block, group, slot, shown;
+  };
+
   // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
-  // the slopes need. drop(key, x) is x for the queries that keep the key under dropout.
-  template <typename Score, typename Drop>
-  LINBIAS_INLINE void gradients_of(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
-                                   int64_t shown, const Score& score, const Drop& drop, AcrossScratch& scratch) const {
-    const Floats delta = load(scratch.of.delta + group * kSide);
-    const float* dweights = scratch.dweight + group * kGroupScores;
+  // the slopes need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
+  template <bool kSlopes, typename Score, typename Drop>
+  LINBIAS_INLINE void gradients_of(const Weighing& of, const Score& score, const Drop& drop,
+                                   AcrossScratch& scratch) const {
+    const Biased& biased = of.biased;
+    const Floats delta = load(scratch.of.delta + of.group * kSide);
+    const float* dweights = scratch.dweight + of.slot * kGroupScores;
     Floats total{}, slope[2] = {}, reach[2] = {};
     const bool one_side = biased.far || biased.hidden[kRight];
-    for (int64_t s = 0; s < shown; s += 2) {
+    for (int64_t s = 0; s < of.shown; s += 2) {
       Floats weight[2], dscore[2];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         weight[i] = Biased::weight(score(s + i));
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kSide));
         dscore[i] = weight[i] * (dweight - delta);
-        const Floats distance = biased.reach(s + i);
-        total += dscore[i];
-        if (one_side) {
-          slope[kLeft] += dscore[i] * distance;
-          reach[kLeft] += weight[i] * distance;
-        } else {
-          const Floats left = distance > 0.0f ? distance : Floats{}, right = left - distance;
-          slope[kLeft] += dscore[i] * left;
-          reach[kLeft] += weight[i] * left;
-          slope[kRight] += dscore[i] * right;
-          reach[kRight] += weight[i] * right;
+        if constexpr (kSlopes) {
+          const Floats distance = biased.reach(s + i);
+          total += dscore[i];
+          if (one_side) {
+            slope[kLeft] += dscore[i] * distance;
+            reach[kLeft] += weight[i] * distance;
+          } else {
+            const Floats left = distance > 0.0f ? distance : Floats{}, right = left - distance;
+            slope[kLeft] += dscore[i] * left;
+            reach[kLeft] += weight[i] * left;
+            slope[kRight] += dscore[i] * right;
+            reach[kRight] += weight[i] * right;
+          }
         }
         weight[i] = drop(s + i, weight[i]);
       }
-      store_weights(weight, dscore, s, group, scratch);
+      store_weights(weight, dscore, of, s, scratch);
     }
+    if constexpr (!kSlopes) return;
     // In a block to the right all distances are negative.
-    const bool to_the_right = biased.far && block > tile.near_last;
-    Scratch<float>& of = scratch.of;
-    add_to(of.dscore_sum + group * kSide, total);
-    add_to(of.slope_sum[to_the_right ? kRight : kLeft] + group * kSide, to_the_right ? -slope[kLeft] : slope[kLeft]);
-    add_to(of.reach_sum[to_the_right ? kRight : kLeft] + group * kSide, to_the_right ? -reach[kLeft] : reach[kLeft]);
+    const bool to_the_right = biased.far && of.block > of.tile.near_last;
+    const int nearer = to_the_right ? kRight : kLeft;
+    Scratch<float>& sums = scratch.of;
+    const int64_t at = of.group * kSide;
+    add_to(sums.dscore_sum + at, total);
+    add_to(sums.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
+    add_to(sums.reach_sum[nearer] + at, to_the_right ? -reach[kLeft] : reach[kLeft]);
     if (one_side) return;
-    add_to(of.slope_sum[kRight] + group * kSide, slope[kRight]);
-    add_to(of.reach_sum[kRight] + group * kSide, reach[kRight]);
+    add_to(sums.slope_sum[kRight] + at, slope[kRight]);
+    add_to(sums.reach_sum[kRight] + at, reach[kRight]);
   }
 
   // The weights of two keys and the gradients of their scores, as rows, and of these as pairs, too.
-  LINBIAS_INLINE static void store_weights(const Floats (&weight)[2], const Floats (&dscore)[2], int64_t s,
-                                           int64_t group, AcrossScratch& scratch) {
-    const int64_t at = s * kColumns + group * kSide;
-    uint16_t *weights = scratch.weight_rows + at, *dscores = scratch.dscore_rows + at;
-    uint32_t* pairs = scratch.pairs + group * kGroupPairs + s / 2 * kSide;
+  LINBIAS_INLINE static void store_weights(const Floats (&weight)[2], const Floats (&dscore)[2], const Weighing& of,
+                                           int64_t s, AcrossScratch& scratch) {
+    uint32_t* pairs = scratch.pairs + of.slot * kGroupPairs + s / 2 * kSide;
     if constexpr (kFine) {
-      split(weight[0], weight[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
-        store_upper_halves(first, second, weights + part * kRows, kColumns);
-        if (part == 0) store_upper_halves(first, second, weights + 3 * kRows, kColumns);
-      });
-      split(dscore[0], dscore[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
-        store_upper_halves(first, second, dscores + part * kRows, kColumns);
-        if (part == 0) store_upper_halves(first, second, dscores + 3 * kRows, kColumns);
-        store_words(pairs + part * kPairsStep, side_by_side(first, second));
-      });
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = (of.group * kKeys + s + i) * kSide;
+        store_pairs_of_parts(weight[i], words_of(scratch.weight_rows) + at, kKindStep);
+        store_pairs_of_parts(dscore[i], words_of(scratch.dscore_rows) + at, kKindStep);
+      }
+      store_pairs<kParts>(dscore[0], dscore[1], pairs, kPairsStep);
     } else {
+      const int64_t at = s * kColumns + of.group * kSide;
+      uint16_t *weights = scratch.weight_rows + at, *dscores = scratch.dscore_rows + at;
       round_to_pairs<true>(weight[0], weight[1], weights, weights + kColumns);
       store_words(pairs, round_to_pairs<true>(dscore[0], dscore[1], dscores, dscores + kColumns));
     }
@@ -371,10 +389,12 @@ struct BackwardAcross {
   }
 
   static void add_rows(const float* from, int64_t count, int64_t step, int64_t size, float factor, float* to) {
-    for (int64_t x = 0; x < size; ++x) {
-      float total = 0;
-      for (int64_t source = 0; source < count; ++source) total += from[source * step + x];
-      to[x] = total * factor;
+    for (int64_t x = 0; x < size; x += kSide) {
+      Floats total{};
+      for (int64_t source = 0; source < count; ++source) total += load(from + source * step + x);
+      total *= factor;
+      if (x + kSide <= size) store<float>(to + x, total);
+      else __builtin_memcpy(to + x, &total, sizeof(float) * static_cast<size_t>(size - x));
     }
   }
 };

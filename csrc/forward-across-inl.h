@@ -12,6 +12,7 @@ struct ForwardAcross {
   static constexpr int kParts = kPartsOf<In>;
   static constexpr bool kFine = kParts > 1;
   using Biased = BiasedAcross<kFine>;
+  using Groups = GroupsAcross<In>;
   const Call& call;
   const Forward& results;
   const AcrossPacked& packed;
@@ -114,27 +115,32 @@ struct ForwardAcross {
     Biased biased(tile, block, static_cast<float>(call.scale));
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const bool finite = head.radius[block] == head.radius[block];
-    Shown shown(tile, biased, block, finite);
-    multiply_groups(unit, shown, keys, q, scratch.score);
-    for (int64_t group = 0; group < shown.groups; ++group) {
-      if (shown.of[group] == 0) continue;
-      biased.turn_to(tile, block, group, finite);
-      if (negligible[group] && finite && biased.far &&
-          is_negligible_across(biased, group, tile.rows, allowance, scratch)) {
-        shown.set(group, 0);
-        continue;
+    const int64_t at_once = Groups::at_once(call);
+    for (int64_t first = 0; first * kSide < tile.rows; first += at_once) {
+      Groups groups(tile, biased, block, first, first + at_once, finite);
+      groups.multiply(unit, keys, q, scratch.score);
+      for (int64_t group = groups.first; group < groups.end; ++group) {
+        if (groups.shown[group] == 0) continue;
+        biased.turn_to(tile, block, group, finite);
+        float* scores = scratch.score + (group - first) * kGroupScores;
+        if (negligible[group] && finite && biased.far &&
+            is_negligible_across(biased, group, tile.rows, allowance, scores, scratch)) {
+          groups.shown[group] = 0;
+          continue;
+        }
+        const Floats added = add_weights(tile, biased, block, group, num_keys, scores,
+                                         scratch.pairs + (group - first) * kGroupPairs, scratch);
+        const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
+        negligible[group] = in_all_lanes(small);
       }
-      const Floats added = add_weights(tile, biased, block, group, num_keys, scratch);
-      const Lanes small = (Lanes)(added * 16.0f <= allowance * load(scratch.of.row_sum + group * kSide));
-      negligible[group] = in_all_lanes(small);
+      groups.add(unit, packed.wide_E, values, weights, scratch.acc);
     }
-    add_groups(unit, shown, packed.wide_E, values, weights, scratch.acc);
   }
 
   // Turn the products of a group into weights in pairs, and add them up. Returns their sums.
   LINBIAS_INLINE Floats add_weights(const Tile<float>& tile, const Biased& biased, int64_t block, int64_t group,
-                                    int64_t num_keys, AcrossScratch& scratch) const {
-    float *pivots = scratch.pivot + group * kSide, *scores = scratch.score + group * kGroupScores;
+                                    int64_t num_keys, float* scores, uint32_t* pairs, AcrossScratch& scratch) const {
+    float* pivots = scratch.pivot + group * kSide;
     float* sums = scratch.of.row_sum + group * kSide;
     const bool plain = (kFine || !call.precise) && !(call.dropout > 0);
     if (biased.far && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
@@ -142,28 +148,28 @@ struct ForwardAcross {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kSide), s, base);
       };
-      const Floats added = plain ? round_weights<true>(tile, block, group, kKeys, score, scratch)
-                                 : round_weights<false>(tile, block, group, kKeys, score, scratch);
+      const Floats added = plain ? round_weights<true>(tile, block, group, kKeys, score, pairs)
+                                 : round_weights<false>(tile, block, group, kKeys, score, pairs);
       if (in_all_lanes((Lanes)(added < kHeadroom))) {
         store<float>(sums, load(sums) + added);
         return added;
       }
     }
-    move_pivots(biased, group, num_keys, scratch);
+    move_pivots(biased, group, num_keys, scores, scratch);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
     const auto score = [&](int64_t s) __attribute__((always_inline)) { return load(scores + s * kSide) - pivot; };
-    const Floats added = plain ? round_weights<true>(tile, block, group, biased.end_shown, score, scratch)
-                               : round_weights<false>(tile, block, group, biased.end_shown, score, scratch);
+    const Floats added = plain ? round_weights<true>(tile, block, group, biased.end_shown, score, pairs)
+                               : round_weights<false>(tile, block, group, biased.end_shown, score, pairs);
     store<float>(sums, load(sums) + added);
     return added;
   }
 
   // Bias the products of a group in place, and raise its pivots to their maxima, with what was summed before.
-  LINBIAS_INLINE void move_pivots(const Biased& biased, int64_t group, int64_t num_keys, AcrossScratch& scratch) const {
+  LINBIAS_INLINE void move_pivots(const Biased& biased, int64_t group, int64_t num_keys, float* scores,
+                                  AcrossScratch& scratch) const {
     Floats high = broadcast(-kInfinity<float>);
     const Floats base = biased.far_base(Floats{});
-    float* scores = scratch.score + group * kGroupScores;
     for (int64_t s = 0; s < biased.end_shown; ++s) {
       const Floats product = load(scores + s * kSide);
       const Floats x = biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s, num_keys);
@@ -190,9 +196,8 @@ struct ForwardAcross {
   // (kPlain), a bfloat16 is one part.
   template <bool kPlain, typename Score>
   LINBIAS_INLINE Floats round_weights(const Tile<float>& tile, int64_t block, int64_t group, int64_t shown,
-                                      const Score& score, AcrossScratch& scratch) const {
+                                      const Score& score, uint32_t* pairs) const {
     constexpr int kWeightParts = kFine ? kParts : kPlain ? 1 : 2;
-    uint32_t* pairs = scratch.pairs + group * kGroupPairs;
     Floats total[2] = {};
     if constexpr (kPlain) {
 #pragma GCC unroll 2

@@ -85,8 +85,16 @@ struct MatrixUnit {
 #endif
 };
 
-// c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c and b without gaps between rows. depth is a multiple
-// of 32.
+// Add to register kSum the products of a tile and of registers 4, 5 and 6, the first `count` of them.
+template <int kSum>
+LINBIAS_INLINE void add_tile(MatrixUnit& unit, int count, const uint16_t* a, int64_t a_row) {
+  unit.load<7>(a, a_row * 2);
+  if (count > 2) unit.multiply_add<kSum, 7, 6>();
+  if (count > 1) unit.multiply_add<kSum, 7, 5>();
+  unit.multiply_add<kSum, 7, 4>();
+}
+
+// c[kTiles * 16, 16] (+)= a[kTiles * 16, depth] b[depth, 16], c without gaps between rows. depth is a multiple of 32.
 template <int kTiles>
 LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, Parts<uint16_t> a, Parts<uint32_t> b, float* c,
                                    bool add) {
@@ -103,26 +111,20 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, Parts<uint16
     if constexpr (kTiles > 2) unit.zero<2>();
     if constexpr (kTiles > 3) unit.zero<3>();
   }
-  const int64_t a_bytes = a.row * 2;
-  for_pairs_of_parts(a, b, [&](const uint16_t* from, const uint32_t* with) __attribute__((always_inline)) {
-    for (int64_t k = 0; k < depth; k += kDeep) {
-      unit.load<4>(with + k / 2 * kSide, kRowBytes);
-      unit.load<5>(from + k, a_bytes);
-      unit.multiply_add<0, 5, 4>();
-      if constexpr (kTiles > 1) {
-        unit.load<6>(from + kSide * a.row + k, a_bytes);
-        unit.multiply_add<1, 6, 4>();
-      }
-      if constexpr (kTiles > 2) {
-        unit.load<7>(from + 2 * kSide * a.row + k, a_bytes);
-        unit.multiply_add<2, 7, 4>();
-      }
-      if constexpr (kTiles > 3) {
-        unit.load<5>(from + 3 * kSide * a.row + k, a_bytes);
-        unit.multiply_add<3, 5, 4>();
-      }
+  for (int64_t k = 0; k < depth; k += kDeep) {
+    const uint32_t* b_k = b.data + k / 2 * b.row;
+    unit.load<4>(b_k, b.row * 4);
+    if (b.count > 1) unit.load<5>(b_k + b.step, b.row * 4);
+    if (b.count > 2) unit.load<6>(b_k + 2 * b.step, b.row * 4);
+    for (int i = a.count - 1; i >= 0; --i) {
+      const uint16_t* a_k = a.data + i * a.step + k;
+      const int count = b.count < kMostParts - i ? b.count : kMostParts - i;
+      add_tile<0>(unit, count, a_k, a.row);
+      if constexpr (kTiles > 1) add_tile<1>(unit, count, a_k + kSide * a.row, a.row);
+      if constexpr (kTiles > 2) add_tile<2>(unit, count, a_k + 2 * kSide * a.row, a.row);
+      if constexpr (kTiles > 3) add_tile<3>(unit, count, a_k + 3 * kSide * a.row, a.row);
     }
-  });
+  }
   unit.store<0>(c, kRowBytes);
   if constexpr (kTiles > 1) unit.store<1>(c + kSums, kRowBytes);
   if constexpr (kTiles > 2) unit.store<2>(c + 2 * kSums, kRowBytes);
@@ -142,91 +144,81 @@ LINBIAS_PRODUCT void multiply_column(MatrixUnit& unit, int64_t rows, int64_t dep
   if (i < rows) multiply_strip<1>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
 }
 
-// kColumns products at once, which read `a` once: c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16], j < kColumns, with
-// b_column elements of b from one to the next, and c_column of c. rows is a multiple of 16.
-template <int kColumns>
-LINBIAS_PRODUCT void multiply_columns(MatrixUnit& unit, int64_t rows, int64_t depth, Parts<uint16_t> a,
-                                      Parts<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
-  static_assert(kColumns >= 1 && kColumns <= 3);
-  constexpr int64_t kRowBytes = kSide * 4;
-  const int64_t a_bytes = a.row * 2;
-  for (int64_t i = 0; i < rows; i += kSide, c += kSide * kSide) {
-    if (add) {
-      unit.load<0>(c, kRowBytes);
-      if constexpr (kColumns > 1) unit.load<1>(c + c_column, kRowBytes);
-      if constexpr (kColumns > 2) unit.load<2>(c + 2 * c_column, kRowBytes);
-    } else {
-      unit.zero<0>();
-      if constexpr (kColumns > 1) unit.zero<1>();
-      if constexpr (kColumns > 2) unit.zero<2>();
-    }
-    for (int64_t k = 0; k < depth; k += kDeep) {
-      for (int part = b.count - 1; part >= 0; --part) {
-        const uint32_t* with = b.data + part * b.step + k / 2 * kSide;
-        unit.load<4>(with, kRowBytes);
-        if constexpr (kColumns > 1) unit.load<5>(with + b_column, kRowBytes);
-        if constexpr (kColumns > 2) unit.load<6>(with + 2 * b_column, kRowBytes);
-        for (int other = (a.count < kMostParts - part ? a.count : kMostParts - part) - 1; other >= 0; --other) {
-          unit.load<3>(a.data + other * a.step + i * a.row + k, a_bytes);
-          unit.multiply_add<0, 3, 4>();
-          if constexpr (kColumns > 1) unit.multiply_add<1, 3, 5>();
-          if constexpr (kColumns > 2) unit.multiply_add<2, 3, 6>();
-        }
-      }
-    }
-    unit.store<0>(c, kRowBytes);
-    if constexpr (kColumns > 1) unit.store<1>(c + c_column, kRowBytes);
-    if constexpr (kColumns > 2) unit.store<2>(c + 2 * c_column, kRowBytes);
-  }
-}
+// Sums c[32, 16 or 32], in registers 0 to 3 for as long as this lives.
+struct Square {
+  MatrixUnit& unit;
+  float* c;
+  int64_t row;
+  bool both;  // 32 columns
 
-// c[32, 16 * kColumns] += a[32, depth] b[depth, 16 * kColumns], of all stretches.
-template <int kColumns, int kStretches>
-LINBIAS_INLINE void add_square(MatrixUnit& unit, const Stretch (&stretches)[kStretches], const uint16_t* a,
-                               int64_t a_row, const uint32_t* b, int64_t b_row, float* c, int64_t c_row) {
-  const int64_t a_bytes = a_row * 2, b_bytes = b_row * 4, c_bytes = c_row * 4;
-  unit.load<0>(c, c_bytes);
-  unit.load<1>(c + kSide * c_row, c_bytes);
-  if constexpr (kColumns > 1) {
-    unit.load<2>(c + kSide, c_bytes);
-    unit.load<3>(c + kSide * c_row + kSide, c_bytes);
-  }
-  for (const Stretch& stretch : stretches) {
-    const uint16_t* a_k = a + stretch.a;
-    const uint32_t* b_k = b + stretch.b;
-    for (int64_t k = 0; k < stretch.depth; k += kDeep, a_k += kDeep, b_k += kDeep / 2 * b_row) {
-      unit.load<4>(a_k, a_bytes);
-      unit.load<5>(a_k + kSide * a_row, a_bytes);
-      unit.load<6>(b_k, b_bytes);
-      unit.multiply_add<0, 4, 6>();
-      unit.multiply_add<1, 5, 6>();
-      if constexpr (kColumns > 1) {
-        unit.load<7>(b_k + kSide, b_bytes);
-        unit.multiply_add<2, 4, 7>();
-        unit.multiply_add<3, 5, 7>();
-      }
+  LINBIAS_INLINE Square(MatrixUnit& of, float* sums, int64_t sums_row, bool wide)
+      : unit(of), c(sums), row(sums_row), both(wide) {
+    unit.load<0>(c, row * 4);
+    unit.load<1>(c + kSide * row, row * 4);
+    if (both) {
+      unit.load<2>(c + kSide, row * 4);
+      unit.load<3>(c + kSide * row + kSide, row * 4);
     }
   }
-  unit.store<0>(c, c_bytes);
-  unit.store<1>(c + kSide * c_row, c_bytes);
-  if constexpr (kColumns > 1) {
-    unit.store<2>(c + kSide, c_bytes);
-    unit.store<3>(c + kSide * c_row + kSide, c_bytes);
+  LINBIAS_INLINE ~Square() {
+    unit.store<0>(c, row * 4);
+    unit.store<1>(c + kSide * row, row * 4);
+    if (both) {
+      unit.store<2>(c + kSide, row * 4);
+      unit.store<3>(c + kSide * row + kSide, row * 4);
+    }
   }
-}
+
+  // Rows [32, 32] of the first factor, which stay in registers 4 and 5.
+  LINBIAS_INLINE void take(const uint16_t* a, int64_t a_row) {
+    unit.load<4>(a, a_row * 2);
+    unit.load<5>(a + kSide * a_row, a_row * 2);
+  }
+  // Add their products with rows [32, 16 or 32] of the second, in pairs.
+  LINBIAS_INLINE void add(const uint32_t* b, int64_t b_row) {
+    unit.load<6>(b, b_row * 4);
+    unit.multiply_add<0, 4, 6>();
+    unit.multiply_add<1, 5, 6>();
+    if (both) {
+      unit.load<7>(b + kSide, b_row * 4);
+      unit.multiply_add<2, 4, 7>();
+      unit.multiply_add<3, 5, 7>();
+    }
+  }
+};
 
 // c[rows, columns] += a[rows, depth] b[depth, columns], b and c without gaps: rows a multiple of 32, columns of 16,
-// depths of 32.
-template <int kStretches>
-LINBIAS_PRODUCT void add_product(MatrixUnit& unit, int64_t rows, int64_t columns,
-                                 const Stretch (&stretches)[kStretches], const uint16_t* a, int64_t a_row,
-                                 const uint32_t* b, float* c) {
+// depth of 32.
+LINBIAS_PRODUCT void add_product(MatrixUnit& unit, int64_t rows, int64_t columns, int64_t depth, const uint16_t* a,
+                                 int64_t a_row, const uint32_t* b, float* c) {
   for (int64_t j = 0; j < columns; j += 2 * kSide) {
     for (int64_t i = 0; i < rows; i += 2 * kSide) {
-      const uint16_t* a_i = a + i * a_row;
-      float* c_ij = c + i * columns + j;
-      if (columns - j > kSide) add_square<2>(unit, stretches, a_i, a_row, b + j, columns, c_ij, columns);
-      else add_square<1>(unit, stretches, a_i, a_row, b + j, columns, c_ij, columns);
+      Square square(unit, c + i * columns + j, columns, columns - j > kSide);
+      for (int64_t k = 0; k < depth; k += kDeep) {
+        square.take(a + i * a_row + k, a_row);
+        square.add(b + k / 2 * columns + j, columns);
+      }
+    }
+  }
+}
+
+// c[rows, columns] += a_g[rows, 32] b_g[32, columns] of several groups g, each of which has shown[g] rows: a multiple
+// of 32, as rows is. Both factors are in kinds of pairs, and from one group to the next a_group and b_group apart.
+LINBIAS_PRODUCT void add_groups(MatrixUnit& unit, int64_t rows, int64_t columns, int64_t groups, const int64_t* shown,
+                                Parts<uint16_t> a, int64_t a_group, Parts<uint32_t> b, int64_t b_group, float* c) {
+  for (int64_t j = 0; j < columns; j += 2 * kSide) {
+    for (int64_t i = 0; i < rows; i += 2 * kSide) {
+      Square square(unit, c + i * columns + j, columns, columns - j > kSide);
+      for (int64_t group = 0; group < groups; ++group) {
+        if (shown[group] <= i) continue;
+        const uint16_t* a_i = a.data + group * a_group + i * a.row;
+        const uint32_t* b_j = b.data + group * b_group + j;
+        square.take(a_i + a.step, a.row);
+        square.add(b_j + 2 * b.step, b.row);
+        square.take(a_i, a.row);
+        square.add(b_j + b.step, b.row);
+        square.add(b_j, b.row);
+      }
     }
   }
 }

@@ -26,20 +26,10 @@ struct Parts {
   Parts at(int64_t offset) const { return {data + offset, row, count, step}; }
 };
 
-// Run make(i, j) for the parts i of one factor and j of another whose product matters, the smallest first.
-template <typename A, typename B, typename Make>
-LINBIAS_INLINE void for_pairs_of_parts(const A& a, const B& b, const Make& make) {
-  for (int sum = (a.count + b.count <= kMostParts ? a.count + b.count - 1 : kMostParts) - 1; sum >= 0; --sum) {
-    for (int i = sum < b.count ? 0 : sum - b.count + 1; i <= sum && i < a.count; ++i) {
-      make(a.data + i * a.step, b.data + (sum - i) * b.step);
-    }
-  }
-}
-
-// Products that are added up: `depth` columns of one factor from `a` elements on, and rows of the other from `b` on.
-struct Stretch {
-  int64_t a, b, depth;
-};
+// Where a product of float32 sums over queries, the parts of a number fill the pairs that the unit multiplies, so that
+// 16 queries are as deep as a product is. x = x0 + x1 + x2 is then in two kinds of pairs, (x0, x1) and (x0, x2), and
+// the other factor in three, (y0, y1), (y1, y0) and (y2, y0): kinds 0 and 0, 0 and 1, 1 and 2 make the six products.
+constexpr int kPairKinds = 2, kOtherPairKinds = 3;
 
 constexpr uint32_t kUpperHalf = 0xffff0000u;
 
@@ -51,14 +41,7 @@ LINBIAS_INLINE Words upper_halves_in_order() {
 #endif
 
 // The upper halves of two vectors side by side in words: `even` below, `odd` above.
-LINBIAS_INLINE Words side_by_side(Words even, Words odd) {
-#if defined(__AVX512BW__)
-  const Words order = (Words)_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0) * 0x20002u;
-  return (Words)_mm512_permutex2var_epi16((__m512i)even, (__m512i)(order + 0x210001u), (__m512i)odd);
-#else
-  return even >> 16 | (odd & kUpperHalf);
-#endif
-}
+LINBIAS_INLINE Words side_by_side(Words even, Words odd) { return even >> 16 | (odd & kUpperHalf); }
 
 // The same one after the other, 16 and 16 numbers, the second ones `apart` after the first.
 LINBIAS_INLINE void store_upper_halves(Words first, Words second, uint16_t* to, int64_t apart = 16) {
@@ -103,6 +86,15 @@ LINBIAS_INLINE void store_pairs(Floats even, Floats odd, uint32_t* to, int64_t s
   }
 }
 
+// 16 numbers in two kinds of pairs, `step` words apart.
+LINBIAS_INLINE void store_pairs_of_parts(Floats x, uint32_t* to, int64_t step) {
+  const Words first = (Words)x;
+  x -= (Floats)(first & kUpperHalf);
+  const Words second = (Words)x + 0x8000u, third = (Words)(x - (Floats)(second & kUpperHalf));
+  store_words(to, side_by_side(first, second));
+  store_words(to + step, side_by_side(first, third));
+}
+
 // The sum of the parts of 16 numbers.
 template <int kParts>
 LINBIAS_INLINE Floats sum_of_parts(const uint16_t* from, int64_t step) {
@@ -138,6 +130,22 @@ LINBIAS_INLINE void copy_parts(const In* from, int64_t from_row, int64_t count, 
       split(x[0], x[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
         store_upper_halves(first, second, to.data + part * to.step + d);
       });
+    }
+  }
+}
+
+// Rows in three kinds of pairs: rows[count, row] to to[count, columns] words of each kind.
+LINBIAS_INLINE void lay_pairs_of_parts(Parts<uint16_t> rows, int64_t count, int64_t columns, Parts<uint32_t> to) {
+  constexpr int kLow[] = {0, 1, 2}, kHigh[] = {1, 0, 0};
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t d = 0; d < columns; d += kSide) {
+      HalfWords part[kMostParts];
+      for (int j = 0; j < kMostParts; ++j) {
+        __builtin_memcpy(&part[j], rows.data + j * rows.step + i * rows.row + d, sizeof part[j]);
+      }
+      for (int kind = 0; kind < kOtherPairKinds; ++kind) {
+        store_words(to.data + kind * to.step + i * to.row + d, interleave(part[kLow[kind]], part[kHigh[kind]]));
+      }
     }
   }
 }
