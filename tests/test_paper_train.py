@@ -95,7 +95,9 @@ def test_log_and_metrics_describe_the_run(paper_run: Path) -> None:
     assert (measured["steps"], measured["num_processes"]) == (14, 1)
     # Two passes, then a sixth of the blocks that are full and one batch with the short one.
     assert 2000 + 2 * 3 * 64 - 8 <= measured["tokens"] <= 2000 + 2 * 3 * 64
-    assert measured["tokens_per_second"] == pytest.approx(measured["tokens"] / measured["seconds"])
+    assert measured["tokens_per_second"] == pytest.approx(
+        measured["tokens"] / (measured["steps"] * measured["step_seconds"])
+    )
     assert {path.name for path in paper_run.iterdir()} == {
         *("recipe.json", "log.jsonl", "metrics.json", "dict.txt"),
         *("tokenizer.json", "tokenizer_config.json"),

@@ -184,6 +184,7 @@ class Cost(NamedTuple):
         ]
 
 
+COST_CAPTION = "tokens/s: of a median step, without start-up"
 COST_TITLES = ("trained on", "tokens read", "time", "tokens/s", "peak memory")
 
 

@@ -139,7 +139,7 @@ def _training_table(trainings: Sequence[TrainingRecord]) -> str:
         speed += _bar(cost.tokens_per_second / fastest)
         memory += _bar(cost.peak_memory_bytes / largest)
         rows.append(_row(cost.method, [f"<td>{cell}</td>" for cell in (*cells, speed, memory)]))
-    return _table("What training took", findings.COST_TITLES, rows)
+    return _table(f"What training took ({findings.COST_CAPTION})", findings.COST_TITLES, rows)
 
 
 def _table(caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:

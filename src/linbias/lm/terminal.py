@@ -38,6 +38,7 @@ def tables(results: ExtrapolationResults) -> Iterator[Table]:
             yield table
     title = f"Training, {findings.budget(results.settings.training)}"
     table = _table(title, [title.replace(" ", "\n") for title in findings.COST_TITLES])
+    table.caption = findings.COST_CAPTION
     for cost in findings.costs(results.trainings):
         table.add_row(_name(cost.method), *cost.cells())
     yield table

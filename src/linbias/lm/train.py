@@ -253,7 +253,13 @@ def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
         return math.ceil(settings.tokens / (settings.batch_size * settings.length))
     if settings.epochs is not None:
         return math.ceil(settings.epochs * _steps_per_epoch(settings, corpus))
-    watch = StopWatch()
+    assert settings.seconds is not None
+    return max(1, round(settings.seconds / _step_seconds(settings, corpus)))
+
+
+def _step_seconds(settings: TrainSettings, corpus: Corpus) -> float:
+    """The time of a step, measured on a few that nobody keeps."""
+    watch = StopWatch(exact=True)
     with tempfile.TemporaryDirectory() as folder:
         steps = _WARM_STEPS + _TIMED_STEPS
         without_validation = replace(settings, validate_steps=0, validate_lengths=(), prompt=None)
@@ -261,9 +267,9 @@ def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
         trainer.remove_callback(PrinterCallback)
         trainer.args.save_strategy = "no"
         trainer.train()
-    times = [after - before for before, after in pairwise(watch.times[_WARM_STEPS - 1 :])]
-    assert settings.seconds is not None
-    return max(1, round(settings.seconds / statistics.median(times)))
+    step_seconds = watch.step_seconds(after=_WARM_STEPS)
+    assert step_seconds is not None
+    return step_seconds
 
 
 def _steps_per_epoch(settings: TrainSettings, corpus: Corpus) -> float:
@@ -284,8 +290,8 @@ def _run(
     tokens_per_step = settings.batch_size * settings.length
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
     history = LossHistory(output / "history.jsonl", tokens_per_step, more=_validation_entry)
-    schedule = FollowSchedule(bar)
-    all_callbacks = [checkpoints, FiniteLoss(), history, bar, schedule, *callbacks]
+    schedule, watch = FollowSchedule(bar), StopWatch()
+    all_callbacks = [checkpoints, FiniteLoss(), history, bar, schedule, watch, *callbacks]
     if settings.validate_lengths or settings.prompt:
         all_callbacks.append(Validations(settings.length, bar.console))
     if settings.tensorboard:
@@ -307,6 +313,7 @@ def _run(
             steps=steps,
             tokens=steps * tokens_per_step,
             seconds=checkpoints.seconds,
+            step_seconds=watch.step_seconds(),
             peak_memory_bytes=peak_memory_bytes,
             num_parameters=trainer.model.num_parameters(),
             num_processes=trainer.args.world_size,

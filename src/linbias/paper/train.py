@@ -51,7 +51,7 @@ from linbias.runs.training import (
     trainer_arguments,
     uses_cpu,
 )
-from linbias.runs.watch import FiniteLoss, ProgressBar
+from linbias.runs.watch import FiniteLoss, ProgressBar, StopWatch
 from linbias.transformers.fields import MAXIMA, own_fields
 
 
@@ -224,7 +224,7 @@ def _run(
     checkpoints = Checkpoints(output / "checkpoints")
     batches = _training_batches(recipe, splits["train"])
     tokens_per_step = len(batches.ids) // batches.steps_per_pass
-    bar = ProgressBar(tokens_per_step, visible=progress and is_main())
+    bar, watch = ProgressBar(tokens_per_step, visible=progress and is_main()), StopWatch()
 
     def save(trainer: PaperTrainer) -> None:
         add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
@@ -240,7 +240,7 @@ def _run(
         eval_dataset=_validation_batches(recipe, splits["valid"]) if "valid" in splits else None,
         callbacks=[
             *(checkpoints, SeedEachStep(recipe.seed), LogFile(output / "log.jsonl")),
-            *(FiniteLoss(), bar, *callbacks),
+            *(FiniteLoss(), bar, watch, *callbacks),
         ],
     )
 
@@ -255,6 +255,7 @@ def _run(
             steps=recipe.steps,
             tokens=batches.num_tokens(),
             seconds=checkpoints.seconds,
+            step_seconds=watch.step_seconds(),
             peak_memory_bytes=peak_memory_bytes,
             num_parameters=trainer.model.num_parameters(),
             num_processes=trainer.args.world_size,

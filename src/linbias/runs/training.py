@@ -33,6 +33,8 @@ class TrainingMetrics:
         steps: Updates of the weights.
         tokens: Tokens that were read, over all steps and processes.
         seconds: Training time of all sessions.
+        step_seconds: Median time of a step of the last session: start-up, validations and saving are
+            not in it. None where that session had one step or none.
         peak_memory_bytes: Highest memory of the first process in the last session.
         num_parameters: Parameters of the model.
         num_processes: Processes that trained it.
@@ -41,13 +43,17 @@ class TrainingMetrics:
     steps: int
     tokens: int
     seconds: float
+    step_seconds: float | None = None
     peak_memory_bytes: int
     num_parameters: int
     num_processes: int
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        """The pace of a median step; the mean over all of the training time where there is none."""
+        return self.tokens / (
+            self.steps * self.step_seconds if self.step_seconds else self.seconds
+        )
 
     def to_dict(self) -> Record:
         """All that is known, as JSON values."""

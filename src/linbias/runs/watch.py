@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,15 +20,26 @@ from linbias.runs.progress import Pace, duration
 
 
 class StopWatch(TrainerCallback):
-    """Keeps the time at which each step ended, in seconds, in `times`."""
+    """Keeps the time at which each step ended, in seconds, in `times`.
 
-    def __init__(self) -> None:
+    Args:
+        exact: Wait for an accelerator at the end of each step. Without, its steps end when they are
+            given to it, which keeps the same pace once its queue is full.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
         self.times: list[float] = []
+        self.exact = exact
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.accelerator.is_available():
+        if self.exact and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.times.append(time.perf_counter())
+
+    def step_seconds(self, after: int = 1) -> float | None:
+        """The median time of a step, without the first `after`; None where there is no other."""
+        steps = [end - start for start, end in pairwise(self.times[after - 1 :])]
+        return statistics.median(steps) if steps else None
 
 
 class FiniteLoss(TrainerCallback):
