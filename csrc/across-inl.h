@@ -28,6 +28,8 @@ struct AcrossPacked : Packed<float> {
     padded_E = round_up(call.E, 32);
   }
 
+  int64_t groups_at_once() const { return columns_at_once(2 * parts * kKeys * larger_of(padded_D, padded_E)); }
+
   // Heads of float32 leave the second cache at a sixth of this, but fresh memory for all of them would cost more.
   bool is_head_small() const { return is_small((parts > 1 ? 1 : 2) * (padded_D + padded_E)); }
 
@@ -137,7 +139,7 @@ struct PackAcross : PackTask<float, In> {
     for (int64_t t = 0; t < count; t += kSide) {
       float gram[kKeys * kSide];
       lay_across(keys.at(t * deep_D), kSide, columns);
-      multiply_column(unit, kKeys, deep_D, keys, columns, gram, false);
+      multiply_columns(unit, 1, kKeys, deep_D, keys, columns, 0, gram, 0, false);
       Floats total{}, off;
       for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
@@ -354,16 +356,10 @@ void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, Ac
   lay_across(rows, tile.rows, across_of(scratch.q_across, packed.padded_D, kPartsOf<In>));
 }
 
-// Groups of queries that are handled together, and which keys of a block each takes part in: the first `shown`, a
-// multiple of 32. One at a time leaves most of the first cache to the keys; but where these, in parts, do not fit, all
-// groups read a panel of their rows before the next.
-template <typename In>
+// Groups of queries that meet a block together, [first, end) of a tile's, and which of its keys each takes part in: the
+// first `shown`, a multiple of 32.
 struct GroupsAcross {
-  static constexpr int64_t kPanel = kPartsOf<In> > 1 ? 2 * kSide : 4 * kSide;
   int64_t first, end, shown[kGroups] = {};
-
-  // How many groups are handled together (measured: heads of 32 gain by one at a time, those of 64 lose).
-  static int64_t at_once(const Call& call) { return kPartsOf<In> > 1 && larger_of(call.D, call.E) > 48 ? kGroups : 1; }
 
   template <typename Biased>
   GroupsAcross(const Tile<float>& tile, Biased& biased, int64_t block, int64_t from, int64_t to, bool finite)
@@ -374,28 +370,33 @@ struct GroupsAcross {
     }
   }
 
+  // Run make(group, count, shown) for all groups at once if they are shown as many keys, else for each.
+  template <typename Make>
+  LINBIAS_INLINE void for_alike(const Make& make) const {
+    bool alike = true;
+    for (int64_t group = first; group < end; ++group) alike = alike && shown[group] == shown[first];
+    const int64_t count = alike ? end - first : 1;
+    for (int64_t group = first; group < end; group += count) {
+      if (shown[group] > 0) make(group, count, shown[group]);
+    }
+  }
+
   // The products of a block's keys, or values, and what lies across of each group: to[groups, kKeys, 16].
   LINBIAS_INLINE void multiply(MatrixUnit& unit, Parts<uint16_t> rows, Parts<uint32_t> across, float* to) const {
-    for (int64_t s = 0; s < kKeys; s += kPanel) {
-      for (int64_t group = first; group < end; ++group) {
-        if (shown[group] <= s) continue;
-        multiply_column(unit, smaller_of(shown[group] - s, kPanel), rows.row, rows.at(s * rows.row),
-                        across.at(group * kSide * rows.row / 2), to + (group - first) * kGroupScores + s * kSide,
-                        false);
-      }
-    }
+    const int64_t column = kSide * rows.row / 2;
+    for_alike([&](int64_t group, int64_t count, int64_t keys) __attribute__((always_inline)) {
+      multiply_columns(unit, count, keys, rows.row, rows, across.at(group * column), column,
+                       to + (group - first) * kGroupScores, kGroupScores, false);
+    });
   }
 
   // Add to acc[kGroups, size, 16] the products of transposed rows[size, kKeys] and the pairs of each group.
   LINBIAS_INLINE void add(MatrixUnit& unit, int64_t size, Parts<uint16_t> transposed, Parts<uint32_t> pairs,
                           float* acc) const {
-    for (int64_t d = 0; d < size; d += kPanel) {
-      for (int64_t group = first; group < end; ++group) {
-        if (shown[group] == 0) continue;
-        multiply_column(unit, smaller_of(size - d, kPanel), shown[group], transposed.at(d * kKeys),
-                        pairs.at((group - first) * kGroupPairs), acc + (group * size + d) * kSide, true);
-      }
-    }
+    for_alike([&](int64_t group, int64_t count, int64_t keys) __attribute__((always_inline)) {
+      multiply_columns(unit, count, size, keys, transposed, pairs.at((group - first) * kGroupPairs), kGroupPairs,
+                       acc + group * size * kSide, size * kSide, true);
+    });
   }
 };
 

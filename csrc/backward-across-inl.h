@@ -11,7 +11,6 @@ struct BackwardAcross {
   static constexpr int kParts = kPartsOf<In>;
   static constexpr bool kFine = kParts > 1;
   using Biased = BiasedAcross<kFine>;
-  using Groups = GroupsAcross<In>;
   // Weights, and gradients of scores, lie in rows[keys, queries]: of bfloat16 for the tile, of float32 for each group,
   // in pairs of parts, [kinds, groups, keys, 16] words.
   static constexpr int64_t kColumns = kFine ? 2 * kSide : kQueriesAcross;
@@ -190,9 +189,9 @@ struct BackwardAcross {
     Biased biased(tile, block, static_cast<float>(call.scale));
     float *dk_at = dk_of + block * kKeys * packed.wide_D, *dv_at = dv_of + block * kKeys * packed.wide_E;
     int64_t most_shown = 0, all_shown[kGroups] = {};
-    const int64_t at_once = Groups::at_once(call);
+    const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kSide < tile.rows; first += at_once) {
-      Groups groups(tile, biased, block, first, first + at_once, finite);
+      GroupsAcross groups(tile, biased, block, first, first + at_once, finite);
       groups.multiply(unit, keys, q, scratch.score);
       for (int64_t group = groups.first; group < groups.end; ++group) {
         int64_t& shown = groups.shown[group];

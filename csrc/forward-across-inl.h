@@ -12,7 +12,6 @@ struct ForwardAcross {
   static constexpr int kParts = kPartsOf<In>;
   static constexpr bool kFine = kParts > 1;
   using Biased = BiasedAcross<kFine>;
-  using Groups = GroupsAcross<In>;
   const Call& call;
   const Forward& results;
   const AcrossPacked& packed;
@@ -115,9 +114,9 @@ struct ForwardAcross {
     Biased biased(tile, block, static_cast<float>(call.scale));
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const bool finite = head.radius[block] == head.radius[block];
-    const int64_t at_once = Groups::at_once(call);
+    const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kSide < tile.rows; first += at_once) {
-      Groups groups(tile, biased, block, first, first + at_once, finite);
+      GroupsAcross groups(tile, biased, block, first, first + at_once, finite);
       groups.multiply(unit, keys, q, scratch.score);
       for (int64_t group = groups.first; group < groups.end; ++group) {
         if (groups.shown[group] == 0) continue;

@@ -44,13 +44,14 @@ template <typename W>
 void clear_unseen_gradients(const Call& call, const Backward& results) {
   for (int64_t head = 0; head < call.B * call.G; ++head) {
     const SeenKeys<W> seen(call, head);
-    const auto clear = [&](void* gradient, int64_t size) {
-      W* rows = static_cast<W*>(gradient) + head * call.S * size;
-      __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>(seen.first * size));
-      __builtin_memset(rows + seen.end * size, 0, sizeof(W) * static_cast<size_t>((call.S - seen.end) * size));
+    const auto clear = [&](void* gradient, int64_t size, int64_t from, int64_t to) {
+      W* rows = static_cast<W*>(gradient) + (head * call.S + from) * size;
+      if (to > from) __builtin_memset(rows, 0, sizeof(W) * static_cast<size_t>((to - from) * size));
     };
-    clear(results.dk, call.D);
-    clear(results.dv, call.E);
+    clear(results.dk, call.D, 0, seen.first);
+    clear(results.dk, call.D, seen.end, call.S);
+    clear(results.dv, call.E, 0, seen.first);
+    clear(results.dv, call.E, seen.end, call.S);
   }
 }
 

@@ -131,18 +131,28 @@ LINBIAS_INLINE void multiply_strip(MatrixUnit& unit, int64_t depth, Parts<uint16
   if constexpr (kTiles > 3) unit.store<3>(c + 3 * kSums, kRowBytes);
 }
 
-// The same for any multiple of 16 rows.
-LINBIAS_PRODUCT void multiply_column(MatrixUnit& unit, int64_t rows, int64_t depth, Parts<uint16_t> a,
-                                     Parts<uint32_t> b, float* c, bool add) {
-  int64_t i = 0;
-  for (; i + 4 * kSide <= rows; i += 4 * kSide) {
-    multiply_strip<4>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
+// The same for any multiple of 16 rows and for `count` columns of 16, b_column and c_column from one to the next. A
+// panel of rows of `a` meets them all before the next: it stays in the first cache, where all of `a` may not.
+LINBIAS_PRODUCT void multiply_columns(MatrixUnit& unit, int64_t count, int64_t rows, int64_t depth, Parts<uint16_t> a,
+                                      Parts<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
+  const int64_t panel = count > 1 ? 2 * kSide : 4 * kSide;
+  for (int64_t i = 0; i < rows; i += panel) {
+    for (int64_t j = 0; j < count; ++j) {
+      const Parts<uint16_t> a_i = a.at(i * a.row);
+      const Parts<uint32_t> b_j = b.at(j * b_column);
+      float* c_ij = c + j * c_column + i * kSide;
+      const int64_t tiles = smaller_of(rows - i, panel) / kSide;
+      if (tiles == 4) multiply_strip<4>(unit, depth, a_i, b_j, c_ij, add);
+      if (tiles == 3) multiply_strip<3>(unit, depth, a_i, b_j, c_ij, add);
+      if (tiles == 2) multiply_strip<2>(unit, depth, a_i, b_j, c_ij, add);
+      if (tiles == 1) multiply_strip<1>(unit, depth, a_i, b_j, c_ij, add);
+    }
   }
-  for (; i + 2 * kSide <= rows; i += 2 * kSide) {
-    multiply_strip<2>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
-  }
-  if (i < rows) multiply_strip<1>(unit, depth, a.at(i * a.row), b, c + i * kSide, add);
 }
+
+// How many columns are best multiplied at once: one, which leaves most of the first cache to `a`, but where a block of
+// keys, of so many bytes, is too large for that (measured: heads of 32 in three parts gain by one, those of 64 lose).
+inline int64_t columns_at_once(int64_t bytes) { return bytes > 20 * 1024 ? 3 : 1; }
 
 // Sums c[32, 16 or 32], in registers 0 to 3 for as long as this lives.
 struct Square {

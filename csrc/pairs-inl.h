@@ -9,25 +9,25 @@ constexpr int64_t kDeep = kSide;  // groups of queries as they come; any even de
 
 struct MatrixUnit {};  // nothing to hold
 
-// c[kAtOnce, 16 * kVectors] (+)= a[kAtOnce, depth] b[depth, 16 * kVectors].
+// c_j[kAtOnce, 16] (+)= a[kAtOnce, depth] b_j[depth, 16] for every j < kVectors, which lie b_step and c_step apart.
 template <int kAtOnce, int kVectors>
 LINBIAS_INLINE void block_of_pairs(int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b, int64_t b_row,
-                                   float* c, int64_t c_row, bool add) {
+                                   int64_t b_step, float* c, int64_t c_row, int64_t c_step, bool add) {
   __m512 sums[kAtOnce][kVectors];
 #pragma GCC unroll 16
   for (int i = 0; i < kAtOnce; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) sums[i][j] = _mm512_setzero_ps();
   }
   for (int64_t k = 0; k < depth; k += 2) {
     __m512bh columns[kVectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + k / 2 * b_row + j * kSide);
+#pragma GCC unroll 3
+    for (int j = 0; j < kVectors; ++j) columns[j] = (__m512bh)_mm512_loadu_si512(b + k / 2 * b_row + j * b_step);
 #pragma GCC unroll 16
     for (int i = 0; i < kAtOnce; ++i) {
       int pair;
       __builtin_memcpy(&pair, a + i * a_row + k, sizeof pair);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int j = 0; j < kVectors; ++j) {
         sums[i][j] = _mm512_dpbf16_ps(sums[i][j], columns[j], (__m512bh)_mm512_set1_epi32(pair));
       }
@@ -35,9 +35,9 @@ LINBIAS_INLINE void block_of_pairs(int64_t depth, const uint16_t* a, int64_t a_r
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kAtOnce; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int j = 0; j < kVectors; ++j) {
-      float* to = c + i * c_row + j * kSide;
+      float* to = c + i * c_row + j * c_step;
       _mm512_storeu_ps(to, add ? _mm512_loadu_ps(to) + sums[i][j] : sums[i][j]);
     }
   }
@@ -46,26 +46,35 @@ LINBIAS_INLINE void block_of_pairs(int64_t depth, const uint16_t* a, int64_t a_r
 // The same for any multiple of 16 rows.
 template <int kVectors>
 LINBIAS_INLINE void strip_of_pairs(int64_t rows, int64_t depth, const uint16_t* a, int64_t a_row, const uint32_t* b,
-                                   int64_t b_row, float* c, int64_t c_row, bool add) {
+                                   int64_t b_row, int64_t b_step, float* c, int64_t c_row, int64_t c_step, bool add) {
   constexpr int kAtOnce = kVectors > 1 ? 8 : 16;
   for (int64_t i = 0; i < rows; i += kAtOnce) {
-    block_of_pairs<kAtOnce, kVectors>(depth, a + i * a_row, a_row, b, b_row, c + i * c_row, c_row, add);
+    block_of_pairs<kAtOnce, kVectors>(depth, a + i * a_row, a_row, b, b_row, b_step, c + i * c_row, c_row, c_step, add);
   }
 }
 
-// c[rows, 16] (+)= a[rows, depth] b[depth, 16], c without gaps between rows. rows is a multiple of 16.
-inline void multiply_column(MatrixUnit&, int64_t rows, int64_t depth, Parts<uint16_t> a, Parts<uint32_t> b, float* c,
-                            bool add) {
-  for (int part = b.count - 1; part >= 0; --part) {
-    strip_of_pairs<1>(rows, depth, a.data, a.row, b.data + part * b.step, b.row, c, kSide, add || part < b.count - 1);
+// c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16] for every j < count, with b_column elements of b from one to the
+// next, and c_column of c. rows is a multiple of 16.
+inline void multiply_columns(MatrixUnit&, int64_t count, int64_t rows, int64_t depth, Parts<uint16_t> a,
+                             Parts<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
+  for (int part = b.count - 1; part >= 0; --part, add = true) {
+    const uint32_t* with = b.data + part * b.step;
+    for (int64_t j = 0; j < count; j += count == 3 ? 3 : 1) {
+      float* to = c + j * c_column;
+      if (count == 3) strip_of_pairs<3>(rows, depth, a.data, a.row, with, kSide, b_column, to, kSide, c_column, add);
+      else strip_of_pairs<1>(rows, depth, a.data, a.row, with + j * b_column, kSide, 0, to, kSide, 0, add);
+    }
   }
 }
+
+inline int64_t columns_at_once(int64_t) { return 3; }
 
 // c[rows, columns] += a[rows, depth] b[depth, columns], b and c without gaps: rows and columns multiples of 16.
 inline void add_product(MatrixUnit&, int64_t rows, int64_t columns, int64_t depth, const uint16_t* a, int64_t a_row,
                         const uint32_t* b, float* c) {
   for (int64_t j = 0; j < columns; j += 2 * kSide) {
-    if (columns - j > kSide) strip_of_pairs<2>(rows, depth, a, a_row, b + j, columns, c + j, columns, true);
-    else strip_of_pairs<1>(rows, depth, a, a_row, b + j, columns, c + j, columns, true);
+    if (columns - j > kSide)
+      strip_of_pairs<2>(rows, depth, a, a_row, b + j, columns, kSide, c + j, columns, kSide, true);
+    else strip_of_pairs<1>(rows, depth, a, a_row, b + j, columns, kSide, c + j, columns, kSide, true);
   }
 }
