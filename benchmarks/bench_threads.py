@@ -5,7 +5,7 @@
 
 The cases are forward calls of many tasks that take about 2, 30 and 500 us each, on threads that the core keeps ("kept"), on
 PyTorch's own ("PyTorch's"), and by linbias.torch.attention ("attention"), which takes no more threads than there are cores.
-Numbers of threads take turns, so that drift hits all; the first call on each is not timed. Records go to records, or where
+Numbers of threads take turns, so that drift hits all; the calls of the first 50 ms on each are not timed. Records go to records, or where
 --records says.
 """
 
@@ -64,11 +64,18 @@ def measure(
             torch.set_num_threads(threads)
             for whose, run in ways(q, k, v, threads).items():
                 time.sleep(0.05)  # PyTorch's threads spin for milliseconds after their last call
-                run()
+                warm(run)
                 found = record.interleave({whose: run}, calls)[whose]
                 times.setdefault((whose, threads), []).extend(found)
     torch.set_num_threads(before)
     return times
+
+
+def warm(run: Callable[[], Any], seconds: float = 0.05) -> None:
+    """Call until threads that slept while others ran are where the scheduler wants them."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        run()
 
 
 def ways(

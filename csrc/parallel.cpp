@@ -77,7 +77,7 @@ class Pool {
   }
 
  private:
-  static constexpr int kSpins = 1000, kCallsEach = 4;
+  static constexpr int kSpins = 1000, kCallsEach = 2;
 
   static void pause() {
 #if defined(__x86_64__)
@@ -101,7 +101,7 @@ class Pool {
   }
 
   // Call a few threads that sleep, or start them where none does, and return how many are to be woken. Each that comes
-  // calls as many while help is wanted: the last of 64 is three calls away, however many come the caller is soon at
+  // calls as many while help is wanted: the last of 64 is six calls away, however many come the caller is soon at
   // work, and none is called for a job that is done. Needs the lock.
   int call_helpers() {
     int woken = 0;
