@@ -32,6 +32,7 @@ import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
 from attack_subjects import everything  # noqa: E402
+from linbias.runs.progress import Pace  # noqa: E402
 
 RECORD = ROOT / "records" / "attack.jsonl"
 
@@ -141,8 +142,15 @@ def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
 MOST_BUDGETS = 3
 
 
+_PACE = Pace()
+
+
 def _progress(text: str, began: float) -> None:
-    print(f"\r{text}, {time.monotonic() - began:,.0f} s   ", end="", file=sys.stderr, flush=True)
+    text += f", {time.monotonic() - began:,.0f} s"
+    if sys.stderr.isatty():
+        print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
+    elif _PACE.is_due():
+        print(text, file=sys.stderr, flush=True)
 
 
 def table() -> str:
