@@ -23,13 +23,17 @@ struct BackwardAcross {
   int64_t num_tiles, num_parts, tiles_per_part;
   float *dk, *dv;   // [B, H, parts, rows, wide_D or wide_E], or by head [threads, rows, ...]
   double* dslopes;  // [B, H, parts, 2]
+  Blocks* blocks;   // those in which dk and dv hold anything: [B, H, parts] or [threads]
 
   // The gradients of keys and values that a task or worker adds to.
   float* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.wide_D; }
   float* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.wide_E; }
-  void clear_gradients(int64_t index) const {
-    __builtin_memset(keys_gradient(index), 0, sizeof(float) * static_cast<size_t>(packed.rows * packed.wide_D));
-    __builtin_memset(values_gradient(index), 0, sizeof(float) * static_cast<size_t>(packed.rows * packed.wide_E));
+  void clear_gradients(int64_t index, Blocks of) const {
+    blocks[index] = of;
+    const int64_t from = of.first * kKeys, rows = larger_of(of.end - of.first, 0) * kKeys;
+    const int64_t D = packed.wide_D, E = packed.wide_E;
+    __builtin_memset(keys_gradient(index) + from * D, 0, sizeof(float) * static_cast<size_t>(rows * D));
+    __builtin_memset(values_gradient(index) + from * E, 0, sizeof(float) * static_cast<size_t>(rows * E));
   }
 
   static void run(void* context, int64_t task, int worker) {
@@ -38,11 +42,12 @@ struct BackwardAcross {
     const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // in the order of BackwardTask
     const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
                   h = index / self.num_parts % call.H;
-    self.clear_gradients(index);
+    const int64_t from = part * self.tiles_per_part, to = smaller_of(from + self.tiles_per_part, self.num_tiles);
+    self.clear_gradients(index, visited_blocks(call, self.packed, self.results.saved, b, h, from, to));
     double* dslopes = self.dslopes + 2 * index;
     dslopes[kLeft] = dslopes[kRight] = 0;
-    const int64_t from = part * self.tiles_per_part, slot = b * call.G + h / (call.H / call.G);
-    for (int64_t t = from; t < smaller_of(from + self.tiles_per_part, self.num_tiles); ++t) {
+    const int64_t slot = b * call.G + h / (call.H / call.G);
+    for (int64_t t = from; t < to; ++t) {
       self.tile(b, h, t, slot, self.scratches[worker], self.keys_gradient(index), self.values_gradient(index), dslopes);
     }
   }
@@ -53,7 +58,7 @@ struct BackwardAcross {
     const Call& call = self.call;
     const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
     pack_head(self.pack, index, worker, worker);
-    self.clear_gradients(worker);
+    self.clear_gradients(worker, {0, self.packed.num_blocks});
     for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
       double* dslopes = self.dslopes + 2 * (b * call.H + h);
       dslopes[kLeft] = dslopes[kRight] = 0;
@@ -76,19 +81,14 @@ struct BackwardAcross {
     for (int64_t group = round_up(tile.rows, kSide) / kSide; !kFine && group < kQueriesAcross / kSide; ++group) {
       clear(scratch, group, 0);
     }
-    const int32_t* visited = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
+    const Blocks visited = visited_blocks(tile, results.saved);
     // From either end inwards, as the outer blocks may turn out to be negligible.
     bool negligible[2][kGroups];
     for (int64_t group = 0; group < kGroups; ++group) negligible[kLeft][group] = negligible[kRight][group] = true;
-    const int64_t outermost_left =
-        tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - visited[kLeft], 0, tile.near_first);
-    const int64_t outermost_right =
-        tile.hidden[kRight] ? tile.near_last
-                            : clamp(tile.near_last + visited[kRight], tile.near_last, tile.head->num_blocks - 1);
-    for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
+    for (int64_t block = visited.first; block <= tile.near_last; ++block) {
       visit(unit, tile, slot, block, dout_parts, negligible[kLeft], scratch, dk_of, dv_of);
     }
-    for (int64_t block = outermost_right; block > tile.near_last; --block) {
+    for (int64_t block = visited.end - 1; block > tile.near_last; --block) {
       visit(unit, tile, slot, block, dout_parts, negligible[kRight], scratch, dk_of, dv_of);
     }
     add_slope_gradients(tile, scratch, dslopes_of);
@@ -380,20 +380,20 @@ struct BackwardAcross {
     const int64_t rows = packed.rows, at = index * call.S + head.first;
     const SeenKeys<float> seen(call, index);
     for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
-      add_rows(keys_gradient(first) + s * packed.wide_D, count, rows * packed.wide_D, call.D,
-               static_cast<float>(call.scale), static_cast<float*>(results.dk) + (at + s) * call.D);
-      add_rows(values_gradient(first) + s * packed.wide_E, count, rows * packed.wide_E, call.E, 1.0f,
-               static_cast<float*>(results.dv) + (at + s) * call.E);
-    }
-  }
-
-  static void add_rows(const float* from, int64_t count, int64_t step, int64_t size, float factor, float* to) {
-    for (int64_t x = 0; x < size; x += kSide) {
-      Floats total{};
-      for (int64_t source = 0; source < count; ++source) total += load(from + source * step + x);
-      total *= factor;
-      if (x + kSide <= size) store<float>(to + x, total);
-      else __builtin_memcpy(to + x, &total, sizeof(float) * static_cast<size_t>(size - x));
+      const auto add_up = [&](const float* gradients, int64_t wide, int64_t size, float factor, float* to_row) {
+        for (int64_t x = 0; x < size; x += kSide) {
+          Floats total{};
+          for (int64_t source = first; source < first + count; ++source) {
+            if (blocks[source].holds(s / kKeys)) total += load(gradients + (source * rows + s) * wide + x);
+          }
+          total *= factor;
+          if (x + kSide <= size) store<float>(to_row + x, total);
+          else __builtin_memcpy(to_row + x, &total, sizeof(float) * static_cast<size_t>(size - x));
+        }
+      };
+      add_up(dk, packed.wide_D, call.D, static_cast<float>(call.scale),
+             static_cast<float*>(results.dk) + (at + s) * call.D);
+      add_up(dv, packed.wide_E, call.E, 1.0f, static_cast<float*>(results.dv) + (at + s) * call.E);
     }
   }
 };
@@ -412,18 +412,20 @@ Status backward_across(const Call& call, const Backward& results) {
   AcrossScratches scratches;
   Buffer<float> dk, dv;
   Buffer<double> dslopes;
+  Buffer<Blocks> blocks;
   packed.by_head = packed.is_head_small() && call.B * call.G >= kEnoughTasks;
   int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
   const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
   num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
   const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_parts;
   if (!packed.allocate(call) || !scratches.allocate(call, packed) || !dk.allocate(sums, packed.rows, packed.wide_D) ||
-      !dv.allocate(sums, packed.rows, packed.wide_E) || !dslopes.allocate(num_heads * num_parts, 2)) {
+      !dv.allocate(sums, packed.rows, packed.wide_E) || !dslopes.allocate(num_heads * num_parts, 2) ||
+      !blocks.allocate(sums)) {
     return Status::out_of_memory;
   }
   PackAcross<In> pack(call, packed);
   BackwardAcross<In> task{call,      results,        packed,  pack,    scratches.each.data, num_tiles,
-                          num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+                          num_parts, tiles_per_part, dk.data, dv.data, dslopes.data,        blocks.data};
   if (packed.by_head) {
     parallel(call, call.B * call.G, BackwardAcross<In>::run_head, &task);
   } else {

@@ -7,6 +7,35 @@ LINBIAS_INLINE W lse_gradient(const Backward& results, int64_t at) {
   return results.dlse ? static_cast<const W*>(results.dlse)[at] : W{0};
 }
 
+// Blocks [first, end) of a head.
+struct Blocks {
+  int64_t first, end;
+  bool holds(int64_t block) const { return first <= block && block < end; }
+};
+
+// Those that forward visited for a tile.
+template <typename W>
+Blocks visited_blocks(const Tile<W>& tile, const Forward& saved) {
+  const int64_t at = (tile.b * tile.call->H + tile.h) * saved.visited_tiles + tile.start / kRows;
+  const int32_t* counts = saved.visited + at * 2;
+  const int64_t first = tile.near_first, last = tile.near_last;
+  return {tile.hidden[kLeft] ? first : clamp(first - counts[kLeft], 0, first),
+          (tile.hidden[kRight] ? last : clamp(last + counts[kRight], last, tile.head->num_blocks - 1)) + 1};
+}
+
+// All that some tiles of a head visited, and what lies between.
+template <typename W>
+Blocks visited_blocks(const Call& call, const Packed<W>& packed, const Forward& saved, int64_t b, int64_t h,
+                      int64_t from, int64_t to) {
+  Blocks all = {packed.num_blocks, 0};
+  for (int64_t t = from; t < to; ++t) {
+    const Blocks blocks = visited_blocks(Tile<W>(call, packed, b, h, t), saved);
+    if (blocks.first >= blocks.end) continue;
+    all = {smaller_of(all.first, blocks.first), larger_of(all.end, blocks.end)};
+  }
+  return all;
+}
+
 template <typename W, typename In>
 struct BackwardTask {
   const Call& call;
@@ -17,13 +46,17 @@ struct BackwardTask {
   int64_t num_tiles, num_parts, tiles_per_part;
   W *dk, *dv;       // [B, H, parts, rows, D or E padded], or by head [threads, rows, ...]
   double* dslopes;  // [B, H, parts, 2]
+  Blocks* blocks;   // those in which dk and dv hold anything: [B, H, parts] or [threads]
 
   // The gradients of keys and values that a task or worker adds to.
   W* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.padded_D; }
   W* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.padded_E; }
-  void clear_gradients(int64_t index) const {
-    __builtin_memset(keys_gradient(index), 0, sizeof(W) * static_cast<size_t>(packed.rows * packed.padded_D));
-    __builtin_memset(values_gradient(index), 0, sizeof(W) * static_cast<size_t>(packed.rows * packed.padded_E));
+  void clear_gradients(int64_t index, Blocks of) const {
+    blocks[index] = of;
+    const int64_t from = of.first * kKeys, rows = larger_of(of.end - of.first, 0) * kKeys;
+    const int64_t D = packed.padded_D, E = packed.padded_E;
+    __builtin_memset(keys_gradient(index) + from * D, 0, sizeof(W) * static_cast<size_t>(rows * D));
+    __builtin_memset(values_gradient(index) + from * E, 0, sizeof(W) * static_cast<size_t>(rows * E));
   }
 
   static void run(void* context, int64_t task, int worker) {
@@ -32,11 +65,11 @@ struct BackwardTask {
     const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // the flattest heads first
     const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
                   h = index / self.num_parts % call.H;
-    self.clear_gradients(index);
+    const int64_t from = part * self.tiles_per_part, to = smaller_of(from + self.tiles_per_part, self.num_tiles);
+    self.clear_gradients(index, visited_blocks(call, self.packed, self.results.saved, b, h, from, to));
     double* dslopes = self.dslopes + 2 * index;
     dslopes[kLeft] = dslopes[kRight] = 0;
-    const int64_t from = part * self.tiles_per_part;
-    for (int64_t t = from; t < smaller_of(from + self.tiles_per_part, self.num_tiles); ++t) {
+    for (int64_t t = from; t < to; ++t) {
       self.tile(b, h, t, self.scratches[worker], self.keys_gradient(index), self.values_gradient(index), dslopes);
     }
   }
@@ -47,7 +80,7 @@ struct BackwardTask {
     const Call& call = self.call;
     const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
     pack_head(self.pack, index, worker, worker);
-    self.clear_gradients(worker);
+    self.clear_gradients(worker, {0, self.packed.num_blocks});
     for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
       double* dslopes = self.dslopes + 2 * (b * call.H + h);
       dslopes[kLeft] = dslopes[kRight] = 0;
@@ -64,19 +97,14 @@ struct BackwardTask {
     load_output_gradient(tile, scratch);
     W* dq = scratch.acc;
     for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
-    const int32_t* counts = results.saved.visited + ((b * call.H + h) * results.saved.visited_tiles + t) * 2;
-    const int64_t outermost_left =
-        tile.hidden[kLeft] ? tile.near_first : clamp(tile.near_first - counts[kLeft], 0, tile.near_first);
-    const int64_t outermost_right =
-        tile.hidden[kRight] ? tile.near_last
-                            : clamp(tile.near_last + counts[kRight], tile.near_last, tile.head->num_blocks - 1);
+    const Blocks visited = visited_blocks(tile, results.saved);
     // From either end inwards, as the outer blocks may turn out to be negligible.
     bool negligible = true;
-    for (int64_t block = outermost_left; block <= tile.near_last; ++block) {
+    for (int64_t block = visited.first; block <= tile.near_last; ++block) {
       negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
     }
     negligible = true;
-    for (int64_t block = outermost_right; block > tile.near_last; --block) {
+    for (int64_t block = visited.end - 1; block > tile.near_last; --block) {
       negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
     }
     add_slope_gradients(tile, scratch, dslopes_of);
@@ -216,17 +244,20 @@ struct BackwardTask {
     const SeenKeys<W> seen(call, index);
     const int64_t D = packed.padded_D, E = packed.padded_E, at = index * call.S + head.first;
     for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
-      add_rows(keys_gradient(first) + s * D, count, packed.rows * D, call.D,
-               static_cast<W*>(results.dk) + (at + s) * call.D);
-      add_rows(values_gradient(first) + s * E, count, packed.rows * E, call.E,
-               static_cast<W*>(results.dv) + (at + s) * call.E);
+      W* dk_to = static_cast<W*>(results.dk) + (at + s) * call.D;
+      W* dv_to = static_cast<W*>(results.dv) + (at + s) * call.E;
+      for (int64_t d = 0; d < call.D; ++d) dk_to[d] = 0;
+      for (int64_t e = 0; e < call.E; ++e) dv_to[e] = 0;
+      for (int64_t source = first; source < first + count; ++source) {
+        if (!blocks[source].holds(s / kKeys)) continue;
+        add_to(dk_to, keys_gradient(source) + s * D, call.D);
+        add_to(dv_to, values_gradient(source) + s * E, call.E);
+      }
     }
   }
 
-  static void add_rows(const W* from, int64_t count, int64_t step, int64_t size, W* to) {
-    for (int64_t source = 0; source < count; ++source, from += step) {
-      for (int64_t x = 0; x < size; ++x) to[x] = source > 0 ? to[x] + from[x] : from[x];
-    }
+  static void add_to(W* sums, const W* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) sums[i] += x[i];
   }
 };
 
@@ -252,14 +283,15 @@ Status backward_as(const Call& call, const Backward& results) {
   Buffer<Scratch<W>> scratches;
   Buffer<W> memory, dk, dv;
   Buffer<double> dslopes;
+  Buffer<Blocks> blocks;
   if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory) ||
       !dk.allocate(sums, packed.rows, packed.padded_D) || !dv.allocate(sums, packed.rows, packed.padded_E) ||
-      !dslopes.allocate(num_heads * num_parts, 2)) {
+      !dslopes.allocate(num_heads * num_parts, 2) || !blocks.allocate(sums)) {
     return Status::out_of_memory;
   }
   PackTask<W, In> pack{call, packed};
   BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
-                           num_parts, tiles_per_part, dk.data, dv.data, dslopes.data};
+                           num_parts, tiles_per_part, dk.data, dv.data, dslopes.data,   blocks.data};
   if (packed.by_head) {
     parallel(call, call.B * call.G, BackwardTask<W, In>::run_head, &task);
   } else {
