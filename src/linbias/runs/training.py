@@ -20,7 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from linbias.runs.checkpoints import Checkpoints
 from linbias.runs.files import Record, move_into_place, read_json, write_json
-from linbias.runs.memory import PeakMemory
+from linbias.runs.memory import PeakMemory, keep_freed_memory
 from linbias.runs.processes import is_main
 from linbias.runs.watch import ProgressBar
 
@@ -169,6 +169,7 @@ def run_trainer(
     """
     newest = checkpoints.latest()
     trainer.remove_callback(PrinterCallback)
+    keep_freed_memory()
     try:
         with PeakMemory(trainer.args.device) as memory, bar:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
