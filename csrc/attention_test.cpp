@@ -322,6 +322,24 @@ void test_positions_beyond_float32() {
   }
 }
 
+// Queries that stand further off than positions are counted stand where counting ends.
+template <typename In>
+void test_starts_beyond_counting() {
+  for (const std::int64_t start : {INT64_MAX, INT64_MIN}) {
+    const Case c{1, 2, 2, 3, 70, 8, 8, false, false, {start}};
+    Inputs x = draw(c, sizeof(In) == 2);
+    x.left = x.right = {1e-8, 0};
+    const Truth truth = define(c, x);
+    on_every_target([&] {
+      Arrays<In> a(c, x);
+      a.call.precise = true;
+      forward(a.call, a.results);
+      compare_forward(describe(c, Type<In>::name) + " beyond counting", a, truth, kStep<In>,
+                      std::is_same_v<In, Brain> ? 0x1p-15 : kStep<In>);
+    });
+  }
+}
+
 // Values far from 0: what backward takes differences from is then much larger than they are, and its rounding must not
 // add up over the distances.
 void test_slope_gradients_of_large_values() {
@@ -500,6 +518,9 @@ int main(int count, char** names) {
            test_positions_beyond_float32<float>,
            test_positions_beyond_float32<double>,
            test_positions_beyond_float32<Brain>,
+           test_starts_beyond_counting<float>,
+           test_starts_beyond_counting<double>,
+           test_starts_beyond_counting<Brain>,
            test_slope_gradients_of_large_values,
            test_numbers_of_float16,
            test_numbers_of_float32,
