@@ -30,10 +30,8 @@ struct BackwardAcross {
   float* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.wide_E; }
   void clear_gradients(int64_t index, Blocks of) const {
     blocks[index] = of;
-    const int64_t from = of.first * kKeys, rows = larger_of(of.end - of.first, 0) * kKeys;
-    const int64_t D = packed.wide_D, E = packed.wide_E;
-    __builtin_memset(keys_gradient(index) + from * D, 0, sizeof(float) * static_cast<size_t>(rows * D));
-    __builtin_memset(values_gradient(index) + from * E, 0, sizeof(float) * static_cast<size_t>(rows * E));
+    clear_blocks(keys_gradient(index), packed.wide_D, of);
+    clear_blocks(values_gradient(index), packed.wide_E, of);
   }
 
   static void run(void* context, int64_t task, int worker) {

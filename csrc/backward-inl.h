@@ -36,6 +36,13 @@ Blocks visited_blocks(const Call& call, const Packed<W>& packed, const Forward& 
   return all;
 }
 
+// Zeros for the rows of some blocks.
+template <typename W>
+void clear_blocks(W* rows, int64_t size, Blocks blocks) {
+  const int64_t count = larger_of(blocks.end - blocks.first, 0) * kKeys * size;
+  __builtin_memset(rows + blocks.first * kKeys * size, 0, sizeof(W) * static_cast<size_t>(count));
+}
+
 template <typename W, typename In>
 struct BackwardTask {
   const Call& call;
@@ -53,10 +60,8 @@ struct BackwardTask {
   W* values_gradient(int64_t index) const { return dv + index * packed.rows * packed.padded_E; }
   void clear_gradients(int64_t index, Blocks of) const {
     blocks[index] = of;
-    const int64_t from = of.first * kKeys, rows = larger_of(of.end - of.first, 0) * kKeys;
-    const int64_t D = packed.padded_D, E = packed.padded_E;
-    __builtin_memset(keys_gradient(index) + from * D, 0, sizeof(W) * static_cast<size_t>(rows * D));
-    __builtin_memset(values_gradient(index) + from * E, 0, sizeof(W) * static_cast<size_t>(rows * E));
+    clear_blocks(keys_gradient(index), packed.padded_D, of);
+    clear_blocks(values_gradient(index), packed.padded_E, of);
   }
 
   static void run(void* context, int64_t task, int worker) {
