@@ -400,8 +400,8 @@ struct GroupsAcross {
   }
 };
 
-// Would the block with these products add next to nothing to any query of a group? If so, add it to
-// what is left out.
+// Would the block with these products add next to nothing to any query of a group? If so, add it
+// to what is left out.
 template <typename Biased>
 bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, float allowance, const float* scores,
                           AcrossScratch& scratch) {

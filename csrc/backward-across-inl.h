@@ -144,10 +144,7 @@ struct BackwardAcross {
     if constexpr (kFine) {
       lay_pairs_of_parts(rows, kRows, columns, {to, columns, kOtherPairKinds, kRows * columns});
     } else {
-      for (int part = 0; part < rows.count; ++part) {
-        lay_in_pairs(rows.data + part * rows.step, rows.row, kQueriesAcross, columns,
-                     to + part * kQueriesAcross / 2 * columns);
-      }
+      lay_in_pairs(rows, kQueriesAcross, columns, {to, columns, rows.count, kQueriesAcross / 2 * columns});
     }
   }
 
