@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from paper_report import Verdict, judge, table, unique
 from update_readme import fill
 
-from linbias.runs.files import write_whole
+from linbias._run.files import write_whole
 
 Record = dict[str, Any]
 NAMES = {

@@ -15,8 +15,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from linbias._run.files import write_json
 from linbias.explore import results as explorer_results
-from linbias.runs.files import write_json
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"

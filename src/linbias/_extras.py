@@ -10,6 +10,7 @@ PARTS = {
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
     "linbias.transformers": ("lm", ("torch", "transformers")),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
+    "linbias.data": ("lm", ("tokenizers",)),
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": ("lm", ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil")),
 }  # fmt: skip

@@ -62,7 +62,7 @@ def embed(
     [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
     [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
     """
-    from linbias.runs.processes import choose_device
+    from linbias._run.processes import choose_device
     from linbias.transformers import embed as run
     from linbias.transformers import read_documents
 

@@ -12,7 +12,7 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.paper.recipe import PRESETS
+from linbias.lm.paper.recipe import PRESETS
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from string import Template
 
 from matplotlib.figure import Figure
 
+from linbias._run.files import write_whole
 from linbias.lm import figures, findings
 from linbias.lm.findings import Finding
 from linbias.lm.methods import (
@@ -24,7 +25,6 @@ from linbias.lm.methods import (
     PAGE_COLOURS,
 )
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
-from linbias.runs.files import write_whole
 
 
 def write_report(results: ExtrapolationResults, folder: Path) -> None:

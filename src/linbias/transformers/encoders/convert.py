@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linbias.runs.files import check_writable, move_into_place, write_json, write_whole
+from linbias._run.files import check_writable, move_into_place, write_json, write_whole
 from linbias.transformers.encoders import original
 from linbias.transformers.encoders.config import LinbiasBertConfig
 from linbias.transformers.encoders.load import Head, from_pretrained, read_folder

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linbias.runs.files import JsonLog
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.hub import caches_if_unreachable
+from linbias._run.files import JsonLog
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.hub import caches_if_unreachable
 from linbias.transformers.encoders.documents import Document, Id
 from linbias.transformers.encoders.load import from_pretrained
 from linbias.transformers.encoders.vectors import Vectors, check_output, partial_folder, write

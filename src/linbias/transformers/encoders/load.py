@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
-from linbias.runs.hub import caches_if_unreachable
+from linbias._run.hub import caches_if_unreachable
 from linbias.transformers.encoders import original
 from linbias.transformers.encoders.config import LinbiasBertConfig
 from linbias.transformers.encoders.model import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, MptConfig, MptForCausalLM, PreTrainedConfig
 from transformers.models.mpt import modeling_mpt as reference
 
-from linbias.runs.hub import caches_if_unreachable
+from linbias._run.hub import caches_if_unreachable
 from linbias.transformers import fields
 from linbias.transformers.fused import mpt
 from linbias.transformers.fused.mask import NAME, FusedMask
