@@ -19,8 +19,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from linbias.data import ranges
 from linbias.data.dictionary import Dictionary
+from linbias.lm.paper import ranges
 from linbias.lm.paper.prepare import Split, prepare, prepare_dataset
 from linbias.lm.paper.store import read_data
 
