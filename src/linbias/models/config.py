@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from linbias.transformers import fields
+from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
 ENCODER_POSITIONS = (

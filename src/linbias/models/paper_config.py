@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from linbias.transformers import fields
+from linbias.models import fields
 
 POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
 _MOST_BANDS = 64

@@ -49,10 +49,10 @@ from linbias.lm.paper.recipe import Recipe
 from linbias.lm.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexity
 from linbias.lm.paper.store import StoredIds, read_data
 from linbias.lm.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias.models.fields import MAXIMA, own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
-from linbias.transformers.fields import MAXIMA, own_fields
 
 
 @dataclass(frozen=True, kw_only=True)

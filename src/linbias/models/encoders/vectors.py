@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linbias._run.files import check_writable, new_file, write_json, write_whole
-from linbias.transformers.encoders.documents import Id
+from linbias.models.encoders.documents import Id
 
 Vectors = NDArray[np.float32]
 
