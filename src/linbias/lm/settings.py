@@ -128,7 +128,7 @@ class TrainSettings:
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
             from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
-            from linbias.transformers.fields import own_fields
+            from linbias.models.fields import own_fields
 
             family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig
             known = sorted(own_fields(family) - given_elsewhere)

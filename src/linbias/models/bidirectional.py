@@ -33,9 +33,9 @@ from linbias.models.positions import (
     distances_of,
     query_start_of,
 )
+from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights, merge
 from linbias.torch.constant import constant
-from linbias.transformers.slopes import ModelSlopes
 from linbias.variants import variant_slopes
 
 _NO_OPTIONS = AttendOptions()

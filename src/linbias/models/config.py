@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from linbias.methods import DECODER, ENCODER, methods_of
-from linbias.transformers import fields
+from linbias.models import fields
 
 POSITIONS, ENCODER_POSITIONS = methods_of(DECODER), methods_of(ENCODER)
 BLOCKS = ("sequential", "parallel", "parallel_fused")

@@ -17,8 +17,8 @@ from transformers.utils import can_return_tuple
 
 from linbias.models import bidirectional, decoder
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
+from linbias.models.padding import Padding
 from linbias.models.positions import Position, make_position
-from linbias.transformers import Padding
 
 
 class SelfAttention(decoder.SelfAttention):

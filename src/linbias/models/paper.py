@@ -21,9 +21,9 @@ from transformers.utils import can_return_tuple
 
 from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from linbias.models.padding import Padding
 from linbias.models.paper_config import PaperConfig
 from linbias.models.positions import T5, Position, make_position
-from linbias.transformers import Padding
 
 
 class Sinusoidal(Position):

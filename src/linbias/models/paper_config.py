@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from linbias.methods import PAPER, methods_of
-from linbias.transformers import fields
+from linbias.models import fields
 
 POSITIONS = methods_of(PAPER)
 _MOST_BANDS = 64

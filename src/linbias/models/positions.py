@@ -11,7 +11,7 @@ method, and `make_position` builds the one that a configuration names.
 
 Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
 heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
-a row that is no padding (`linbias.transformers.Padding`).
+a row that is no padding (`linbias.models.Padding`).
 """
 
 import math
@@ -24,9 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from linbias.methods import METHODS
+from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
-from linbias.transformers.slopes import ModelSlopes
 
 
 class AttendOptions(NamedTuple):

@@ -31,10 +31,10 @@ from linbias.models.linbias import (
     LinbiasPreTrainedModel,
     SelfAttention,
 )
+from linbias.models.padding import Padding, read_attention_mask
 from linbias.models.positions import Position, make_position
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
-from linbias.transformers import Padding, read_attention_mask
 
 
 class CrossAttention(nn.Module):
