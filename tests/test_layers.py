@@ -15,7 +15,7 @@ from linbias import _moved
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "_machine", "_extras", "_moved"}
+ANYONE = {"schedules", "methods", "_machine", "_extras", "_moved"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -50,6 +50,7 @@ LAYERS = {
             "explain",
             "example",
             "explore",
+            "methods",
         ),
         "doctor",
         "__version__",
