@@ -319,8 +319,7 @@ def _evaluate_in_blocks(
     from linbias.data.masked import MaskTokens
     from linbias.data.spans import SpanTokens
     from linbias.data.tokenizers import Tokenizer
-    from linbias.lm.masked import evaluate_masked
-    from linbias.lm.spans import evaluate_spans
+    from linbias.lm.hidden import evaluate_hidden
     from linbias.models import LinbiasForMaskedLM
 
     masked, tokenizer, speaks = (
@@ -328,13 +327,12 @@ def _evaluate_in_blocks(
         Tokenizer.load(model),
         is_first_process(),
     )
-    measure: Any = evaluate_masked if masked else evaluate_spans
     tokens = (MaskTokens if masked else SpanTokens).of(tokenizer)
     results = []
     for length in lengths:
         with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
             results.append(
-                measure(
+                evaluate_hidden(
                     loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
                 )
             )
