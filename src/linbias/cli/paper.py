@@ -25,7 +25,7 @@ from linbias.cli.console import (
 from linbias.lm.paper.recipe import recipe_from_preset
 
 if TYPE_CHECKING:  # these modules load torch
-    from linbias.lm.paper.evaluate import PaperEvaluation
+    from linbias.lm.paper.score import Scores
     from linbias.lm.paper.train import PaperMetrics
 
 ALL_CORES = os.cpu_count() or 1
@@ -70,13 +70,15 @@ def prepare(
     [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
     [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
     """
-    from linbias.lm.paper.prepare import prepare_any
+    from linbias.lm.paper.prepare import prepare as run
 
-    texts = {"train": train, "valid": valid, "test": test}
+    files = {"train": train, "valid": valid, "test": test}
+    texts = {split: path for split, path in files.items() if path}
+    if bool(texts) == bool(dataset):
+        raise ValueError("prepare: give either texts or --dataset, and not both")
     with bar("reading text", quiet) as advance:
-        made = prepare_any(
-            {split: path for split, path in texts.items() if path},
-            dataset,
+        made = run(
+            dataset or texts,
             output,
             dictionary=dictionary,
             workers=workers,
@@ -295,7 +297,7 @@ def _training_summary(metrics: PaperMetrics) -> str:
     )
 
 
-def _evaluation_table(results: Sequence[PaperEvaluation]) -> Table:
+def _evaluation_table(results: Sequence[Scores]) -> Table:
     table = number_table(
         *("split", "length", "context", "tokens", "bits", "perplexity", "tokens/s", "memory")
     )
