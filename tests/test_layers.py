@@ -33,7 +33,7 @@ LAYERS = {
     "data": {"runs"} | ANYONE,
     "lm": {"models", "data", "runs"} | ANYONE,
     "paper": {"models", "data", "runs"} | ANYONE,
-    "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
+    "plots": {"_checks", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "definition", "models", "lm"} | ANYONE,
