@@ -327,14 +327,14 @@ def _run_definition() -> str:
     from linbias import definition
 
     q, k, v = five_tokens()
-    left = [0.5, 0.25]
-    definition.attention(q, k, v, left, causal=False)
-    definition.attention_weights(q, k, left, causal=False)
-    definition.attention_backward(np.ones((2, 5, 2)), q, k, v, left, causal=False)
-    definition.bias(left, 5, 5)
+    slopes = [0.5, 0.25]
+    definition.attention(q, k, v, slopes, causal=False)
+    definition.attention_weights(q, k, slopes, causal=False)
+    definition.attention_backward(np.ones((2, 5, 2)), q, k, v, slopes, causal=False)
+    definition.bias(slopes, 5, 5)
     halves = [
         definition.attention(
-            q, k, v, left, causal=False, key_range=part, query_start=0, return_lse=True
+            q, k, v, slopes, causal=False, key_range=part, query_start=0, return_lse=True
         )
         for part in ([0, 3], [3, 5])
     ]

@@ -63,8 +63,8 @@ def _packages(tree: ast.AST) -> set[str]:
 def write_paper_model(folder: Path) -> None:
     """What `linbias paper convert` would have written to the folder of docs/paper.md."""
     from linbias.data.dictionary import Dictionary
+    from linbias.lm.paper.checkpoint import add_words
     from linbias.models import PaperConfig, PaperForCausalLM
-    from linbias.paper.checkpoint import add_words
 
     config = PaperConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -85,14 +85,17 @@ def write_existing_models(folder: Path) -> None:
     )
 
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import BaichuanConfig, BaichuanForCausalLM, JaisConfig, JaisForCausalLM
-    from linbias.transformers import (
+    from linbias.models import (
+        BaichuanConfig,
+        BaichuanForCausalLM,
+        JaisConfig,
+        JaisForCausalLM,
         LinbiasBertConfig,
         LinbiasBertForMaskedLM,
         LinbiasMptConfig,
         LinbiasMptForCausalLM,
     )
-    from linbias.transformers.encoders.original import to_original
+    from linbias.models.encoders.original import to_original
 
     storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
     decoders = {

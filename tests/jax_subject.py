@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import linbias
+from cases import arguments
 from contract import SEED
 from linbias import _checks
 from linbias.jax import attention, cpu, functional
@@ -35,7 +36,7 @@ class JaxSubject:
     def program(self, **options):
         def attend(leaves, placement):
             out, lse = attention(
-                **leaves,
+                **arguments(leaves),
                 **placement,
                 **options,
                 dropout_key=jax.random.key(0),

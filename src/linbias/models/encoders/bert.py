@@ -1,0 +1,350 @@
+"""BERT with ALiBi: one encoder for jina-embeddings-v2, MosaicBERT and DNABERT-2, and its four heads.
+
+What they disagree on is configuration: which half of the feed-forward part is the gate, norms of queries and keys,
+a second norm after attention, the pooler.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import can_return_tuple
+
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.rows import Rows
+from linbias.models.slopes import ModelSlopes
+from linbias.schedules import slopes
+
+
+class Embeddings(nn.Module):
+    """Tokens and their types, added and normed. There is nothing to add for positions."""
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__()
+        self.words = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.types = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, words: Tensor, types: Tensor) -> Tensor:
+        """[N, hidden_size] for embedded words [N, hidden_size] and types [N]."""
+        return self.dropout(self.norm(words + self.types(types)))
+
+
+class Attention(nn.Module):
+    """Project to queries, keys and values, let the texts attend to themselves, project back."""
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.head_size = config.head_size
+        self.qkv = nn.Linear(size, 3 * size)
+        self.out = nn.Linear(size, size)
+        normed = config.query_key_norm
+        self.q_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
+        self.k_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
+        self.slopes = ModelSlopes(
+            slopes(config.num_attention_heads, config.slope_schedule).tolist(),
+            config.slope_scale,
+            config.train_length,
+        )
+        self.dropout = config.attention_dropout
+        self.implementation = config.attention_implementation
+
+    def forward(
+        self, hidden: Tensor, rows: Rows, output_attentions: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, hidden_size], and the weights [B, H, T, T] if asked."""
+        q, k, v = self.qkv(hidden).chunk(3, dim=-1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
+        left = self.slopes.left(q, rows.shape[1], rows.key_range)
+        dropout = self.dropout if self.training else 0.0
+        out = rows.attend(q, k, v, left, dropout, self.implementation)
+        weights = rows.weights(q, k, left) if output_attentions else None
+        return self.out(out.flatten(1)), weights
+
+
+class FeedForward(nn.Module):
+    """out(act(gate) * value), where gate and value are the halves of one projection without bias."""
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__()
+        self.gated = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.out = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act = ACT2FN[config.feed_forward_act]
+        self.gate_first = config.gate_first
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        first, second = self.gated(hidden).chunk(2, dim=-1)
+        gate, value = (first, second) if self.gate_first else (second, first)
+        return self.out(self.dropout(self.act(gate) * value))
+
+
+class Layer(GradientCheckpointingLayer):
+    """Attention, then feed-forward; each is added and the sum normed."""
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.attention = Attention(config)
+        self.attention_norm = nn.LayerNorm(size, eps)
+        self.residual_norm = nn.LayerNorm(size, eps) if config.residual_norm else None
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(size, eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self, hidden: Tensor, rows: Rows, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """[N, hidden_size], and the attention weights [B, H, T, T] if asked."""
+        attended, weights = self.attention(hidden, rows, output_attentions)
+        normed = self.attention_norm(hidden + self.dropout(attended))
+        if self.residual_norm is not None:
+            normed = self.residual_norm(hidden + normed)
+        return self.feed_forward_norm(normed + self.feed_forward(normed)), weights
+
+
+class LinbiasBertPreTrainedModel(PreTrainedModel):
+    """What the models below share."""
+
+    config_class = LinbiasBertConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Layer"]
+
+
+class LinbiasBertModel(LinbiasBertPreTrainedModel):
+    """Turn token ids into hidden states, each of which has seen the whole text.
+
+    Padded rows are run without their padding, on whichever side it is.
+
+    Example:
+        >>> config = LinbiasBertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> LinbiasBertModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__(config)
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if config.pooler else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of token ids."""
+        return self.embeddings.words
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding of token ids."""
+        self.embeddings.words = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPooling:
+        """Run the encoder.
+
+        Args:
+            input_ids: [B, T] token ids.
+            attention_mask: [B, T], zero at padding, before or after the text. None means no padding.
+            token_type_ids: [B, T]; None means zeros.
+            inputs_embeds: [B, T, hidden_size], what the word embedding would return, in place of input_ids.
+            output_attentions: Return the attention weights of every layer, [B, H, T, T], which need memory that the
+                attention itself does not.
+            output_hidden_states: Return the input of every layer and the final output as well.
+
+        Returns:
+            last_hidden_state [B, T, hidden_size], zero at padding, and with a pooler pooler_output [B, hidden_size].
+
+        Raises:
+            ValueError: Not exactly one kind of input, or a mask of the wrong shape or with gaps.
+        """
+        name = type(self).__name__
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
+        given = inputs_embeds if input_ids is None else input_ids
+        assert given is not None
+        rows = Rows.read(name, attention_mask, given)
+        packed = rows.pack(given)
+        words = packed if input_ids is None else self.embeddings.words(packed)
+        if token_type_ids is None:
+            types = torch.zeros(words.shape[0], dtype=torch.int64, device=words.device)
+        else:
+            types = rows.pack(token_type_ids).long()
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        hidden = self.embeddings(words, types)
+        states: tuple[Tensor, ...] = ()
+        attentions: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            if output_hidden_states:
+                states += (rows.unpack(hidden),)
+            hidden, weights = layer(hidden, rows, output_attentions)
+            if output_attentions:
+                attentions += (weights,)
+        last = rows.unpack(hidden)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self._pool(last, rows),
+            hidden_states=(*states, last) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+        )
+
+    def _pool(self, last: Tensor, rows: Rows) -> Tensor:
+        """[B, hidden_size], of the first token of each row."""
+        assert self.pooler is not None
+        if rows.key_range is None:
+            first = last[:, 0]
+        else:  # a row of padding alone has none: its zeros serve
+            where = rows.key_range[:, 0].clamp(max=rows.shape[1] - 1)
+            first = last[torch.arange(len(last), device=last.device), where]
+        return self.pooler(first).tanh()
+
+
+class LinbiasBertForMaskedLM(LinbiasBertPreTrainedModel):
+    """Predict masked tokens: the encoder, a dense layer with activation and norm, and the tied embedding.
+
+    Example:
+        >>> config = LinbiasBertConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> LinbiasBertForMaskedLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 99])
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "decoder.weight": "encoder.embeddings.words.weight"
+    }
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__(config)
+        self.encoder = LinbiasBertModel(config)
+        self.transform = nn.Linear(config.hidden_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.norm = nn.LayerNorm(config.hidden_size, config.head_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that gives logits."""
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the layer that gives logits."""
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
+    ) -> MaskedLMOutput:
+        """Return logits [B, T, vocab_size], and with labels [B, T] the mean loss where a label is not -100."""
+        outputs = self.encoder(input_ids, **inputs, return_dict=True)
+        hidden = self.norm(self.act(self.transform(outputs.last_hidden_state)))
+        logits = self.decoder(hidden)
+        loss = None
+        if labels is not None:
+            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return MaskedLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class _Classifier(LinbiasBertPreTrainedModel):
+    """An encoder, dropout, and a linear layer to config.num_labels."""
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__(config)
+        self.encoder = LinbiasBertModel(config)
+        dropout = config.classifier_dropout
+        self.dropout = nn.Dropout(config.hidden_dropout if dropout is None else dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class LinbiasBertForSequenceClassification(_Classifier):
+    """Classify texts, by what the pooler makes of the first token.
+
+    Example:
+        >>> config = LinbiasBertConfig(
+        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, pooler=True, num_labels=3
+        ... )
+        >>> LinbiasBertForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        if not config.pooler:
+            raise ValueError(
+                "LinbiasBertForSequenceClassification: pooler must be True, got False"
+            )
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
+    ) -> SequenceClassifierOutput:
+        """Return logits [B, num_labels], and with labels the loss that Transformers takes for config.problem_type."""
+        outputs = self.encoder(input_ids, **inputs, return_dict=True)
+        logits = self.classifier(self.dropout(outputs.pooler_output))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config)
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LinbiasBertForTokenClassification(_Classifier):
+    """Classify each token.
+
+    Example:
+        >>> config = LinbiasBertConfig(
+        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, num_labels=3
+        ... )
+        >>> LinbiasBertForTokenClassification(config)(torch.tensor([[1, 2]])).logits.shape
+        torch.Size([1, 2, 3])
+    """
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
+    ) -> TokenClassifierOutput:
+        """Return logits [B, T, num_labels], and with labels [B, T] the mean loss where a label is not -100."""
+        outputs = self.encoder(input_ids, **inputs, return_dict=True)
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return TokenClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

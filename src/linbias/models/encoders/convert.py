@@ -1,0 +1,129 @@
+"""`linbias convert`: original folders of encoders into ones that Transformers loads alone, and back."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from linbias._run.files import check_writable, move_into_place, write_json, write_whole
+from linbias.models.encoders import original
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.load import Head, from_pretrained, read_folder
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+)
+
+
+def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
+    """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
+
+    After `import linbias.models`, `AutoModel.from_pretrained(output)` and the other Auto classes load it, and
+    for jina-embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens.
+    Tokenizer files go along.
+
+    Args:
+        folder: A local folder as `from_pretrained` reads it.
+        output: The folder to make; refused where it holds config.json or safetensors already.
+        back: Write the names and the configuration that the original code reads. The folder must be one that `convert`
+            wrote, or a fine-tuned model that was loaded from an original folder and saved.
+
+    Raises:
+        ValueError: The folder holds no such model, or nothing is known of its original; output is not to be written.
+        OSError: A file could not be written (disk full); output holds no model then.
+    """
+    folder, output = Path(folder), Path(output)
+    held = sorted(
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
+    )
+    if held:
+        raise ValueError(
+            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
+        )
+    config, weights, _ = read_folder(folder)
+    if back and config.original is None:
+        raise ValueError(
+            f"convert: {str(folder)!r} must come from an original folder to go back, and its config.json names none"
+        )
+    check_writable(output, "convert")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as name:
+            partial = Path(name)
+            if back:
+                _write_original(config, weights, partial)
+            else:
+                from_pretrained(folder, _head(weights)).save_pretrained(partial)
+                if (config.original or {}).get("family", "").startswith("jina"):
+                    _write_sentence_transformer(folder, partial)
+            _copy_tokenizer(folder, partial)
+            move_into_place(partial, output)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"convert: could not write to {output} ({error})") from error
+
+
+def _head(weights: dict[str, Tensor]) -> Head:
+    """The head that holds most of a folder's weights."""
+    if "transform.weight" in weights:
+        return "masked"
+    if "classifier.weight" in weights:
+        return "sequence" if "encoder.pooler.weight" in weights else "token"
+    return "base"
+
+
+def _write_original(config: LinbiasBertConfig, weights: dict[str, Tensor], folder: Path) -> None:
+    assert config.original is not None
+    known = {"family", "prefix", "config"}
+    if set(config.original) != known or config.original["family"] not in original.FAMILIES:
+        raise ValueError("convert: original of config.json must hold family, prefix and config")
+    prefix = config.original["prefix"]
+    names = original.to_original(weights, config.original["family"], prefix)
+    save_file(names, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", config.original["config"])
+
+
+def _write_sentence_transformer(folder: Path, target: Path) -> None:
+    """What SentenceTransformer reads: a transformer, then the mean over all tokens."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = folder / "sentence_bert_config.json"
+    settings: dict[str, Any] = {"max_seq_length": config.get("max_position_embeddings")}
+    if own.is_file():
+        settings |= json.loads(own.read_text(encoding="utf-8"))
+    modules = (("", "0", "models.Transformer"), ("1_Pooling", "1", "models.Pooling"))
+    listed = [
+        {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.{kind}"}
+        for path, name, kind in modules
+    ]
+    pooling = {
+        "word_embedding_dimension": config["hidden_size"],
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_max_tokens": False,
+    }
+    (target / "1_Pooling").mkdir()
+    write_whole(target / "modules.json", (json.dumps(listed, indent=2) + "\n").encode())
+    write_json(target / "1_Pooling" / "config.json", pooling)
+    write_json(target / "sentence_bert_config.json", settings)
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> None:
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    if (config := target / "tokenizer_config.json").is_file():
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if (
+            settings.pop("auto_map", None) is not None
+        ):  # which points to code that did not go along
+            write_json(config, settings)

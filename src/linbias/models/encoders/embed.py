@@ -1,0 +1,326 @@
+"""`embed`: a vector for each document, however long, resumable.
+
+    documents -> tokens -> batches of like length -> hidden states -> a mean per document -> file
+
+Which documents share a batch depends on the documents alone, so that a run that was killed and continued writes
+the same numbers as one that was not.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from linbias._run.files import JsonLog
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.hub import caches_if_unreachable
+from linbias.models.encoders.documents import Document, Id
+from linbias.models.encoders.load import from_pretrained
+from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
+
+_POOLINGS = ("mean", "cls")
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What `embed` made.
+
+    Attributes:
+        vectors: [N, hidden_size], float32, in the order of the documents.
+        ids: [N], of the documents.
+        num_tokens: [N], that were read of each document, special tokens included.
+        num_shortened: Documents of which max_length left a part unread.
+    """
+
+    vectors: Vectors
+    ids: tuple[Id, ...]
+    num_tokens: tuple[int, ...]
+    num_shortened: int
+
+
+def embed(
+    folder: str | Path,
+    documents: Sequence[Document],
+    output: str | Path | None = None,
+    *,
+    pooling: str = "mean",
+    normalize: bool = False,
+    max_length: int | None = None,
+    batch_tokens: int = 16384,
+    device: torch.device | str | None = None,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
+) -> Embedded:
+    """Turn documents into vectors with an ALiBi encoder.
+
+        mean:  vector = mean over the tokens of a document, special ones included, of last_hidden_state
+        cls:   vector = last_hidden_state of the first token
+
+    A document is read whole, however long: the encoders have no table of positions. With an output, each batch is kept in the
+    folder `<output>.partial`, and the same call continues after a kill. The output appears whole, under its name, at
+    the end: `.npy` holds the vectors [N, hidden_size], with ids and settings in `<output without .npy>.ids.json`;
+    `.jsonl` and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and ids are those of the input.
+
+    Args:
+        folder: An encoder as `from_pretrained` reads it, with its tokenizer.
+        documents: With ids that differ, as `read_documents` returns them.
+        output: File to write, which must not exist; None writes nothing.
+        pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
+        normalize: Divide each vector by its Euclidean norm.
+        max_length: Read at most so many tokens of each document; None: all.
+        batch_tokens: Tokens per forward pass, padding included; a longer document makes a batch of its own.
+        device: Where to compute; None means the first CUDA device, or else the CPU.
+        precision: "fp32", "bf16", or on a GPU "fp16", of the weights; None: as they are stored. Means are float32.
+        progress: Called with (tokens read, tokens to read) after each batch.
+        settings: Fields of `LinbiasBertConfig` to change, such as slope_scale.
+
+    Returns:
+        The Embedded.
+
+    Raises:
+        ValueError: An argument breaks a rule above, the folder has no such model or no tokenizer, a document has no
+            tokens or one beyond the vocabulary, a vector is not finite, or `<output>.partial` is of another run.
+        ModuleNotFoundError: A `.parquet` file needs pyarrow.
+
+    Example:
+        >>> from linbias.data.tokenizers import byte_tokenizer
+        >>> from linbias.models import LinbiasBertConfig, LinbiasBertModel
+        >>> folder = tempfile.mkdtemp()
+        >>> config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> LinbiasBertModel(config).save_pretrained(folder)
+        >>> byte_tokenizer().save(folder)
+        >>> result = embed(folder, [Document("a", "near"), Document("b", "far, far away")])
+        >>> result.vectors.shape, result.ids, result.num_tokens
+        ((2, 32), ('a', 'b'), (4, 13))
+    """
+    target = None if output is None else Path(output)
+    _check(documents, pooling, max_length, batch_tokens)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = _dtype(precision, where)
+    if target is not None:
+        check_output(target)
+    with caches_if_unreachable(folder):
+        tokenizer = _load_tokenizer(folder)
+        model = from_pretrained(folder, "base", dtype=dtype, **settings)
+    tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
+    batches = plan_batches([len(row) for row in tokens], batch_tokens)
+    pool = _Pool(model.to(where), pooling, normalize)
+    made_by = {
+        "pooling": pooling,
+        "normalize": normalize,
+        "max_length": max_length,
+        "batch_tokens": batch_tokens,
+        "precision": str(model.dtype).removeprefix("torch."),
+        "slope_scale": model.config.slope_scale,
+        "model": _fingerprint_of_model(model),
+        "documents": _fingerprint_of_documents(documents, tokens),
+    }
+    names, counts = tuple(d.id for d in documents), tuple(len(row) for row in tokens)
+    if target is None:
+        vectors = _run(pool, documents, tokens, batches, None, progress)
+        return Embedded(vectors, names, counts, num_shortened)
+    partial = partial_folder(target)
+    with hold_run_folder(partial, "embed"):
+        open_run_folder(partial / "settings.json", made_by, "embed")
+        vectors = _run(pool, documents, tokens, batches, JsonLog(partial / "log.jsonl"), progress)
+        write(target, vectors, names, counts, made_by)
+    shutil.rmtree(partial)
+    return Embedded(vectors, names, counts, num_shortened)
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Put documents of like length together, the longest first, which need most memory.
+
+    Args:
+        lengths: Tokens of each document.
+        batch_tokens: Most of rows * longest row; a longer document is a batch of its own.
+
+    Returns:
+        The numbers of the documents of each batch.
+
+    Example:
+        >>> plan_batches([3, 9, 4, 1], batch_tokens=8)
+        [[1], [2, 0], [3]]
+    """
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A model, and what is made of its hidden states."""
+
+    model: PreTrainedModel
+    pooling: str
+    normalize: bool
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Tokens]) -> Vectors:
+        """[B, hidden_size] for the tokens of each row."""
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)] = torch.from_numpy(tokens)
+            mask[row, : len(tokens)] = 1
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+        hidden: Tensor = self.model(ids, attention_mask=mask).last_hidden_state
+        if self.pooling == "cls":
+            vectors = hidden[:, 0].float()
+        else:  # hidden is zero at padding
+            vectors = hidden.sum(1, dtype=torch.float32) / mask.sum(1)[:, None]
+        if self.normalize:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        return vectors.cpu().numpy()
+
+
+def _run(
+    pool: _Pool,
+    documents: Sequence[Document],
+    tokens: Sequence[Tokens],
+    batches: Sequence[Sequence[int]],
+    log: JsonLog | None,
+    progress: Callable[[int, int], None] | None,
+) -> Vectors:
+    """The vectors of all documents; batches that the log has are not computed again."""
+    size = pool.model.config.hidden_size
+    vectors = np.empty((len(documents), size), np.float32)
+    num_done, num_tokens = 0, sum(map(len, tokens))
+    done = {} if log is None else {record.get("batch"): record for record in log.records}
+    for number, batch in enumerate(batches):
+        if number in done:
+            found = _unpack(done[number].get("vectors"), len(batch), size)
+        else:
+            found = pool([tokens[i] for i in batch])
+            if not (finite := np.isfinite(found).all(axis=1)).all():
+                name = documents[batch[int(np.argmin(finite))]].id
+                raise ValueError(
+                    f"embed: vectors must be finite, got another of document {name!r}"
+                )
+            if log is not None:
+                log.append(
+                    {"batch": number, "vectors": base64.b64encode(found.tobytes()).decode()}
+                )
+        vectors[list(batch)] = found
+        num_done += sum(len(tokens[i]) for i in batch)
+        if progress is not None:
+            progress(num_done, num_tokens)
+    return vectors
+
+
+def _unpack(text: Any, rows: int, size: int) -> Vectors:
+    try:
+        return np.frombuffer(base64.b64decode(text), np.float32).reshape(rows, size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
+
+
+def _check(
+    documents: Sequence[Document], pooling: str, max_length: int | None, batch_tokens: int
+) -> None:
+    if pooling not in _POOLINGS:
+        raise ValueError(f"embed: pooling must be one of {_POOLINGS}, got {pooling!r}")
+    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"embed: {name} must be at least 1, got {value}")
+    if not documents:
+        raise ValueError("embed: documents must be at least one, got none")
+    if len({str(document.id) for document in documents}) < len(documents):
+        raise ValueError("embed: documents must have ids that differ, got one twice")
+
+
+def _dtype(precision: str | None, device: torch.device) -> torch.dtype | None:
+    if precision is None:
+        return None
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"embed: precision must be one of {tuple(_PRECISIONS)}, got {precision!r}"
+        )
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("embed: precision 'fp16' must have a GPU, got a CPU")
+    return _PRECISIONS[precision]
+
+
+def _load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    if not Path(folder).is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
+        raise ValueError(
+            f"embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got {str(folder)!r}"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # damaged or hostile files can raise anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"embed: folder must hold a tokenizer, got {str(folder)!r} ({reason})"
+        ) from error
+    # Without files, Transformers makes up a tokenizer that knows its special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(f"embed: folder must hold a tokenizer, got {str(folder)!r} without words")
+    return tokenizer
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    max_length: int | None,
+    vocab_size: int,
+) -> tuple[list[Tokens], int]:
+    """The tokens of each document, and how many documents max_length has shortened."""
+    num_special = tokenizer.num_special_tokens_to_add()
+    if max_length is not None and max_length <= num_special:
+        raise ValueError(
+            f"embed: max_length must be above the {num_special} special tokens, got {max_length}"
+        )
+    rows = []
+    num_shortened = 0
+    for document in documents:
+        found = tokenizer(document.text, truncation=False, verbose=False)["input_ids"]
+        if max_length is not None and len(found) > max_length:
+            num_shortened += 1
+            found = tokenizer(document.text, truncation=True, max_length=max_length)["input_ids"]
+        if len(found) <= num_special:
+            raise ValueError(f"embed: documents must have tokens, got none in {document.id!r}")
+        if max(found) >= vocab_size:
+            raise ValueError(
+                f"embed: tokens must be below vocab_size = {vocab_size}, got {max(found)} in {document.id!r}"
+            )
+        rows.append(np.asarray(found, np.int32))
+    return rows, num_shortened
+
+
+def _fingerprint_of_model(model: PreTrainedModel) -> str:
+    """Of its configuration and its weights."""
+    kept = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _fingerprint_of_documents(documents: Sequence[Document], tokens: Sequence[Tokens]) -> str:
+    """Of their ids and tokens, and so of what the tokenizer makes of them."""
+    digest = hashlib.sha256()
+    for document, row in zip(documents, tokens, strict=True):
+        digest.update(json.dumps([document.id, len(row)]).encode())
+        digest.update(row.data)
+    return digest.hexdigest()[:16]

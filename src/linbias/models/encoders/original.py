@@ -1,0 +1,210 @@
+"""The original folders of ALiBi encoders: what their configurations mean, and how their weights are named.
+
+| family | models | recognised by |
+|---|---|---|
+| mosaic | MosaicBERT, DNABERT-2 | one projection `Wqkv` per layer |
+| jina | jina-embeddings-v2 (small, base, de, es, zh) | `position_embedding_type: alibi` and `mlp.gated_layers` |
+| jina-code | jina-embeddings-v2-base-code | norms of queries and keys, `layer_norm_q` |
+
+Their code lives beside the weights and is never run. Names and shapes are translated in both directions, so that
+`linbias convert` writes a folder that the original code reads.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+
+FAMILIES = ("mosaic", "jina", "jina-code")
+
+_GLU = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu"}
+
+# Original name -> ours, within the encoder; {} is the number of a layer.
+_SHARED = {
+    "embeddings.word_embeddings": "embeddings.words",
+    "embeddings.token_type_embeddings": "embeddings.types",
+    "embeddings.LayerNorm": "embeddings.norm",
+    "encoder.layer.{}.attention.output.dense": "layers.{}.attention.out",
+    "encoder.layer.{}.attention.output.LayerNorm": "layers.{}.attention_norm",
+    "pooler.dense": "pooler",
+}
+_GATED_LAYERS = {
+    "encoder.layer.{}.mlp.gated_layers": "layers.{}.feed_forward.gated",
+    "encoder.layer.{}.mlp.wo": "layers.{}.feed_forward.out",
+    "encoder.layer.{}.mlp.layernorm": "layers.{}.feed_forward_norm",
+}
+_NAMES = {
+    "mosaic": {
+        **_SHARED,
+        **_GATED_LAYERS,
+        "encoder.layer.{}.attention.self.Wqkv": "layers.{}.attention.qkv",
+    },
+    "jina": {**_SHARED, **_GATED_LAYERS},
+    "jina-code": {
+        **_SHARED,
+        "encoder.layer.{}.attention.self.layer_norm_q": "layers.{}.attention.q_norm",
+        "encoder.layer.{}.attention.self.layer_norm_k": "layers.{}.attention.k_norm",
+        "encoder.layer.{}.layer_norm_1": "layers.{}.residual_norm",
+        "encoder.layer.{}.layer_norm_2": "layers.{}.feed_forward_norm",
+        "encoder.layer.{}.mlp.up_gated_layer": "layers.{}.feed_forward.gated",
+        "encoder.layer.{}.mlp.down_layer": "layers.{}.feed_forward.out",
+    },
+}
+# The three projections that are one of ours, in this order.
+_SPLIT = "encoder.layer.{}.attention.self.%s"
+_PARTS = ("query", "key", "value")
+
+_MASKED_HEAD = {
+    "cls.predictions.transform.dense": "transform",
+    "cls.predictions.transform.LayerNorm": "norm",
+}
+_DECODER = "cls.predictions.decoder.weight"
+_DECODER_BIAS = {
+    "mosaic": "cls.predictions.decoder.bias",
+    "jina": "cls.predictions.bias",
+    "jina-code": "cls.predictions.bias",
+}
+
+
+def recognise(config: Mapping[str, Any], names: set[str]) -> str | None:
+    """Tell the family of a folder by its configuration and the names of its weights; None: it is none of them."""
+    if any(name.endswith("attention.self.Wqkv.weight") for name in names):
+        return "mosaic"
+    if any(name.endswith("attention.self.layer_norm_q.weight") for name in names):
+        return "jina-code"
+    gated = any(name.endswith("mlp.gated_layers.weight") for name in names)
+    if gated and config.get("position_embedding_type") == "alibi":
+        return "jina"
+    return None
+
+
+def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
+    """Translate an original configuration.
+
+    Args:
+        config: As its config.json says.
+        family: As `recognise` told.
+
+    Raises:
+        ValueError: A field is missing or asks for what the original models do not have.
+    """
+    wanted = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_hidden_layers",
+        "num_attention_heads": "num_attention_heads",
+        "intermediate_size": "intermediate_size",
+        "type_vocab_size": "type_vocab_size",
+        "hidden_act": "hidden_act",
+        "layer_norm_eps": "layer_norm_eps",
+        "initializer_range": "initializer_range",
+        "hidden_dropout_prob": "hidden_dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+    }
+    if absent := sorted(set(wanted) - set(config)):
+        raise ValueError(f"from_pretrained: config.json of a {family} model lacks {absent[0]}")
+    fields = {ours: config[theirs] for theirs, ours in wanted.items()}
+    fields["train_length"] = config.get("alibi_starting_size", 512)
+    kept = ("classifier_dropout", "id2label", "label2id", "problem_type", "pad_token_id")
+    fields |= {name: config[name] for name in kept if name in config}
+    if family == "mosaic":
+        fields["feed_forward_act"] = config["hidden_act"]
+        return LinbiasBertConfig(**fields)
+    kind = config.get("feed_forward_type")
+    if kind not in _GLU:
+        raise ValueError(
+            f"from_pretrained: feed_forward_type of a {family} model must be one of {tuple(_GLU)}, got {kind!r}"
+        )
+    fields["feed_forward_act"] = _GLU[kind]
+    fields["head_norm_eps"] = config["layer_norm_eps"]
+    if family == "jina-code":
+        fields |= {"gate_first": False, "query_key_norm": True, "residual_norm": True}
+    return LinbiasBertConfig(**fields)
+
+
+def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Rename original weights to those of `LinbiasBertModel` ("encoder." before each) and its heads.
+
+    Names that are not known stay as they are, for an error to name.
+
+    Args:
+        weights: The original ones; `bert.` before a name is optional, as in the released folders.
+        family: As `recognise` told.
+    """
+    found = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
+    found.pop(
+        "embeddings.position_ids", None
+    )  # a buffer that older versions of Transformers saved
+    for layer in _layers(found):
+        for kind in ("weight", "bias"):
+            names = [f"{_SPLIT.format(layer) % part}.{kind}" for part in _PARTS]
+            if family != "mosaic" and all(name in found for name in names):
+                parts = [found.pop(name) for name in names]
+                found[f"encoder.layers.{layer}.attention.qkv.{kind}"] = torch.cat(parts)
+    ours = {}
+    for name, tensor in found.items():
+        ours[_rename(name, family)] = tensor
+    words = ours.get("encoder.embeddings.words.weight")
+    tied = ours.get("decoder.weight")
+    if tied is not None and words is not None and torch.equal(tied, words):
+        del ours["decoder.weight"]
+    return ours
+
+
+def _rename(name: str, family: str) -> str:
+    """Our name of an original one without `bert.`."""
+    stem, _, kind = name.rpartition(".")
+    number = re.search(r"\.layer\.(\d+)\.", name)
+    layer = number[1] if number else ""
+    general = re.sub(r"\.layer\.\d+\.", ".layer.{}.", stem)
+    if general in _NAMES[family]:
+        return f"encoder.{_NAMES[family][general].format(layer)}.{kind}"
+    if stem in _MASKED_HEAD:
+        return f"{_MASKED_HEAD[stem]}.{kind}"
+    if name == _DECODER_BIAS[family]:
+        return "decoder.bias"
+    return "decoder.weight" if name == _DECODER else name
+
+
+def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict[str, Tensor]:
+    """Undo `to_ours`.
+
+    Args:
+        weights: Of `LinbiasBertModel` or one of its heads, "encoder." before those of the encoder.
+        family: Whose names to give.
+        prefix: Before the names of the encoder: "bert." or nothing, as the original folder has it.
+    """
+    back = {ours: theirs for theirs, ours in _NAMES[family].items()}
+    heads = {ours: theirs for theirs, ours in _MASKED_HEAD.items()}
+    theirs: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        stem, _, kind = name.rpartition(".")
+        if name.startswith("encoder."):
+            inner = stem.removeprefix("encoder.")
+            number = re.search(r"layers\.(\d+)\.", inner)
+            layer = number[1] if number else ""
+            general = re.sub(r"layers\.\d+\.", "layers.{}.", inner)
+            if general == "layers.{}.attention.qkv" and family != "mosaic":
+                for part, rows in zip(_PARTS, tensor.chunk(3), strict=True):
+                    theirs[f"{prefix}{_SPLIT.format(layer) % part}.{kind}"] = rows.contiguous()
+            else:
+                theirs[f"{prefix}{back[general].format(layer)}.{kind}"] = tensor
+        elif stem in heads:
+            theirs[f"{heads[stem]}.{kind}"] = tensor
+        elif name == "decoder.bias":
+            theirs[_DECODER_BIAS[family]] = tensor
+        elif name != "decoder.weight":  # which is the embedding
+            theirs[name] = tensor
+    return theirs
+
+
+def _layers(names: Mapping[str, Tensor]) -> Iterator[int]:
+    """The numbers of the layers that names speak of."""
+    numbers = {
+        int(found[1]) for name in names if (found := re.match(r"encoder\.layer\.(\d+)\.", name))
+    }
+    return iter(sorted(numbers))

@@ -1,0 +1,123 @@
+"""How the vectors of documents are written: .npy, .jsonl or .parquet, whole or not at all."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linbias._run.files import check_writable, new_file, write_json, write_whole
+from linbias.models.encoders.documents import Id
+
+Vectors = NDArray[np.float32]
+
+
+def check_output(output: Path) -> None:
+    """Check before any work that `write` will be able to write.
+
+    Raises:
+        ValueError: The name ends otherwise, the file exists, or its folder cannot be written.
+        ModuleNotFoundError: Parquet needs pyarrow.
+    """
+    if output.suffix not in _WRITERS:
+        raise ValueError(
+            f"embed: output must end in one of {', '.join(_WRITERS)}, got {str(output)!r}"
+        )
+    own = [output]
+    if output.suffix == ".npy" and not partial_folder(output).exists():
+        own.append(ids_file(output))  # which a run that can be continued may have written
+    for file in own:
+        if file.exists():
+            raise ValueError(f"embed: output must not exist, got {file}")
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ModuleNotFoundError(
+            "embed: a .parquet file needs pyarrow, which is not installed: pip install pyarrow",
+            name="pyarrow",
+        )
+    check_writable(output.parent, "embed")
+
+
+def partial_folder(output: Path) -> Path:
+    """Where a run keeps what it has, until the output is there."""
+    return output.with_name(f"{output.name}.partial")
+
+
+def ids_file(output: Path) -> Path:
+    """Where the ids of the rows of a .npy file are."""
+    return output.with_suffix(".ids.json")
+
+
+def write(
+    output: Path,
+    vectors: Vectors,
+    ids: Sequence[Id],
+    num_tokens: Sequence[int],
+    settings: Mapping[str, Any],
+) -> None:
+    """Write a row per document.
+
+    Args:
+        output: Its ending chooses the format.
+        vectors: [N, size].
+        ids, num_tokens: [N], of each document.
+        settings: How the vectors were made; kept where the format has a place for it.
+    """
+    _WRITERS[output.suffix](output, vectors, ids, num_tokens, settings)
+
+
+def _write_npy(
+    output: Path,
+    vectors: Vectors,
+    ids: Sequence[Id],
+    num_tokens: Sequence[int],
+    settings: Mapping[str, Any],
+) -> None:
+    named = {"settings": settings, "ids": list(ids), "num_tokens": list(num_tokens)}
+    write_json(ids_file(output), named)
+    with new_file(output) as file:
+        np.save(file, vectors)
+
+
+def _write_jsonl(
+    output: Path,
+    vectors: Vectors,
+    ids: Sequence[Id],
+    num_tokens: Sequence[int],
+    settings: Mapping[str, Any],
+) -> None:
+    lines = []
+    for name, tokens, vector in zip(ids, num_tokens, vectors, strict=True):
+        numbers = [float(str(x)) for x in vector]  # as few digits as tell float32 apart
+        lines.append(json.dumps({"id": name, "num_tokens": tokens, "vector": numbers}) + "\n")
+    write_whole(output, "".join(lines).encode())
+
+
+def _write_parquet(
+    output: Path,
+    vectors: Vectors,
+    ids: Sequence[Id],
+    num_tokens: Sequence[int],
+    settings: Mapping[str, Any],
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    all_integers = all(isinstance(name, int) and abs(name) < 2**63 for name in ids)
+    columns = {
+        "id": pyarrow.array(ids if all_integers else list(map(str, ids))),
+        "num_tokens": pyarrow.array(num_tokens),
+        "vector": pyarrow.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1]),
+    }
+    table = pyarrow.table(columns, metadata={"linbias.embed": json.dumps(settings)})
+    with new_file(output) as file:
+        parquet.write_table(table, file)
+
+
+_WRITERS: dict[str, Callable[..., None]] = {
+    ".npy": _write_npy,
+    ".jsonl": _write_jsonl,
+    ".parquet": _write_parquet,
+}

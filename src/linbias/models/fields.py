@@ -1,0 +1,213 @@
+"""How the fields of a configuration are checked: one rule per field, then rules between fields.
+
+Configurations come from files that anybody may have written, so every field is checked before it is used.
+Errors read `LinbiasConfig: hidden_size must be a multiple of 4 heads, got 30`.
+"""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from linbias._checks import LARGEST_DROPOUT
+from linbias.methods import METHODS
+from linbias.schedules import SCHEDULES
+
+
+class Rule(NamedTuple):
+    """What a field must be, in words for the error and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= sys.float_info.max
+
+
+def one_of(names: tuple[str, ...]) -> Rule:
+    return Rule(f"one of {names}", lambda value: isinstance(value, str) and value in names)
+
+
+def _is_dtype(value: object) -> bool:
+    named = getattr(torch, value, None) if isinstance(value, str) else value
+    return value is None or isinstance(named, torch.dtype)
+
+
+COUNT = Rule("an integer of at least 1", lambda value: is_integer(value) and value >= 1)
+POSITIVE = Rule("a positive number", _is_positive)
+PROBABILITY = Rule("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1)
+# That of attention is drawn from 32 random bits.
+ATTENTION_DROPOUT = Rule(
+    "a number in [0, 1 - 2^-32]",
+    lambda value: _is_number(value) and 0 <= value <= LARGEST_DROPOUT,
+)
+ACTIVATION = Rule(
+    "the name of an activation of Transformers",
+    lambda value: isinstance(value, str) and value in ACT2FN,
+)
+FLAG = Rule("True or False", lambda value: isinstance(value, bool))
+
+# Building a model of absurd size takes minutes or all memory before anything fails. Each is several
+# times what has been published; train_length and t5_max_distance reach as far as positions do.
+MAXIMA: Mapping[str, int] = {
+    "num_hidden_layers": 2**11,
+    "decoder_layers": 2**11,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "hidden_size": 2**17,
+    "head_size": 2**14,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**24,
+    "train_length": 2**30,
+    "t5_num_buckets": 2**16,
+    "t5_max_distance": 2**30,
+}
+
+# The fields that mean the same in every family.
+SHARED: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), COUNT
+    ),
+    **dict.fromkeys(("train_length", "t5_num_buckets", "t5_max_distance"), COUNT),
+    "attention_dropout": ATTENTION_DROPOUT,
+    **dict.fromkeys(("layer_norm_eps", "rotary_base"), POSITIVE),
+    "slope_schedule": one_of(SCHEDULES),
+    "slope_scale": Rule(
+        "None, 'interpolate' or a positive number",
+        lambda value: value is None or value == "interpolate" or _is_positive(value),
+    ),
+    "attention_implementation": Rule(
+        "the name of an implementation", lambda value: isinstance(value, str) and value != ""
+    ),
+    "use_cache": FLAG,
+    # Transformers' own, which it reads without a look at them.
+    "dtype": Rule("None or the name of a dtype of PyTorch", _is_dtype),
+    "id2label": Rule(
+        "None or a mapping", lambda value: value is None or isinstance(value, Mapping)
+    ),
+}
+
+
+def own_fields(family: type[PreTrainedConfig]) -> set[str]:
+    """The names of the fields that a configuration adds to those of Transformers."""
+    ours = (kind for kind in family.__mro__ if not issubclass(PreTrainedConfig, kind))
+    annotated = {name for kind in ours for name in kind.__annotations__}
+    return {field.name for field in dataclasses.fields(family)} & annotated
+
+
+class CheckedConfig(PreTrainedConfig):
+    """A configuration that refuses unknown fields, which Transformers would keep without a word, but for those of a file."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        return super().from_dict({**config_dict, _OF_A_FILE: True}, **options)
+
+    def __post_init__(self, **others: Any) -> None:
+        """Take the fields that are none of the family's.
+
+        Raises:
+            TypeError: Transformers does not know one either.
+        """
+        if not others.pop(_OF_A_FILE, False):
+            for name in others:
+                if not (hasattr(type(self), name) or name in _OF_TRANSFORMERS or name[0] == "_"):
+                    known = sorted(own_fields(type(self)))
+                    near = difflib.get_close_matches(name, known, n=1)
+                    advice = (
+                        f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                    )
+                    raise TypeError(f"{type(self).__name__}: there is no field {name}; {advice}")
+        super().__post_init__(**others)
+
+
+# What Transformers takes beside the fields that all configurations have.
+_OF_TRANSFORMERS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "auto_map"),
+    *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "quantization_config", "per_layer_config"),
+}
+_OF_A_FILE = "_of_a_file"
+
+
+def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
+    """Check each field by its own rule, in the order of `rules`.
+
+    Raises:
+        ValueError: A field breaks its rule; the message names configuration, field, rule and value.
+    """
+    for name, rule in rules.items():
+        require(config, name, rule.holds(getattr(config, name)), rule.words)
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Check that no size is beyond `MAXIMA`, of a configuration of any family.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    for name, most in MAXIMA.items():
+        size = getattr(config, name, 0)
+        require(config, name, not is_integer(size) or size <= most, f"at most {most}")
+
+
+def check_shared_width(config: PreTrainedConfig) -> None:
+    """Check that the heads share the width of the model evenly.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    heads = config.num_attention_heads
+    require(config, "hidden_size", config.hidden_size % heads == 0, f"a multiple of {heads} heads")
+
+
+def check_positions(config: PreTrainedConfig) -> None:
+    """Check the fields of the position methods against each other.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    check_even(config, "position")
+    require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
+    half = config.t5_num_buckets // 2
+    words = f"above half of t5_num_buckets, {half}"
+    require(config, "t5_max_distance", config.t5_max_distance > half, words)
+
+
+def check_even(config: PreTrainedConfig, field: str) -> None:
+    """Check that the size is even which the position method in this field halves.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    method = METHODS[getattr(config, field)]
+    if method.even is not None:
+        holds = getattr(config, method.even) % 2 == 0
+        require(config, method.even, holds, f"even for {field}={method.name!r}")
+
+
+def require(config: PreTrainedConfig, name: str, holds: bool, words: str) -> None:
+    """Raise a ValueError about one field unless its rule holds."""
+    if not holds:
+        value = getattr(config, name)
+        raise ValueError(f"{type(config).__name__}: {name} must be {words}, got {_show(value)}")
+
+
+def _show(value: object) -> str:
+    """A value for an error; Python refuses to write out integers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "an integer of 19 digits or more"
+    return repr(value)

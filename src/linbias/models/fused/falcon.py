@@ -1,0 +1,83 @@
+"""Falcon with `alibi=True` (the falcon-rw models): the paper's slopes, divided by sqrt(head size) like q . k.
+
+The reference code rounds slope and slope * position to bfloat16 even in a float32 model. Where several heads share
+keys and values, its cache holds a copy for each; ours holds them once.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, FalconConfig
+from transformers.models.falcon import modeling_falcon as reference
+
+from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.family import DEFAULT, Family, Options
+from linbias.models.fused.mask import FusedMask
+from linbias.schedules import slopes
+
+
+def forward(
+    layer: Any,
+    mask: FusedMask,
+    hidden_states: Tensor,
+    layer_past: Cache | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`FalconAttention.forward`, fused: returns what the layer adds [B, T, hidden size], and the weights."""
+    # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
+    by_group = layer.query_key_value(hidden_states).unflatten(
+        -1, (_num_key_value_heads(layer), -1, layer.head_dim)
+    )
+    q, k, v = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
+    q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+    dropout = layer.attention_dropout.p
+    gathered, weights = attend(layer, q, k, v, mask, layer_past, dropout)
+    return layer.dense(gathered), weights
+
+
+def _num_key_value_heads(layer: Any) -> int:
+    if layer.new_decoder_architecture:
+        return int(layer.num_kv_heads)
+    return 1 if layer.multi_query else int(layer.num_heads)
+
+
+def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """The bias as the reference code computes it."""
+    return ((slopes / scale).bfloat16() * positions).to(dtype) * scale
+
+
+def bias(config: FalconConfig, options: Options = DEFAULT) -> Bias:
+    """What the configuration says.
+
+    Raises:
+        ValueError: The model rotates queries and keys instead.
+    """
+    if not config.alibi:
+        raise ValueError(
+            "fuse: a Falcon model must have alibi = True, got False: it has rotary positions"
+        )
+    scale = (config.hidden_size // config.num_attention_heads) ** -0.5
+    return options.bias(
+        slopes(config.num_attention_heads) * scale,
+        scale=scale,
+        rounded=partial(rounded, scale=scale),
+        train_length=config.max_position_embeddings,
+    )
+
+
+FAMILY = Family(
+    model_type="falcon",
+    body=reference.FalconModel,
+    block=reference.FalconDecoderLayer,
+    attention=reference.FalconAttention,
+    language_model=reference.FalconForCausalLM,
+    arguments=(
+        *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
+        *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
+    ),
+    forward=forward,
+    bias=bias,
+    num_heads_name="num_heads",
+)

@@ -1,0 +1,156 @@
+"""MPT: the slopes of the next power of two, every second one first, down to 2^-alibi_bias_max.
+
+Transformers always takes 2^-8 (transformers 5.23); the code that MPT was trained with reads the configuration, and so
+do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformers makes does not reach.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache, MptConfig
+from transformers.models.mpt import modeling_mpt as reference
+from transformers.utils import logging
+
+from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.family import DEFAULT, Family, Options
+from linbias.models.fused.mask import FusedMask
+from linbias.schedules import slopes
+
+logger = logging.get_logger(__name__)
+
+
+def forward(
+    layer: Any,
+    mask: FusedMask,
+    hidden_states: Tensor,
+    past_key_values: Cache | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`MptAttention.forward`, fused: returns what the layer adds [B, T, hidden size], and the weights.
+
+    `LinbiasMptForCausalLM` has layers with fewer heads of keys and values, and with norms.
+    """
+    qkv = layer.Wqkv(hidden_states)
+    if layer.clip_qkv:
+        qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
+    shared = getattr(layer, "kv_n_heads", layer.n_heads)
+    widths = [count * layer.head_dim for count in (layer.n_heads, shared, shared)]
+    q, k, v = qkv.split(widths, dim=-1)
+    if hasattr(layer, "q_ln"):
+        q, k = _norm(layer.q_ln, q), _norm(layer.k_ln, k)
+    q, k, v = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in (q, k, v))
+    gathered, weights = attend(layer, q, k, v, mask, past_key_values, layer.attn_dropout_p)
+    return layer.out_proj(gathered), weights
+
+
+def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Over all heads at once or over each, as wide as the norm is."""
+    return norm(x.unflatten(-1, (-1, norm.normalized_shape[0]))).flatten(-2)
+
+
+# What neither class computes, and which values say that a model does without.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "attn_config.prefix_lm": (False,),
+    "attn_config.rope": (False,),
+    "attn_config.nope": (False,),
+    "attn_config.sliding_window_size": (-1, None),
+    "attn_config.attn_logit_softcapping": (None,),
+    "attn_config.attn_temperature_tuning.attn_scale": (0,),
+    "attn_config.kv_dim": (None,),
+    "attn_config.fused_qkv": (True,),
+    "ffn_config.ffn_type": ("mptmlp",),
+    "ffn_config.ffn_hidden_size": (None,),
+    "ffn_config.ffn_act_fn": (None, {"name": "gelu", "approximate": "none"}),
+    "norm_type": ("low_precision_layernorm", "layernorm"),
+    "block_overrides": (None,),
+    "final_logit_softcapping": (None,),
+}
+# What Transformers leaves out, mostly without a word, and `LinbiasMptForCausalLM` has.
+_LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    "attn_config.qk_ln": (False,),
+    "attn_config.qk_gn": (False,),
+    "attn_config.attn_type": ("multihead_attention",),
+    "no_bias": (True,),
+    "logit_scale": (None,),
+    "expansion_ratio": (4,),
+    "norm_eps": (1e-5,),
+}
+
+
+def check_supported(config: Any, caller: str) -> None:
+    """Check that a configuration asks for ALiBi and for nothing that is not built.
+
+    Raises:
+        ValueError: As it says.
+    """
+    if not config.attn_config.alibi:
+        raise ValueError(f"{caller}: an MPT model must have attn_config.alibi = True, got False")
+    _check(config, caller, _NOT_BUILT, "all else is not built")
+
+
+def check_whole(config: MptConfig, caller: str) -> None:
+    """Check that Transformers' class leaves out nothing that a configuration asks for.
+
+    Raises:
+        ValueError: As it says.
+    """
+    reason = "the MPT of Transformers leaves it out, linbias.models.LinbiasMptForCausalLM.from_pretrained(folder) does not"
+    _check(config, caller, _LEFT_OUT, reason)
+
+
+def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason: str) -> None:
+    for path, values in allowed.items():
+        found = config
+        for name in path.split("."):
+            found = (
+                found.get(name, _ABSENT)
+                if isinstance(found, dict)
+                else getattr(found, name, _ABSENT)
+            )
+        if found is not _ABSENT and found not in values:
+            raise ValueError(
+                f"{caller}: {path} of an MPT model must be {values[0]!r}, got {found!r:.60}; {reason}"
+            )
+
+
+_ABSENT = object()
+
+
+def bias(config: MptConfig, options: Options = DEFAULT) -> Bias:
+    """What the configuration says.
+
+    Raises:
+        ValueError: It asks for no ALiBi, or for what the model's class does not compute.
+    """
+    attention = config.attn_config
+    check_supported(config, "fuse")
+    is_ours = hasattr(config, "num_key_value_heads")  # a LinbiasMptConfig
+    if not is_ours:
+        check_whole(config, "fuse")
+    if attention.alibi_bias_max != 8 and not is_ours:
+        logger.warning_once(
+            f"fuse: this MPT model has alibi_bias_max={attention.alibi_bias_max}. Its fused attention honours it; "
+            "that of Transformers computes with 8 instead."
+        )
+    return options.bias(
+        slopes(config.n_heads, "mpt", attention.alibi_bias_max),
+        scale=attention.softmax_scale or (config.hidden_size / config.n_heads) ** -0.5,
+        rounded=None,
+        train_length=config.max_seq_len,
+    )
+
+
+FAMILY = Family(
+    model_type="mpt",
+    body=reference.MptModel,
+    block=reference.MptBlock,
+    attention=reference.MptAttention,
+    language_model=reference.MptForCausalLM,
+    arguments=(
+        *("self", "hidden_states", "position_bias", "past_key_values", "attention_mask"),
+        "kwargs",
+    ),
+    forward=forward,
+    bias=bias,
+    num_heads_name="n_heads",
+)

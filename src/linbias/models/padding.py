@@ -1,0 +1,177 @@
+"""Padding: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
+
+A batch of texts of unequal length is filled up with padding tokens, before each text (for generation) or after
+it (for training), and `attention_mask` tells them apart. Every key keeps its place in the padded row: the key
+range hides the padding, and `query_start` says where in the row the new tokens stand. T = 5 tokens, none cached:
+
+    attention_mask    key_range    query_start    positions
+    1 1 1 1 1         [0, 5]       0              0 1 2 3 4
+    0 0 1 1 1         [2, 5]       0              0 0 0 1 2
+    1 1 1 0 0         [0, 3]       0              0 1 2 2 2
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linbias.models.packing import Packing, find_packing
+
+
+class Padding(NamedTuple):
+    """Where the new tokens of a batch stand, and which keys they may see.
+
+    Attributes:
+        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that add or
+            rotate by position. Counting starts at 0 with the first token that is no padding, so that a padded
+            row and the same row alone give the same result. Padding repeats the nearest token's number.
+        key_range: [B, 2] or None, as `linbias.torch.attention` takes it; None where every key is a token.
+        query_start: [B] or None, likewise.
+        packing: The texts of each row, where rows hold several; then the two before are None.
+    """
+
+    positions: Tensor
+    key_range: Tensor | None = None
+    query_start: Tensor | None = None
+    packing: Packing | None = None
+
+    def last_queries(self, count: int) -> "Padding":
+        """The same for the last `count` new tokens alone; the keys stay."""
+        skipped = self.positions.shape[1] - count
+        if skipped == 0:
+            return self
+        start = None if self.query_start is None else self.query_start + skipped
+        return Padding(self.positions[:, skipped:], self.key_range, start, self.packing)
+
+
+def read_attention_mask(
+    caller: str,
+    attention_mask: Tensor | None,
+    new_tokens: Tensor,
+    num_cached: int | Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    has_cache: bool = False,
+    has_room: bool = False,
+) -> Padding:
+    """Turn an attention mask into positions, key_range and query_start.
+
+    The tokens of each row must stand together: padding may come before them, after them, or both. A row of
+    padding alone has an empty range. Where nothing is padded, key_range and query_start are None, which lets
+    every method take its fast path.
+
+    Without a cache, position numbers that start anew within a row mark several texts, which then do not see
+    each other. With one, the numbers only say where the new tokens stand.
+
+    Under `torch.compile` and `torch.export` no values of the mask are read, so that the graph stays whole: ranges are
+    then given even where nothing is padded, and a row with gaps is not noticed.
+
+    Args:
+        caller: Whom errors name.
+        attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
+        new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
+        num_cached: Number of earlier tokens, which a cache holds.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Padding.positions`.
+        has_cache: Whether a cache holds the tokens, or shall hold them.
+        has_room: Whether it holds more keys than tokens, as a static one does.
+
+    Returns:
+        The Padding of the batch.
+
+    Raises:
+        ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
+            position_ids has another shape, marks several texts in a row although there is a cache, or is given while
+            a model is exported.
+
+    Example:
+        >>> ids = torch.tensor([[7, 7, 5, 6]])
+        >>> read_attention_mask("model", torch.tensor([[0, 0, 1, 1]]), ids, num_cached=0).key_range
+        tensor([[2, 4]])
+        >>> packed = torch.tensor([[0, 1, 0, 1]])
+        >>> read_attention_mask("model", None, ids, 0, position_ids=packed).packing.groups[0].lengths
+        tensor([2, 2])
+    """
+    B, T = new_tokens.shape[:2]
+    if not torch.compiler.is_compiling():
+        num_cached = int(num_cached)
+    padding, is_token = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    if position_ids is None:
+        return padding
+    if position_ids.shape not in ((1, T), (B, T)):
+        raise ValueError(
+            f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
+        )
+    padding = padding._replace(positions=position_ids.long())
+    if torch.compiler.is_compiling():
+        if has_cache:
+            return padding
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
+            )
+    new = None if is_token is None else is_token[:, -T:]
+    packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
+    if packing is None:
+        return padding
+    if has_cache:
+        raise ValueError(
+            f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
+            "in a row (use_cache=False reads them)"
+        )
+    return Padding(padding.positions, packing=packing)
+
+
+def _read(
+    caller: str,
+    attention_mask: Tensor | None,
+    new_tokens: Tensor,
+    num_cached: int | Tensor,
+    has_room: bool,
+) -> tuple[Padding, Tensor | None]:
+    """What the mask alone says, and where it marks tokens [B, S]; None where it marks all."""
+    (B, T), device = new_tokens.shape[:2], new_tokens.device
+    index = torch.arange(T, device=device)[None] + num_cached
+    is_token = _is_token(caller, attention_mask, B, num_cached + T)
+    if is_token is None and not has_room:
+        return Padding(index), None
+    query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
+    if is_token is None:
+        key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
+        return Padding(index, key_range, query_start), None
+    first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
+    num_tokens = is_token.sum(-1, keepdim=True)
+    positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
+    key_range = torch.cat([first, first + num_tokens], dim=-1)
+    return Padding(positions, key_range, query_start), is_token
+
+
+def _is_token(
+    caller: str, attention_mask: Tensor | None, B: int, S: int | Tensor
+) -> Tensor | None:
+    """[B, S], or None where no token is padding."""
+    if attention_mask is None:
+        return None
+    shape = attention_mask.shape
+    if len(shape) != 2 or shape[0] != B or (isinstance(S, int) and shape[1] != S):
+        raise ValueError(
+            f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
+        )
+    is_token = attention_mask != 0
+    if torch.compiler.is_compiling():
+        return is_token
+    if is_token.all():
+        return None
+    _check_unbroken(caller, is_token)
+    return is_token
+
+
+def _check_unbroken(caller: str, is_token: Tensor) -> None:
+    starts = is_token.clone()
+    starts[:, 1:] &= ~is_token[:, :-1]
+    num_runs = starts.sum(-1)
+    if (num_runs > 1).any():
+        row = int((num_runs > 1).int().argmax())
+        raise ValueError(
+            f"{caller}: attention_mask must mark one unbroken run of tokens per row,"
+            f" got {int(num_runs[row])} runs in row {row}"
+        )
