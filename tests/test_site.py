@@ -19,6 +19,8 @@ import linbias
 from documents import DOCUMENTS, ROOT
 from linbias import cli
 
+pytestmark = pytest.mark.processes
+
 # What a browser fetches without being asked, and what it fetches at a click.
 LOADED = {
     "audio": "src",
