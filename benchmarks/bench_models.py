@@ -29,8 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 import record
-from linbias.transformers import LinbiasBertConfig, LinbiasBertModel, fuse
-from linbias.transformers.encoders.rows import Rows
+from linbias.models import LinbiasBertConfig, LinbiasBertModel, fuse
+from linbias.models.encoders.rows import Rows
 
 VOCABULARY = 1000
 LENGTHS = (1024, 2048, 4096, 8192)

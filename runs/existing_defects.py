@@ -45,7 +45,7 @@ from update_readme import fill  # noqa: E402
 
 import linbias  # noqa: E402
 import record  # noqa: E402
-from linbias.transformers import (  # noqa: E402
+from linbias.models import (  # noqa: E402
     LinbiasBertConfig,
     LinbiasBertModel,
     LinbiasMptConfig,
@@ -53,7 +53,7 @@ from linbias.transformers import (  # noqa: E402
     from_pretrained,
     fuse,
 )
-from linbias.transformers.encoders.original import to_original  # noqa: E402
+from linbias.models.encoders.original import to_original  # noqa: E402
 
 RECORD = ROOT / "records" / "existing_defects.json"
 DOCUMENT = ROOT / "docs" / "guides" / "existing-models.md"

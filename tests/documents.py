@@ -81,14 +81,17 @@ def write_existing_models(folder: Path) -> None:
     )
 
     from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import BaichuanConfig, BaichuanForCausalLM, JaisConfig, JaisForCausalLM
-    from linbias.transformers import (
+    from linbias.models import (
+        BaichuanConfig,
+        BaichuanForCausalLM,
+        JaisConfig,
+        JaisForCausalLM,
         LinbiasBertConfig,
         LinbiasBertForMaskedLM,
         LinbiasMptConfig,
         LinbiasMptForCausalLM,
     )
-    from linbias.transformers.encoders.original import to_original
+    from linbias.models.encoders.original import to_original
 
     storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
     decoders = {

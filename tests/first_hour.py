@@ -26,7 +26,7 @@ WORKING = {
     "torch": ("linbias.torch",),
     "jax": ("linbias.jax", "linbias.jax.flax"),
     "lm": (
-        *("linbias.torch", "linbias.transformers", "linbias.models", "linbias.lm"),
+        *("linbias.torch", "linbias.models", "linbias.lm"),
         "linbias.plots",
     ),
 }
@@ -97,7 +97,6 @@ def check_part(part: str, works: bool, doctor: str) -> None:
     ), needed
     assert needed in doctor or part in (
         "linbias.jax.flax",
-        "linbias.transformers",
         "linbias.models",
         "linbias.plots",
     ), needed

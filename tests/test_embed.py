@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from linbias import cli
 from linbias.data.tokenizers import byte_tokenizer
-from linbias.transformers import (
+from linbias.models import (
     Document,
     LinbiasBertConfig,
     LinbiasBertModel,
@@ -22,7 +22,7 @@ from linbias.transformers import (
     from_pretrained,
     read_documents,
 )
-from linbias.transformers.encoders.embed import plan_batches
+from linbias.models.encoders.embed import plan_batches
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -257,7 +257,7 @@ def test_a_vector_that_is_not_finite_names_its_document(
 def test_parquet_without_pyarrow_says_what_to_install(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linbias.transformers.encoders import vectors
+    from linbias.models.encoders import vectors
 
     monkeypatch.setattr(vectors, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"needs pyarrow, .*: pip install pyarrow"):

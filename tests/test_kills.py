@@ -20,10 +20,10 @@ from interrupting import die
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm.extrapolate import extrapolate
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from linbias.paper.pipeline import run as run_path
 from linbias.paper.recipe import Recipe
 from linbias.runs.files import JsonLog
-from linbias.transformers import Document, LinbiasBertConfig, LinbiasBertModel, embed
 from paper_training import MODEL
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
@@ -165,7 +165,7 @@ def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> N
     deaths = [
         ("linbias.runs.folders.write_json", 1),  # held, without its settings
         ("linbias.runs.files.os.fsync", 3),  # within the line of the second batch
-        ("linbias.transformers.encoders.vectors.new_file", 1),  # ids are written
+        ("linbias.models.encoders.vectors.new_file", 1),  # ids are written
     ]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

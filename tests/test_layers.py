@@ -12,7 +12,7 @@ import linbias
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "_machine", "_extras"}
+ANYONE = {"schedules", "methods", "_machine", "_extras"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -27,12 +27,12 @@ LAYERS = {
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
-    "transformers": {"torch", "runs", "_checks"} | ANYONE,
-    "models": {"transformers", "data", "runs", "torch", "variants", "_checks"} | ANYONE,
+    "transformers": set(),
+    "models": {"data", "runs", "torch", "variants", "_checks"} | ANYONE,
     "runs": ANYONE,
     "data": {"runs"} | ANYONE,
-    "lm": {"models", "transformers", "data", "runs"} | ANYONE,
-    "paper": {"models", "transformers", "data", "runs"} | ANYONE,
+    "lm": {"models", "data", "runs"} | ANYONE,
+    "paper": {"models", "data", "runs"} | ANYONE,
     "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
@@ -43,13 +43,13 @@ LAYERS = {
             "lm",
             "paper",
             "models",
-            "transformers",
             "data",
             "runs",
             "definition",
             "explain",
             "example",
             "explore",
+            "methods",
         ),
         "doctor",
         "__version__",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import linbias.torch
+from linbias.models import GrowingLayer
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
-from linbias.transformers import GrowingLayer
 from small_models import (
     assert_same,
     build,

@@ -208,10 +208,10 @@ def test_docstrings_become_what_sphinx_reads(conf):
         "        a = |b| * c_",
         "",
         "====== ==== ",
-        " name   is   ",
+        " name   is  ",
         "====== ==== ",
-        " `a`    1,   ",
-        "        2    ",
+        " `a`    1,  ",
+        "        2   ",
         "====== ==== ",
         "",
     ]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import linbias
 from linbias import cli
-from linbias.transformers import (
+from linbias.models import (
     LinbiasBertConfig,
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
@@ -27,9 +27,9 @@ from linbias.transformers import (
     convert,
     from_pretrained,
 )
-from linbias.transformers.encoders import load
-from linbias.transformers.encoders.original import to_original, to_ours
-from linbias.transformers.encoders.rows import Rows
+from linbias.models.encoders import load
+from linbias.models.encoders.original import to_original, to_ours
+from linbias.models.encoders.rows import Rows
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -466,7 +466,7 @@ def test_refused_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
         from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")
     for model_type, advice in (
-        ("bloom", "linbias.transformers.fuse runs"),
+        ("bloom", "linbias.models.fuse runs"),
         ("mpt", "LinbiasMptForCausalLM"),
         ("baichuan", "after `import linbias.models`"),
     ):

@@ -23,11 +23,10 @@ from transformers import (
 from transformers.models.falcon import modeling_falcon
 
 import linbias
-from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.transformers import fuse, key_bound, unfuse
-from linbias.transformers.fused import FAMILIES
-from linbias.transformers.fused.mask import FusedMask
-from linbias.transformers.padding import Padding
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, key_bound, unfuse
+from linbias.models.fused import FAMILIES
+from linbias.models.fused.mask import FusedMask
+from linbias.models.padding import Padding
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
 VOCABULARY = 97
@@ -478,11 +477,11 @@ def test_refused_models() -> None:
 @pytest.mark.parametrize(
     ("body", "instead"),
     [
-        ("MPTModel", r"linbias.transformers.LinbiasMptForCausalLM.from_pretrained\(folder\)"),
+        ("MPTModel", r"linbias.models.LinbiasMptForCausalLM.from_pretrained\(folder\)"),
         ("BaichuanModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
         ("BTLMModel", r"after `import linbias.models`, AutoModelForCausalLM.from_pretrained"),
         ("RWModel", r"trust_remote_code=False\) loads Transformers' own Falcon"),
-        ("JinaBertModel", r"linbias.transformers.from_pretrained\(folder\) loads the folder"),
+        ("JinaBertModel", r"linbias.models.from_pretrained\(folder\) loads the folder"),
     ],
 )
 def test_classes_of_remote_code_are_refused_with_what_to_do(body: str, instead: str) -> None:

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, MptForCausalLM
 
 import linbias
 from linbias.data.tokenizers import byte_tokenizer
+from linbias.models import LinbiasMptConfig, LinbiasMptForCausalLM, fuse, unfuse
 from linbias.models.load import load_model, load_tokenizer
 from linbias.models.scale import with_slopes
-from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM, fuse, unfuse
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -302,9 +302,7 @@ def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(
             tmp_path / "x", config | {"attn_config": {"alibi": True}}, weights(original())
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
-        with pytest.raises(
-            ValueError, match=r"leaves it out, linbias.transformers.LinbiasMptForC"
-        ):
+        with pytest.raises(ValueError, match=r"leaves it out, linbias.models.LinbiasMptForC"):
             fuse(model)
 
 

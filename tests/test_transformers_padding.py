@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from linbias.models import Padding, read_attention_mask
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
-from linbias.transformers import Padding, read_attention_mask
 from small_models import assert_same, build, build_paper, every_position, paper_tokens, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -8,7 +8,6 @@ PARTS = {
     "linbias.jax": ("jax", ("jax",)),
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
-    "linbias.transformers": ("lm", ("torch", "transformers")),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": ("lm", ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil")),

@@ -62,9 +62,9 @@ def embed(
     [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
     [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
     """
+    from linbias.models import embed as run
+    from linbias.models import read_documents
     from linbias.runs.processes import choose_device
-    from linbias.transformers import embed as run
-    from linbias.transformers import read_documents
 
     changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
     documents = read_documents(files)
@@ -116,13 +116,13 @@ def convert(
 ) -> None:
     """Turn an existing ALiBi encoder into a folder that Transformers loads without remote code.
 
-    After [bold]import linbias.transformers[/] the Auto classes load it, and SentenceTransformer those of jina.
+    After [bold]import linbias.models[/] the Auto classes load it, and SentenceTransformer those of jina.
 
     \b
     [dim]linbias convert jina-embeddings-v2-base-en -o jina[/]
     [dim]linbias convert jina -o original --back[/]
     """
-    from linbias.transformers import convert as run
+    from linbias.models import convert as run
 
     run(folder, output, back=back)
     print_path("model in", output)

@@ -23,6 +23,7 @@ from linbias.cli.options import (
     LearningRate,
     LimitTokens,
     MaxBytes,
+    Methods,
     Precision,
     Quiet,
     RunFolder,
@@ -102,9 +103,7 @@ def explain(
 def extrapolate(
     output: RunFolder = Path("output/extrapolate"),
     preset: Experiment = None,
-    methods: Annotated[
-        str, typer.Option(help="Any of alibi, sinusoidal, rotary, learned, t5, none.")
-    ] = "alibi,sinusoidal,rotary",
+    methods: Methods = "alibi,sinusoidal,rotary",
     train_lengths: Annotated[str, typer.Option(help="Tokens per training sequence.")] = "128",
     test_lengths: Annotated[
         str | None, typer.Option(help="Default: 1, 2, 4, 8, 16 x each training length.")

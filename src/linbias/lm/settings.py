@@ -6,7 +6,7 @@ import difflib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from linbias.lm.methods import NAMES
+from linbias.methods import DECODER, methods_of
 from linbias.runs import DEVICES, PRECISIONS
 
 TASKS = ("causal", "masked", "seq2seq")
@@ -128,7 +128,7 @@ class TrainSettings:
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
             from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
-            from linbias.transformers.fields import own_fields
+            from linbias.models.fields import own_fields
 
             family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig
             known = sorted(own_fields(family) - given_elsewhere)
@@ -212,8 +212,9 @@ class ExtrapolateSettings:
             values = getattr(self, name)
             differ = values is None or (values and len(set(values)) == len(values))
             self._require(name, bool(differ), "one or more different values", values)
-        unknown = [method for method in self.methods if method not in NAMES]
-        self._require("methods", not unknown, f"among {', '.join(NAMES)}", ", ".join(unknown))
+        known = methods_of(DECODER)
+        unknown = [method for method in self.methods if method not in known]
+        self._require("methods", not unknown, f"among {', '.join(known)}", ", ".join(unknown))
         for name in ("train_lengths", "test_lengths"):
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from linbias.lm import findings
-from linbias.lm.methods import COLOURS, NAMES
 from linbias.lm.records import ExtrapolationResults
+from linbias.methods import METHODS
 from linbias.runs.tables import NumberTable
 
 
@@ -68,4 +68,4 @@ def _table(title: str, heads: list[str]) -> NumberTable:
 
 
 def _name(method: str) -> Text:
-    return Text(NAMES[method], f"bold {COLOURS[method]}")
+    return Text(METHODS[method].label, "bold")

@@ -19,7 +19,21 @@ from transformers import (
 )
 
 from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
+from linbias.models.cache import GrowingLayer, key_bound, use_growing_layers
 from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.encoders.bert import (
+    LinbiasBertForMaskedLM,
+    LinbiasBertForSequenceClassification,
+    LinbiasBertForTokenClassification,
+    LinbiasBertModel,
+)
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.convert import convert
+from linbias.models.encoders.documents import Document, read_documents
+from linbias.models.encoders.embed import Embedded, embed
+from linbias.models.encoders.load import from_pretrained
+from linbias.models.fused import fuse, unfuse
+from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.jais import (
     BtlmConfig,
     BtlmForCausalLM,
@@ -29,6 +43,8 @@ from linbias.models.jais import (
     JaisModel,
 )
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
+from linbias.models.packing import Packing, attend_packed, packed_weights
+from linbias.models.padding import Padding, read_attention_mask
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
 from linbias.models.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
@@ -57,17 +73,40 @@ __all__ = [
     "BtlmConfig",
     "BtlmForCausalLM",
     "BtlmModel",
+    "Document",
+    "Embedded",
+    "GrowingLayer",
     "JaisConfig",
     "JaisForCausalLM",
     "JaisModel",
+    "LinbiasBertConfig",
+    "LinbiasBertForMaskedLM",
+    "LinbiasBertForSequenceClassification",
+    "LinbiasBertForTokenClassification",
+    "LinbiasBertModel",
     "LinbiasConfig",
     "LinbiasForCausalLM",
     "LinbiasForConditionalGeneration",
     "LinbiasForMaskedLM",
     "LinbiasModel",
+    "LinbiasMptConfig",
+    "LinbiasMptForCausalLM",
     "LinbiasSeq2SeqConfig",
     "LinbiasSeq2SeqModel",
+    "Packing",
+    "Padding",
     "PaperConfig",
     "PaperForCausalLM",
     "PaperModel",
+    "attend_packed",
+    "convert",
+    "embed",
+    "from_pretrained",
+    "fuse",
+    "key_bound",
+    "packed_weights",
+    "read_attention_mask",
+    "read_documents",
+    "unfuse",
+    "use_growing_layers",
 ]

@@ -14,10 +14,10 @@ from transformers import Cache, GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from linbias.models import decoder
+from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
+from linbias.models.padding import Padding
 from linbias.models.positions import Alibi, Position
-from linbias.transformers import Padding, fields
 
 _BAICHUAN2_VOCABULARY = 125_696
 

@@ -12,15 +12,10 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
+from linbias.models.cache import key_bound, use_growing_layers
+from linbias.models.packing import attend_packed, packed_weights
+from linbias.models.padding import Padding, read_attention_mask
 from linbias.models.positions import AttendOptions, Position
-from linbias.transformers import (
-    Padding,
-    attend_packed,
-    key_bound,
-    packed_weights,
-    read_attention_mask,
-    use_growing_layers,
-)
 
 
 class SelfAttention(nn.Module):

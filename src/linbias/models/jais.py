@@ -15,13 +15,13 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from linbias.models import decoder
+from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
+from linbias.models.padding import Padding
 from linbias.models.positions import AttendOptions, Position
+from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
-from linbias.transformers import Padding, fields
-from linbias.transformers.slopes import ModelSlopes
 
 
 class JaisConfig(fields.CheckedConfig):

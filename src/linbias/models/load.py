@@ -32,11 +32,14 @@ from transformers.utils import logging
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.fields import check_sizes
+from linbias.models.fused.mpt_model import (
+    LinbiasMptConfig,
+    LinbiasMptForCausalLM,
+    runs_in_transformers,
+)
 from linbias.models.paper_config import PaperConfig
 from linbias.runs.hub import caches_if_unreachable
-from linbias.transformers import LinbiasMptConfig, LinbiasMptForCausalLM
-from linbias.transformers.fields import check_sizes
-from linbias.transformers.fused.mpt_model import runs_in_transformers
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from linbias.transformers.fields import SHARED
-from linbias.transformers.fused import fuse, unfuse
-from linbias.transformers.slopes import ModelSlopes, SlopeScale
+from linbias.models.fields import SHARED
+from linbias.models.fused import fuse, unfuse
+from linbias.models.slopes import ModelSlopes, SlopeScale
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def with_slopes(
     """Scale the slopes of a model within the block.
 
     Args:
-        model: One of linbias that has ALiBi; or with `fused` one that `linbias.transformers.fuse` takes. It is as
+        model: One of linbias that has ALiBi; or with `fused` one that `linbias.models.fuse` takes. It is as
             before after the block.
-        slope_scale: As in `linbias.transformers.fuse`.
+        slope_scale: As in `linbias.models.fuse`.
         train_length: For "interpolate"; None: what the configuration says, if it does.
         fused: Fuse the model within the block.
 

@@ -33,6 +33,7 @@ from linbias.data.batches import Batches
 from linbias.data.blocks import batch_order, blocks
 from linbias.data.dictionary import Dictionary
 from linbias.data.store import StoredIds, read_data
+from linbias.models.fields import MAXIMA, own_fields
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
@@ -52,7 +53,6 @@ from linbias.runs.training import (
     uses_cpu,
 )
 from linbias.runs.watch import FiniteLoss, ProgressBar, StopWatch
-from linbias.transformers.fields import MAXIMA, own_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import Cache, MptConfig, MptForCausalLM, PreTrainedConfig
 from transformers.models.mpt import modeling_mpt as reference
 
+from linbias.models import fields
+from linbias.models.fused import mpt
+from linbias.models.fused.mask import NAME, FusedMask
 from linbias.runs.hub import caches_if_unreachable
-from linbias.transformers import fields
-from linbias.transformers.fused import mpt
-from linbias.transformers.fused.mask import NAME, FusedMask
 
 
 class LinbiasMptAttentionConfig(PreTrainedConfig):

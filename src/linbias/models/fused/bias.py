@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils import logging
 
+from linbias.models.cache import key_bound, use_growing_layers
+from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
-from linbias.transformers.cache import key_bound, use_growing_layers
-from linbias.transformers.slopes import ModelSlopes
 
 if TYPE_CHECKING:
-    from linbias.transformers.fused.mask import FusedMask
+    from linbias.models.fused.mask import FusedMask
 
 logger = logging.get_logger(__name__)
 

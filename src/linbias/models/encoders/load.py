@@ -9,16 +9,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
-from linbias.runs.hub import caches_if_unreachable
-from linbias.transformers.encoders import original
-from linbias.transformers.encoders.config import LinbiasBertConfig
-from linbias.transformers.encoders.model import (
+from linbias.models.encoders import original
+from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
     LinbiasBertPreTrainedModel,
 )
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.runs.hub import caches_if_unreachable
 
 Head = Literal["base", "masked", "sequence", "token"]
 
@@ -28,13 +28,11 @@ HEADS: dict[str, type[LinbiasBertPreTrainedModel]] = {
     "sequence": LinbiasBertForSequenceClassification,
     "token": LinbiasBertForTokenClassification,
 }
-_WITH_FUSE = (
-    "AutoModelForCausalLM.from_pretrained loads it and linbias.transformers.fuse runs it here"
-)
+_WITH_FUSE = "AutoModelForCausalLM.from_pretrained loads it and linbias.models.fuse runs it here"
 _BY_IMPORT = "AutoModelForCausalLM.from_pretrained loads it after `import linbias.models`"
 _DECODERS = {
     **dict.fromkeys(("bloom", "falcon"), _WITH_FUSE),
-    "mpt": "linbias.transformers.LinbiasMptForCausalLM.from_pretrained loads it",
+    "mpt": "linbias.models.LinbiasMptForCausalLM.from_pretrained loads it",
     **dict.fromkeys(("baichuan", "jais", "btlm", "linbias", "linbias-paper"), _BY_IMPORT),
 }
 # What the other heads have, which a model without them leaves where it is.

@@ -11,10 +11,10 @@ from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
+from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.family import DEFAULT, Family, Options
+from linbias.models.fused.mask import FusedMask
 from linbias.schedules import slopes
-from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import DEFAULT, Family, Options
-from linbias.transformers.fused.mask import FusedMask
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +94,7 @@ def check_whole(config: MptConfig, caller: str) -> None:
     Raises:
         ValueError: As it says.
     """
-    reason = "the MPT of Transformers leaves it out, linbias.transformers.LinbiasMptForCausalLM.from_pretrained(folder) does not"
+    reason = "the MPT of Transformers leaves it out, linbias.models.LinbiasMptForCausalLM.from_pretrained(folder) does not"
     _check(config, caller, _LEFT_OUT, reason)
 
 

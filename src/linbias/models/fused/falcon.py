@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
+from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.family import DEFAULT, Family, Options
+from linbias.models.fused.mask import FusedMask
 from linbias.schedules import slopes
-from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import DEFAULT, Family, Options
-from linbias.transformers.fused.mask import FusedMask
 
 
 def forward(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linbias.transformers.encoders.config import LinbiasBertConfig
+from linbias.models.encoders.bert_config import LinbiasBertConfig
 
 FAMILIES = ("mosaic", "jina", "jina-code")
 

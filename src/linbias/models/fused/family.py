@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.masking_utils import create_masks_for_generate
 
-from linbias.transformers.fused.bias import Bias, Rounded
-from linbias.transformers.fused.mask import NAME, FusedMask
-from linbias.transformers.slopes import ModelSlopes
+from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.fused.mask import NAME, FusedMask
+from linbias.models.slopes import ModelSlopes
 
 
 @dataclass(frozen=True)

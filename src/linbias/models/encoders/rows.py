@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linbias.models.padding import read_attention_mask
 from linbias.torch import attention, attention_varlen, attention_weights
-from linbias.transformers.padding import read_attention_mask
 
 
 @dataclass(frozen=True)

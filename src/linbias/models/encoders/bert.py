@@ -20,10 +20,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.rows import Rows
+from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
-from linbias.transformers.encoders.config import LinbiasBertConfig
-from linbias.transformers.encoders.rows import Rows
-from linbias.transformers.slopes import ModelSlopes
 
 
 class Embeddings(nn.Module):

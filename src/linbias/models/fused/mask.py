@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from linbias.transformers.fused.bias import Bias
-from linbias.transformers.padding import Padding, read_attention_mask
+from linbias.models.fused.bias import Bias
+from linbias.models.padding import Padding, read_attention_mask
 
 NAME = "linbias"  # as in attn_implementation="linbias"
 

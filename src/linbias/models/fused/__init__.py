@@ -18,11 +18,11 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
+from linbias.models.fused import bloom, falcon, mpt
+from linbias.models.fused.bias import Bias
+from linbias.models.fused.family import Family, Options
+from linbias.models.fused.mask import NAME, make_mask
 from linbias.torch.functional import IMPLEMENTATIONS
-from linbias.transformers.fused import bloom, falcon, mpt
-from linbias.transformers.fused.bias import Bias
-from linbias.transformers.fused.family import Family, Options
-from linbias.transformers.fused.mask import NAME, make_mask
 
 FAMILIES = {family.model_type: family for family in (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY)}
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
@@ -43,7 +43,7 @@ def fuse(
     The model is changed in place; its weights and their names stay. Everything around attention is Transformers' own
     code, so that training, gradient checkpointing, padding on either side, caches and `generate` work as before, for
     any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. A model loaded
-    with `from_pretrained(..., attn_implementation="linbias")`, after `import linbias.transformers`, is fused with
+    with `from_pretrained(..., attn_implementation="linbias")`, after `import linbias.models`, is fused with
     the default options.
 
     Args:
@@ -174,10 +174,12 @@ _LOAD_NATIVE = (
     "after `import linbias.models`, AutoModelForCausalLM.from_pretrained(folder) loads the folder without the code "
     "that lies in it"
 )
-_LOAD_ENCODER = "linbias.transformers.from_pretrained(folder) loads the folder without the code that lies in it"
+_LOAD_ENCODER = (
+    "linbias.models.from_pretrained(folder) loads the folder without the code that lies in it"
+)
 # By the name of a class that is not Transformers': what its owner can do instead.
 _INSTEAD = {
-    "MPTModel": "linbias.transformers.LinbiasMptForCausalLM.from_pretrained(folder) loads the folder without the code "
+    "MPTModel": "linbias.models.LinbiasMptForCausalLM.from_pretrained(folder) loads the folder without the code "
     "that lies in it, and runs fused",
     "RWModel": "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False) loads Transformers' own Falcon",
     **dict.fromkeys(("BaichuanModel", "JAISModel", "BTLMModel"), _LOAD_NATIVE),

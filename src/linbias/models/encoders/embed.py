@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from linbias.models.encoders.documents import Document, Id
+from linbias.models.encoders.load import from_pretrained
+from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
 from linbias.runs.files import JsonLog
 from linbias.runs.folders import hold_run_folder, open_run_folder
 from linbias.runs.hub import caches_if_unreachable
-from linbias.transformers.encoders.documents import Document, Id
-from linbias.transformers.encoders.load import from_pretrained
-from linbias.transformers.encoders.vectors import Vectors, check_output, partial_folder, write
 
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,7 +99,7 @@ def embed(
 
     Example:
         >>> from linbias.data.tokenizers import byte_tokenizer
-        >>> from linbias.transformers import LinbiasBertConfig, LinbiasBertModel
+        >>> from linbias.models import LinbiasBertConfig, LinbiasBertModel
         >>> folder = tempfile.mkdtemp()
         >>> config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
         >>> LinbiasBertModel(config).save_pretrained(folder)

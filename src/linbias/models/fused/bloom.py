@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
+from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.family import DEFAULT, Family, Options
+from linbias.models.fused.mask import FusedMask
 from linbias.schedules import slopes
-from linbias.transformers.fused.bias import Bias, attend
-from linbias.transformers.fused.family import DEFAULT, Family, Options
-from linbias.transformers.fused.mask import FusedMask
 
 
 def forward(

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from linbias.models.encoders import original
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.load import Head, from_pretrained, read_folder
 from linbias.runs.files import check_writable, move_into_place, write_json, write_whole
-from linbias.transformers.encoders import original
-from linbias.transformers.encoders.config import LinbiasBertConfig
-from linbias.transformers.encoders.load import Head, from_pretrained, read_folder
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,7 +30,7 @@ _TOKENIZER_FILES = (
 def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
     """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
 
-    After `import linbias.transformers`, `AutoModel.from_pretrained(output)` and the other Auto classes load it, and
+    After `import linbias.models`, `AutoModel.from_pretrained(output)` and the other Auto classes load it, and
     for jina-embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens.
     Tokenizer files go along.
 

@@ -17,13 +17,13 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from linbias.transformers.encoders.config import LinbiasBertConfig
-from linbias.transformers.encoders.model import (
+from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
     LinbiasBertForSequenceClassification,
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
 )
+from linbias.models.encoders.bert_config import LinbiasBertConfig
 
 AutoConfig.register(LinbiasBertConfig.model_type, LinbiasBertConfig, exist_ok=True)
 for _auto, _class in (

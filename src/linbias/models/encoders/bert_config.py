@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from linbias.transformers import fields
+from linbias.models import fields
 
 
 class LinbiasBertConfig(fields.CheckedConfig):
     """Describe a BERT whose attention knows order by ALiBi, symmetric on both sides, with a gated feed-forward part.
 
-    The defaults are those of MosaicBERT and DNABERT-2 but for the sizes. `linbias.transformers.from_pretrained` reads
+    The defaults are those of MosaicBERT and DNABERT-2 but for the sizes. `linbias.models.from_pretrained` reads
     the configurations of the original folders.
 
     Args:

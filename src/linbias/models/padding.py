@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linbias.transformers.packing import Packing, find_packing
+from linbias.models.packing import Packing, find_packing
 
 
 class Padding(NamedTuple):
