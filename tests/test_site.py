@@ -151,6 +151,8 @@ PACKAGES = (
     "linbias.torch",
     "linbias.jax",
     "linbias.models",
+    "linbias.lm",
+    "linbias.data",
     "linbias.explore",
     "linbias.plots",
 )
