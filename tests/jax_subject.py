@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import linbias
+from cases import arguments
 from contract import SEED
 from linbias import _checks
 from linbias.jax import attention, cpu, functional
@@ -38,7 +39,7 @@ class JaxSubject:
     def attention(self, case, tolerance=None):
         def attend(leaves):
             out, lse = attention(
-                **leaves,
+                **arguments(leaves),
                 causal=case.causal,
                 scale=case.scale,
                 **case.placement,

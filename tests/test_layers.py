@@ -35,7 +35,7 @@ LAYERS = {
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
     "lm": {"models", "data", "_run"} | ANYONE,
-    "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
+    "plots": {"_checks", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "definition", "models", "lm"} | ANYONE,

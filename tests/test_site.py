@@ -150,7 +150,6 @@ PACKAGES = (
     "linbias.cpu",
     "linbias.torch",
     "linbias.jax",
-    "linbias.models",
     "linbias.lm",
     "linbias.data",
     "linbias.explore",

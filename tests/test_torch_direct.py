@@ -91,7 +91,7 @@ def test_plain_calls_give_the_bits_of_the_operator(implementation, dtype, monkey
             k,
             v,
             left,
-            right=right,
+            right_slopes=right,
             causal=False,
             implementation=implementation,
             return_lse=True,

@@ -189,8 +189,8 @@ def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
     arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
     out, lse = linbias.torch.attention(
         **arrays,
-        left=inputs.left,
-        right=inputs.right,
+        slopes=inputs.left,
+        right_slopes=inputs.right,
         causal=case.causal,
         **{n: torch.tensor(x) for n, x in case.placement.items()},
         key_bound=arrays["k"].float().norm(dim=-1).amax(-1) * 1.001 if bounded else None,
@@ -406,7 +406,7 @@ def test_two_sides_share_the_tolerance():
 def test_values_that_are_not_finite_are_never_left_out(where, little_tiles):
     arrays = {name: torch.randn(1, 2, 160, 8) for name in "qkv"}
     arrays[where][0, 1, 3, 2] = torch.nan
-    out = linbias.torch.attention(**arrays, left=[3.0, 3.0], implementation="triton")
+    out = linbias.torch.attention(**arrays, slopes=[3.0, 3.0], implementation="triton")
     assert torch.isfinite(out[0, 0]).all()
     assert not torch.isfinite(out[0, 1, 3:]).all(-1).any()
 
@@ -418,7 +418,7 @@ def test_values_that_are_not_finite_show_in_the_gradients(where, little_tiles):
     arrays = {name: torch.randn(1, 2, 70, 8) for name in "qkv"}
     arrays[where][0, 1, 40, 2] = torch.nan
     leaves = {name: array.requires_grad_() for name, array in arrays.items()}
-    out = linbias.torch.attention(**leaves, left=[3.0, 0.1], implementation="triton")
+    out = linbias.torch.attention(**leaves, slopes=[3.0, 0.1], implementation="triton")
     dq, dk, dv = torch.autograd.grad(out.sum(), leaves.values())
     assert all(torch.isfinite(gradient[0, 0]).all() for gradient in (dq, dk, dv))
     assert not torch.isfinite(dq[0, 1, 40]).all()
