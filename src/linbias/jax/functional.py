@@ -120,7 +120,7 @@ def attention(
         query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
             the keys or beyond them too. None means that the last query stands at the last key of the range (of the
             range that ends last, where heads have their own). For right padding with T = S, zeros.
-        key_bound: [B, G], floating point: at least |k| of every key in the range; all keys and values must be
+        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
         dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
