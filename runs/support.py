@@ -6,7 +6,7 @@ python runs/support.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from update_readme import fill_document
+from markers import fill
 
 import linbias.jax.functional
 import linbias.torch.functional
@@ -47,7 +47,7 @@ def table(implementations: Sequence[Implementation]) -> str:
 
 def main() -> None:
     for document, implementations in DOCUMENTS.items():
-        fill_document(document, "support", table(implementations))
+        fill(document, {"support": table(implementations)})
         print(Path(document).name)
 
 
