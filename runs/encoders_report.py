@@ -16,8 +16,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from paper_report import Verdict, judge, table, unique
 from update_readme import fill
 
+from linbias._run.files import write_whole
 from linbias.methods import METHODS
-from linbias.runs.files import write_whole
 
 Record = dict[str, Any]
 CORPUS_NAMES = {"stdlib": "Python's standard library"}

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from update_readme import fill
 
+from linbias._run.files import write_whole
 from linbias.methods import METHODS
-from linbias.runs.files import write_whole
 
 Record = dict[str, Any]
 KEPT = Path(__file__).parents[1] / "records" / "paper_small.jsonl"

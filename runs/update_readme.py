@@ -15,11 +15,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from linbias._run.files import write_json, write_whole
 from linbias.explore import results as explorer_results
 from linbias.lm import figures
-from linbias.lm.evaluate import Evaluation
+from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord
-from linbias.runs.files import write_json, write_whole
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from linbias.lm import figures, findings
-from linbias.lm.evaluate import Evaluation
+from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.methods import METHODS

@@ -12,8 +12,8 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
+from linbias.lm.paper.recipe import PRESETS
 from linbias.methods import DECODER, ENCODER, PAPER, methods_of
-from linbias.paper.recipe import PRESETS
 
 T = TypeVar("T")
 

@@ -174,17 +174,17 @@ def extrapolate(
         read |= {"train_lengths": train_lengths, "test_lengths": test_lengths or "default"}
         words = presets.describe(preset, read, settings.training)
         err.print(words, soft_wrap=True, markup=False)
-    from linbias.lm import terminal  # loads torch, once the settings are known to be good
-    from linbias.lm.extrapolate import extrapolate as run
+    from linbias.cli import report
+    from linbias.lm import extrapolate as run  # loads torch: the settings are known to be good
 
     command = shlex.join(["linbias", *sys.argv[1:]])
     results = run(settings, output, command=command, progress=not quiet)
     if as_json:
         print_json(results.to_dict())
         return
-    for table in terminal.tables(results):
+    for table in report.tables(results):
         out.print(table)
-    for sentence in terminal.sentences(results):
+    for sentence in report.sentences(results):
         out.print(sentence)
     print_path("\nreport:", output / "report.html")
 

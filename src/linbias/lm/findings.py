@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from linbias._run.files import Record
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import TrainSettings
 from linbias.methods import METHODS
-from linbias.runs.files import Record
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from string import Template
 
 from matplotlib.figure import Figure
 
+from linbias._run.files import write_whole
 from linbias.lm import figures, findings
 from linbias.lm.findings import Finding
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.methods import METHODS
-from linbias.runs.files import write_whole
 
 _DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
 

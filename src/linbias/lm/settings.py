@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from linbias.methods import DECODER, methods_of
-from linbias.runs import DEVICES, PRECISIONS
 
 TASKS = ("causal", "masked", "seq2seq")
+PRECISIONS = ("fp32", "bf16", "fp16")  # of matrix products in training
+DEVICES = ("auto", "cpu")  # "auto" takes an accelerator where there is one
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from linbias.cli.tables import NumberTable
 from linbias.lm import findings
 from linbias.lm.records import ExtrapolationResults
 from linbias.methods import METHODS
-from linbias.runs.tables import NumberTable
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
