@@ -352,6 +352,19 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     page.evaluate("model.set('state', 'row=2')")
     assert shown.cells() == heads[0]
     assert page.locator(".row-panel h3").inner_text() == "Query cat"
+    # Keys stay in the widget: JupyterLab listens before it and heeds an attribute, other notebooks listen after it.
+    page.evaluate("""() => {
+      globalThis.heard = [];
+      const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
+      document.addEventListener("keydown", hear, { capture: true });
+      document.addEventListener("keydown", ({ key }) => heard.push(key));
+    }""")
+    page.get_by_role("slider", name="Slope").press("a")
+    page.get_by_role("textbox", name=re.compile("^Text")).press("x")
+    assert page.evaluate("heard") == []
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("b")
+    assert page.evaluate("heard") == ["b", "b"]
     page.close()
 
 
