@@ -61,8 +61,8 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
     raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
 
 
-def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
-    """The medians that the README shows, and where there are more."""
+def speed_table() -> str:
+    """The medians that the README shows."""
     records = newest_records("causal-8192")
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
@@ -76,7 +76,7 @@ def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
     r = last["cpu", "causal-8192"]
     text = (
         f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        f" `make bench`); other processors, short lengths and more peers: {more}."
+        f" `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
     )
     return "\n".join([*lines, "", text])
 
@@ -259,13 +259,12 @@ def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
         ("README.md", "speed"): speed_table(),
-        ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_table(),
         ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table(),
-        ("docs/results/extrapolation.md", "extrapolation"): extrapolation_table(),
+        ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(),
     }
 
 

@@ -47,8 +47,8 @@ def explain(
     arrays: Annotated[
         Path | None,
         typer.Argument(
-            help=r"An .npz file with q, k, v, each \[heads, length, size], and optionally left, "
-            "right (slopes; default: the paper's for so many heads) and tokens (names). Without a "
+            help=r"An .npz file with q, k, v, each \[heads, length, size], and optionally slopes "
+            "(default: the paper's for so many heads), right_slopes and tokens (names). Without a "
             "file: 'The cat sat on mat', 2 heads with the slopes 1/2 and 1/4."
         ),
     ] = None,

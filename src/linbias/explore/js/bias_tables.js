@@ -184,7 +184,7 @@ function pythonPart() {
     fill({ state, slopes }) {
       const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;
       const infinite = [...slopes.left, ...slopes.right].includes(Infinity) && state.variant !== "causal";
-      const both = `, causal=False, right=${list(slopes.right)}`;
+      const both = `, causal=False, right_slopes=${list(slopes.right)}`;
       const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? both;
       const head = state.head === MEAN ? "" : `, head=${state.head}`;
       setText(
