@@ -338,7 +338,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_means_and_ranges_over_seeds(run_folder):
-    (run,) = results.read([run_folder])["runs"]
+    (run,) = explore.read_results([run_folder])["runs"]
     bit = 1 / np.log(2)
     first, second = run["groups"]
     assert (run["name"], run["num_seeds"]) == ("<b>run", 2)
@@ -355,7 +355,9 @@ def test_runs_are_means_and_ranges_over_seeds(run_folder):
 
 def test_several_runs_are_chosen_by_name(visit, run_folder, tmp_path):
     path = tmp_path / "page.html"
-    path.write_text(explore.page(results=results.read([run_folder, run_folder])), encoding="utf-8")
+    path.write_text(
+        explore.page(results=explore.read_results([run_folder, run_folder])), encoding="utf-8"
+    )
     _, panel = open_view(visit, path, "Lengths")
     names = panel.get_by_role("group", name="Run").get_by_role("radio").all()
     assert len(names) == 2
@@ -384,7 +386,7 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"^explore: results must be a folder.*{reason}"):
-        results.read([tmp_path])
+        explore.read_results([tmp_path])
 
 
 # A model
