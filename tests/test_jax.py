@@ -161,9 +161,7 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation, query_star
         np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize(
-    "shape", ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13)), ids=str
-)
+@pytest.mark.parametrize("shape", ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13)), ids=str)
 @pytest.mark.parametrize("implementation", ("dense", "blocked"))
 def test_a_mask_hides_what_it_hides_in_the_definition(implementation, shape):
     """Also all keys of a query, which then gives zeros, and with gradients."""
