@@ -8,14 +8,14 @@ from pathlib import Path
 
 from markers import fill
 
-import linbias.jax.functional
+import linbias.jax.call
 import linbias.torch.functional
 from linbias._checks import FLOATS
 from linbias._dispatch import Implementation
 
 DOCUMENTS = {
     "docs/torch.md": linbias.torch.functional.IMPLEMENTATIONS,
-    "docs/jax.md": linbias.jax.functional.IMPLEMENTATIONS,
+    "docs/jax.md": linbias.jax.call.IMPLEMENTATIONS,
 }
 
 
