@@ -21,7 +21,7 @@ from linbias.methods import METHODS
 
 T = TypeVar("T")
 
-# A change of loss below this share is within what another seed would change.
+# Another seed can change the loss by up to this share.
 _CLEAR_CHANGE = 0.01
 # The mean loss over fewer predictions is mostly noise.
 _MIN_PREDICTIONS = 100
@@ -136,7 +136,13 @@ def change_in_words(change: float) -> str:
 
 
 class Row(NamedTuple):
-    """A line of a table: a method, its cells (None: beyond its table of positions), shares of the largest as bars."""
+    """A row of a table.
+
+    Attributes:
+        method: Names the row.
+        cells: The numbers as text; None where the length is beyond the method's table of positions.
+        bars: For some columns, counted from 0, the share of the largest number, which the page draws as a bar.
+    """
 
     method: str
     cells: list[str | None]

@@ -15,7 +15,7 @@ from typing import Any
 
 from linbias.lm.paper.recipe import PRESETS, Recipe
 
-# By option of ours, the original's flag and its default.
+# Our options, each with the original's flag and its default.
 _PREPARE = {
     **{f"--{split}": (f"--{split}pref", "") for split in ("train", "valid", "test")},
     "-o": ("--destdir", "data-bin"),
@@ -29,7 +29,8 @@ _EVALUATE = {
     "--length": ("--tokens-per-sample", 1024),
     "--context-window": ("--context-window", 0),
 }
-# By field of the recipe, which is an option of `linbias paper train`: the flag and fairseq's default, whose type it has.
+# Fields of the recipe, which are options of `linbias paper train`, each with the flag and fairseq's default, whose
+# type the value has.
 _RECIPE: dict[str, tuple[str, Any]] = {
     "length": ("--tokens-per-sample", 1024),
     "max_tokens": ("--max-tokens", 0),
@@ -52,7 +53,7 @@ _RECIPE: dict[str, tuple[str, Any]] = {
     "log_steps": ("--log-interval", 100),
     "save_steps": ("--save-interval-updates", 0),
 }
-# By flag, the field of the model.
+# Flags of the model, each with our field.
 _MODEL = {
     "--decoder-layers": "num_hidden_layers",
     "--decoder-embed-dim": "hidden_size",
@@ -80,7 +81,7 @@ _SWITCHES = {
     *("--skip-invalid-size-inputs-valid-test", "--no-progress-bar", "--no-decoder-final-norm"),
     *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj", "--cpu"),
 }
-# How the original computes, stores and prints; and what its architecture has anyway.
+# These flags say how the original computes, stores and prints, or what its architecture has anyway.
 _WITHOUT_EFFECT = (
     *("--skip-invalid-size-inputs-valid-test", "--ddp-backend", "--no-epoch-checkpoints"),
     *("--no-progress-bar", "--log-format", "--num-workers", "--fp16-init-scale"),
