@@ -27,7 +27,7 @@ import record
 from bench_attention import BenchCase, bench
 from linbias.kernels import core
 from linbias.torch import cpu
-from linbias.torch.functional import prepare
+from linbias.torch.call import prepare
 from linbias.torch.operator import Results
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

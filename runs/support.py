@@ -9,12 +9,12 @@ from pathlib import Path
 from update_readme import fill_document
 
 import linbias.jax.functional
-import linbias.torch.functional
+import linbias.torch.choice
 from linbias._checks import FLOATS
 from linbias._dispatch import Implementation
 
 DOCUMENTS = {
-    "docs/torch.md": linbias.torch.functional.IMPLEMENTATIONS,
+    "docs/torch.md": linbias.torch.choice.IMPLEMENTATIONS,
     "docs/jax.md": linbias.jax.functional.IMPLEMENTATIONS,
 }
 

@@ -85,15 +85,15 @@ class _seeded_dropout:
         self.seed = seed
 
     def __enter__(self):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        self.original = functional.draw_seed
-        functional.draw_seed = lambda device: torch.tensor(self.seed, device=device)
+        self.original = call.draw_seed
+        call.draw_seed = lambda device: torch.tensor(self.seed, device=device)
 
     def __exit__(self, *_):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        functional.draw_seed = self.original
+        call.draw_seed = self.original
 
 
 OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of hidden keys

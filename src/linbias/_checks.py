@@ -128,6 +128,7 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
+    number_masks: bool = False,
     **asked: bool,
 ) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
@@ -182,7 +183,7 @@ def check(
             f" got {key_bound.dtype} {key_bound}"
         )
     if mask is not None:
-        _check_mask(function, mask, (B, H, T, S), q.device)
+        _check_mask(function, mask, (B, H, T, S), q.device, number_masks)
     return Problem(
         B,
         H,
@@ -214,11 +215,14 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
-    """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool":
+def _check_mask(
+    function: str, mask: Described, full: tuple[int, ...], device: str, numbers: bool
+) -> None:
+    """A mask holds truth values, or numbers where they are taken, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool" and not (numbers and mask.dtype in FLOATS):
+        added = ", or floating-point numbers that are added to the scores" if numbers else ""
         raise TypeError(
-            f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
+            f"{function}: mask must hold bool, True for what takes part{added}, got {mask.dtype}"
         )
     own = mask.shape
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from linbias import _dispatch
+from linbias.torch.call import Placement, Slopes, prepare
 from linbias.torch.choice import asked_in_turn
-from linbias.torch.functional import Placement, Slopes, prepare
 from linbias.torch.operator import Inputs
 
 
