@@ -64,8 +64,6 @@ OTHER_NAMES = {
     "value": "say v",
 }
 
-LARGEST_START = 2**30
-
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
 
 
@@ -316,6 +314,13 @@ def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
     if not (values >= 0).all():
         bad = values[~(values >= 0)][0]
         raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
+
+
+def check_mask_values(function: str, mask: np.ndarray) -> None:
+    """Numbers that are added to scores are below inf; -inf hides."""
+    bad = np.isnan(mask) | np.isposinf(mask)
+    if bad.any():
+        raise ValueError(f"{function}: a mask of numbers must be below inf, got {mask[bad][0]}")
 
 
 def check_key_range_values(function: str, ranges: np.ndarray, S: int) -> None:

@@ -18,8 +18,8 @@ from linbias.torch.operator import Inputs, without_autocast
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
 
-class Placement(TypedDict, total=False):
-    """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
+class Options(TypedDict, total=False):
+    """The keywords of `attention` that say what is computed."""
 
     causal: bool
     right_slopes: Slopes | None
@@ -27,15 +27,9 @@ class Placement(TypedDict, total=False):
     key_range: Tensor | None
     query_start: Tensor | None
     mask: Tensor | None
-
-
-class Options(Placement, total=False):
-    """The keywords of `attention` but for return_lse."""
-
     key_bound: Tensor | None
     dropout: float
     tolerance: float | None
-    implementation: str
 
 
 def prepare(
@@ -86,7 +80,6 @@ def prepare(
         and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
         slope_gradients=slope_gradients,
         transformed=transforms.active(),
-        number_masks=True,
     )
     if not torch.compiler.is_compiling():
         _checks.warn_of_layout(function, problem)
@@ -171,7 +164,7 @@ def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Prob
         None if array is None else describe(name, array, function)
         for name, array in zip(_CHECKED, arrays, strict=True)
     ]
-    return _checks.check(function, *described, **options)
+    return _checks.check(function, *described, number_masks=True, **options)
 
 
 def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
@@ -189,7 +182,7 @@ def _kept_check(function: str, *signatures: Any, **options: Any) -> _checks.Prob
         None if x is None else _checks.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
         for x in signatures
     ]
-    return _checks.check(function, *described, **options)
+    return _checks.check(function, *described, number_masks=True, **options)
 
 
 def as_slopes(

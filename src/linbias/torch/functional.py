@@ -17,6 +17,7 @@ def attention(
     v: Tensor,
     slopes: Slopes | None = ...,
     *,
+    implementation: str = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -27,6 +28,7 @@ def attention(
     v: Tensor,
     slopes: Slopes | None = ...,
     *,
+    implementation: str = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -97,9 +99,9 @@ def attention(
             that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the compiled core, near to far), `blocked` (near to far in PyTorch
-            operations, any device), `sdpa` (PyTorch's attention with the bias as its mask) or `dense` (the whole score
-            matrix). A name is obeyed or refused, never replaced. `linbias doctor --call` says what "auto" takes, and why.
+        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the
+            compiled core, near to far), `blocked` (near to far in PyTorch operations, any device), `sdpa` (PyTorch's
+            attention with the bias as its mask) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced. `linbias doctor --call` says what "auto" takes, and why.
         return_lse: Also return lse.
 
     Returns:
