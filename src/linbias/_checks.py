@@ -59,6 +59,9 @@ OTHER_NAMES = {
     "cache_seqlens": "say key_range, [[0, filled], ...]",
     "return_attn_probs": "say return_lse, and call attention_weights for the weights",
     "need_weights": "call attention_weights for the weights",
+    "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
+    "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
+    "return_residual": "say return_lse",
     "query": "say q",
     "key": "say k",
     "value": "say v",
@@ -98,6 +101,7 @@ class Problem:
     key_range: bool = False
     query_start: bool = False
     mask: bool = False  # a mask hides further keys
+    added: bool = False  # the mask holds numbers, which are added to the scores
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -126,7 +130,6 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
-    number_masks: bool = False,
     **asked: bool,
 ) -> Problem:
     """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
@@ -181,7 +184,7 @@ def check(
             f" got {key_bound.dtype} {key_bound}"
         )
     if mask is not None:
-        _check_mask(function, mask, (B, H, T, S), q.device, number_masks)
+        _check_mask(function, mask, (B, H, T, S), q.device)
     return Problem(
         B,
         H,
@@ -199,6 +202,7 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
         mask=mask is not None,
+        added=mask is not None and mask.dtype in FLOATS,
         **asked,
     )
 
@@ -213,14 +217,12 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def _check_mask(
-    function: str, mask: Described, full: tuple[int, ...], device: str, numbers: bool
-) -> None:
-    """A mask holds truth values, or numbers where they are taken, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool" and not (numbers and mask.dtype in FLOATS):
-        added = ", or floating-point numbers that are added to the scores" if numbers else ""
+def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
+    """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool" and mask.dtype not in FLOATS:
         raise TypeError(
-            f"{function}: mask must hold bool, True for what takes part{added}, got {mask.dtype}"
+            f"{function}: mask must hold bool, True for what takes part, or floating-point numbers that are added"
+            f" to the scores, got {mask.dtype}"
         )
     own = mask.shape
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):

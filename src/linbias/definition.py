@@ -498,7 +498,6 @@ def prepare(
         ),
         causal=causal,
         scale=scale,
-        number_masks=True,
     )
     _checks.warn_of_layout(function, problem)
     # What the call leaves open: the paper's slopes, an infinite slope to the right or the same one, all keys, and the

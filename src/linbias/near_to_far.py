@@ -40,7 +40,7 @@ def window(
 ) -> Float64:
     """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
 
-    Scores without bias lie within b = |scale| q_norm k_norm of 0, and every query sees its own position. So keys at a
+    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own position. So keys at a
     distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
 
         exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)

@@ -164,7 +164,7 @@ def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Prob
         None if array is None else describe(name, array, function)
         for name, array in zip(_CHECKED, arrays, strict=True)
     ]
-    return _checks.check(function, *described, number_masks=True, **options)
+    return _checks.check(function, *described, **options)
 
 
 def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
@@ -182,7 +182,7 @@ def _kept_check(function: str, *signatures: Any, **options: Any) -> _checks.Prob
         None if x is None else _checks.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
         for x in signatures
     ]
-    return _checks.check(function, *described, number_masks=True, **options)
+    return _checks.check(function, *described, **options)
 
 
 def as_slopes(

@@ -92,7 +92,7 @@ def attention(
         mask: Broadcasts to [B, H, T, S], bool: True takes part, as for `scaled_dot_product_attention`; it hides further
             keys, whose entries must still be finite. Or floating point, below inf: added to the scores, -inf hides;
             differentiable. Taken by `sdpa` and `dense`, which know no far keys.
-        key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
+        key_bound: [B, G], floating point: at least the norm of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
         dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is

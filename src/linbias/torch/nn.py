@@ -33,7 +33,7 @@ class MultiheadAttention(nn.Module):
     sequences have no distance, and the author of the method recommends none there. Masks of a call hide further
     keys: with a causal one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
 
-    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (`.weight` [out, in], and `.bias`), and for
+    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
     learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
     positive (in `directional`, a hidden side stays hidden). Fixed slopes are not saved: `variant`, `schedule`
     and `max_bias` determine them.
