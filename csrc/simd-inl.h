@@ -41,6 +41,8 @@ struct Simd<double> {
 
 template <typename W>
 using Vector = typename Simd<W>::Vector;
+template <typename W>
+constexpr std::make_integer_sequence<int, Simd<W>::kLanes> kEveryLane{};
 
 #define LINBIAS_INLINE inline __attribute__((always_inline))
 
@@ -67,41 +69,21 @@ LINBIAS_INLINE Vector<W> larger(Vector<W> a, Vector<W> b) {
 }
 
 // x with its halves, quarters, ... exchanged: adding all of them up leaves the same sum in every lane.
-template <int kStep>
-LINBIAS_INLINE Vector<float> exchange(Vector<float> x) {
-#if LINBIAS_VECTOR_BYTES == 64
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep, 8 ^ kStep, 9 ^ kStep, 10 ^ kStep, 11 ^ kStep, 12 ^ kStep, 13 ^ kStep,
-                                 14 ^ kStep, 15 ^ kStep);
-#elif LINBIAS_VECTOR_BYTES == 32
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep);
-#else
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
-#endif
-}
-template <int kStep>
-LINBIAS_INLINE Vector<double> exchange(Vector<double> x) {
-#if LINBIAS_VECTOR_BYTES == 64
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep);
-#elif LINBIAS_VECTOR_BYTES == 32
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
-#else
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep);
-#endif
+template <int kStep, typename V, int... kLane>
+LINBIAS_INLINE V exchange(V x, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(x, x, (kLane ^ kStep)...);
 }
 
 template <typename W, int kStep = Simd<W>::kLanes / 2>
 LINBIAS_INLINE Vector<W> largest(Vector<W> x) {
-  x = larger<W>(x, exchange<kStep>(x));
+  x = larger<W>(x, exchange<kStep>(x, kEveryLane<W>));
   if constexpr (kStep > 1) x = largest<W, kStep / 2>(x);
   return x;
 }
 
 template <typename W, int kStep = Simd<W>::kLanes / 2>
 LINBIAS_INLINE Vector<W> sum_in_all_lanes(Vector<W> x) {
-  x = x + exchange<kStep>(x);
+  x = x + exchange<kStep>(x, kEveryLane<W>);
   if constexpr (kStep > 1) x = sum_in_all_lanes<W, kStep / 2>(x);
   return x;
 }
