@@ -1,7 +1,7 @@
 """Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
 
-    python runs/update_readme.py                                # the tables
-    python runs/update_readme.py --experiment output/methods    # of a new experiment, with its plot, which the explorer
+    python runs/update_readme.py                                # the tables, and the plot
+    python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
                                                                 # page shows too
 
 Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
@@ -10,13 +10,16 @@ linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output o
 
 import argparse
 import json
+import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-from linbias.explore import results as explorer_results
-from linbias.runs.files import write_json
+from linbias._run.files import write_json, write_whole
+from linbias.explore import read_results
+from linbias.lm import figures
+from linbias.lm.evaluation import Evaluation
+from linbias.lm.records import EvaluationRecord
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
@@ -58,8 +61,8 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
     raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
 
 
-def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
-    """The medians that the README shows, and where there are more."""
+def speed_table() -> str:
+    """The medians that the README shows."""
     records = newest_records("causal-8192")
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
@@ -73,7 +76,7 @@ def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
     r = last["cpu", "causal-8192"]
     text = (
         f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        f" `make bench`); other processors, short lengths and more peers: {more}."
+        f" `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
     )
     return "\n".join([*lines, "", text])
 
@@ -198,11 +201,26 @@ def jax_table() -> str:
 
 
 def keep_experiment(folder: Path) -> None:
-    """Take over a run of `linbias extrapolate`: its lines, which the explorer shows too, and its plot."""
-    write_json(
-        EXPERIMENT, {**explorer_results.read([folder])["runs"][0], "name": "the run of the README"}
-    )
-    shutil.copy(folder / "extrapolation.png", ROOT / "docs" / "extrapolation.png")
+    """Take over a run of `linbias extrapolate`, which the explorer shows too."""
+    write_json(EXPERIMENT, {**read_results([folder])["runs"][0], "name": "the run of the README"})
+
+
+def experiment_figure() -> bytes:
+    """The plot of the run that was kept, as a PNG file's bytes."""
+    (group,) = json.loads(EXPERIMENT.read_text(encoding="utf-8"))["groups"]
+    records = [
+        EvaluationRecord(
+            line["method"],
+            group["train_length"],
+            0,
+            Evaluation(point["x"], None, 1, 1, point["y"] * math.log(2), 1.0, 0, (), ()),
+            date="",
+        )
+        for line in group["lines"]
+        for point in line["lengths"]
+        if point["y"] is not None
+    ]
+    return figures.png(figures.loss_by_length(records))
 
 
 def extrapolation_table() -> str:
@@ -239,13 +257,12 @@ def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
         ("README.md", "speed"): speed_table(),
-        ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_table(),
         ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table(),
-        ("docs/results/extrapolation.md", "extrapolation"): extrapolation_table(),
+        ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(),
     }
 
 
@@ -257,6 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.experiment:
         keep_experiment(options.experiment)
+    write_whole(ROOT / "docs" / "extrapolation.png", experiment_figure())
     for (document, part), content in written_parts().items():
         fill_document(document, part, content)
 

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
+from linbias.lm.paper.checkpoint import add_words
+from linbias.lm.paper.checkpoint import load as load_paper_model
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.load import encode, load_model, load_tokenizer
-from linbias.paper.checkpoint import add_words
-from linbias.paper.checkpoint import load as load_paper_model
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -96,10 +96,11 @@ def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.processes
 def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
     code = """
 import sys, linbias.models
-heavy = ("datasets", "transformers.trainer", "linbias.lm.train")
+heavy = ("datasets", "transformers.trainer", "linbias.lm.training")
 print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -128,6 +129,7 @@ def byte_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_one_import_is_enough_for_folders_of_both_families(
     byte_folder: Path, paper_folder: Path
 ) -> None:
@@ -185,6 +187,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.processes
 def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
     """Registered for the Auto classes, it carries its code; after `import linbias.models` that is not run."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from interrupting import Kill, die, torchrun
-from linbias.paper.train import train
+from linbias.lm.paper.train import train
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
 
 
@@ -44,6 +44,7 @@ def train_until_killed(paper_data: Path, output: Path, event: str, step: int) ->
     train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -57,7 +58,7 @@ def test_killed_run_ends_like_an_unbroken_one(
 ) -> None:
     output = tmp_path / "run"
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.paper.train"])
+    context.set_forkserver_preload(["linbias.lm.paper.train"])
     for death in deaths:
         process = context.Process(target=train_until_killed, args=(paper_data, output, *death))
         process.start()
@@ -128,7 +129,7 @@ from dataclasses import replace
 from pathlib import Path
 from torch import distributed
 from interrupting import Stop, StopAt
-from linbias.paper.train import train
+from linbias.lm.paper.train import train
 from paper_training import SMOOTH
 
 data, folder = map(Path, sys.argv[1:])
@@ -143,6 +144,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_two_processes_train_the_model_of_one(paper_data: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)

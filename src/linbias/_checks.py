@@ -5,10 +5,11 @@ raises. Rules that need values (slopes, key ranges) stand apart, for front ends 
 """
 
 import difflib
+import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,7 +36,7 @@ LARGEST_START = 2**30
 MOST_HEADS = 1024
 
 _PLACING = "key_range and query_start for padding and caches"
-_SLOPES = "say left and right, the slopes that make the bias"
+_SLOPES = "say slopes and right_slopes, which make the bias"
 _NEAR = "far keys that cannot matter are left out by themselves"
 # Arguments of other libraries, and what to say here instead.
 OTHER_NAMES = {
@@ -44,8 +45,9 @@ OTHER_NAMES = {
     "dropout_rng": "say dropout_key",
     "deterministic": "results repeat bit for bit without it",
     **dict.fromkeys(("softmax_scale", "sm_scale"), "say scale"),
-    "alibi_slopes": "say left, or nothing for the slopes of the paper",
-    "slopes": "say left",
+    "alibi_slopes": "say slopes, or nothing for those of the paper",
+    "left": "say slopes",
+    "right": "say right_slopes",
     **dict.fromkeys(
         ("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"
     ),
@@ -166,9 +168,9 @@ def check(
         )
     if causal and right is not None:
         raise ValueError(
-            f"{function}: right contradicts causal=True, which hides that side; pass causal=False"
+            f"{function}: right_slopes contradicts causal=True, which hides that side; pass causal=False"
         )
-    for name, slope in (("left", left), ("right", right)):
+    for name, slope in (("slopes", left), ("right_slopes", right)):
         if slope is not None and slope.shape not in ((H,), (B, H)):
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
@@ -243,8 +245,12 @@ def check_placement(
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object], known: Sequence[str]) -> NoReturn:
-    """Raise for an argument that the function does not have, with the name that it has here."""
+def refuse_unknown(
+    function: str, unknown: Mapping[str, object], called: Callable[..., object]
+) -> NoReturn:
+    """Raise for an argument that the function `called` does not have, with the name that it has there."""
+    parameters = inspect.signature(called).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "function"]
     name = next(iter(unknown))
     near = difflib.get_close_matches(name, known, n=1)
     if name.endswith("mask") and "mask" in known:

@@ -32,10 +32,13 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
         folders: One or more.
 
     Returns:
-        JSON values: `runs`, a `summary` of each.
+        JSON values, for `page` and `widget`: `runs`, of each what its charts show.
 
     Raises:
         ValueError: A folder holds no finished run, or one that cannot be read.
+
+    Example:
+        >>> page(results=read_results(["output/extrapolate"]))  # doctest: +SKIP
     """
     paths = [Path(folder) for folder in folders]
     return {"runs": [summary(_read_one(path), path.resolve().name) for path in paths]}
@@ -103,7 +106,6 @@ def _line(
     longest: int,
 ) -> dict[str, Any]:
     from linbias.lm import findings
-    from linbias.lm.methods import NAMES
 
     points = findings.curve(evaluations, method, train_length)
     same = [r for r in pooled if (r.method, r.train_length) == (method, train_length)]
@@ -111,7 +113,6 @@ def _line(
     last = points[-1].test_length
     return {
         "method": method,
-        "name": NAMES[method],
         "limit": last if last < longest else None,
         "lengths": [
             {"x": p.test_length, "y": _loss(p.mean), "low": _loss(p.low), "high": _loss(p.high)}

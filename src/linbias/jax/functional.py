@@ -3,7 +3,7 @@
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from linbias import _checks, _dispatch
 from linbias.jax import blocked, cpu, dense
 from linbias.jax.dropout import draw_seed
 from linbias.jax.operator import Inputs
-from linbias.schedules import slopes
+from linbias.schedules import slopes as slopes_of_paper
 
 # In the order in which "auto" asks them.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
@@ -27,7 +27,7 @@ class Placement(TypedDict, total=False):
     """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
 
     causal: bool
-    right: Slopes | None
+    right_slopes: Slopes | None
     scale: float | None
     key_range: ArrayLike | None
     query_start: ArrayLike | None
@@ -48,7 +48,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    left: Slopes | None = ...,
+    slopes: Slopes | None = ...,
     *,
     return_lse: Literal[True],
     **options: Unpack[Options],
@@ -58,7 +58,7 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    left: Slopes | None = ...,
+    slopes: Slopes | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
@@ -67,10 +67,10 @@ def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
@@ -87,8 +87,8 @@ def attention(
     Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
     key, p = t + S - T:
 
-        score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
-        score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
+        score[t, s] = scale * (q[t] . k[s]) - slope       * (p - s)    for s <= p
+        score[t, s] = scale * (q[t] . k[s]) - right_slope * (s - p)    for s >  p
         out[t] = sum over s of softmax(score[t])[s] * v[s]       lse[t] = log sum exp(score[t])
 
     With causal=True only keys s <= p take part. T=2, S=4 and T=4, S=2 (x = takes part):
@@ -100,7 +100,7 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`. Works
+    Differentiable in q, k, v, slopes, right_slopes, through both out and lse; twice, and in forward mode, only by `dense`. Works
     under jit, vmap, jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
     values of key_range and query_start are not checked but moved to the nearest that is allowed.
 
@@ -108,11 +108,11 @@ def attention(
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
         k: [B, S, G, D], dtype of q. H must be a multiple of G.
         v: [B, S, G, E], dtype of q.
-        left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. None means
+        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. None means
             `linbias.slopes(H)`; zeros mean no bias. Values, here and below, are checked where they are known and on
             the CPU.
-        causal: Hide the keys after the query. With False and right=None the bias is symmetric.
-        right: Like left: slope towards later keys; needs causal=False.
+        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
+        right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
         key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
             key/value heads; keys outside are never used, whatever they hold. For left padding,
@@ -120,7 +120,7 @@ def attention(
         query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
             the keys or beyond them too. None means that the last query stands at the last key of the range (of the
             range that ends last, where heads have their own). For right padding with T = S, zeros.
-        key_bound: [B, G], floating point: at least |k| of every key in the range; all keys and values must be
+        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
         dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
@@ -150,16 +150,15 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if unknown:
-        known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
-        _checks.refuse_unknown("attention", unknown, known)
+        _checks.refuse_unknown("attention", unknown, attention)
     inputs, problem = prepare(
         "attention",
         q,
         k,
         v,
-        left,
+        slopes,
         causal=causal,
-        right=right,
+        right_slopes=right_slopes,
         scale=scale,
         key_range=key_range,
         query_start=query_start,
@@ -175,20 +174,21 @@ def attention(
 def attention_weights(
     q: ArrayLike,
     k: ArrayLike,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
+    **unknown: Never,
 ) -> Array:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
     The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
 
     Args:
-        q, k, left, causal, right, scale, key_range, query_start: As for `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -201,14 +201,16 @@ def attention_weights(
         >>> attention_weights(q, k, [0.0])[0, 0].tolist()
         [[1.0, 0.0], [0.5, 0.5]]
     """
+    if unknown:
+        _checks.refuse_unknown("attention_weights", unknown, attention_weights)
     inputs, _ = prepare(
         "attention_weights",
         q,
         k,
         k,
-        left,
+        slopes,
         causal=causal,
-        right=right,
+        right_slopes=right_slopes,
         scale=scale,
         key_range=key_range,
         query_start=query_start,
@@ -221,10 +223,10 @@ def prepare(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
-    left: Slopes | None,
+    slopes: Slopes | None,
     *,
     causal: bool,
-    right: Slopes | None,
+    right_slopes: Slopes | None,
     scale: float | None = None,
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
@@ -242,13 +244,13 @@ def prepare(
     wide = np.float64 if described[0].dtype == "float64" else np.float32
     left, right = (
         None if slope is None else _as_slopes(function, name, slope, wide)
-        for name, slope in (("left", left), ("right", right))
+        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
     optional = [
         None if array is None else describe(name, array, function)
         for name, array in (
-            ("left", left),
-            ("right", right),
+            ("slopes", left),
+            ("right_slopes", right),
             ("key_range", key_range),
             ("query_start", query_start),
             ("key_bound", key_bound),
@@ -270,7 +272,7 @@ def prepare(
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
     if left is None:
-        left = np.asarray(slopes(problem.H) if problem.H else (), wide)
+        left = np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide)
     if not causal and right is None:
         right = left
     of_heads = problem.B, problem.H
@@ -387,7 +389,7 @@ def _check_values(
     S: int,
 ) -> None:
     """Check what only the values tell, where they are known and reading them does not wait for a device."""
-    for name, slope in (("left", left), ("right", right)):
+    for name, slope in (("slopes", left), ("right_slopes", right)):
         if slope is not None and _is_known(slope):
             _checks.check_slope_values(function, name, np.asarray(slope))
     if key_range is not None and _is_known(key_range):

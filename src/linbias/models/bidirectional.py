@@ -7,8 +7,7 @@
     littlebird    as asymmetric, and a learned bias between the first token and the others, whatever their distance
     window        as symmetric, and keys farther than `window` are hidden
 
-m is `linbias.slopes(H, slope_schedule)`; all layers share the slopes. `METHODS` has these and, without the causal
-mask, the methods of `positions.py`. Attention runs through `linbias.torch.attention`, so that far keys are not read.
+m is `linbias.slopes(H, slope_schedule)`; all layers share the slopes. Attention runs through `linbias.torch.attention`, so that far keys are not read.
 
 Sources: symmetric, directional, asymmetric and random: the discussion "Modifying ALiBi for Encoder-Attention or
 Cross-Attention" in the paper's repository. Its third option draws slopes as `random` does and calls them learned;
@@ -20,7 +19,7 @@ arXiv 2004.05150, without its global tokens.
 
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +27,7 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.positions import (
-    T5,
-    AttendOptions,
-    Learned,
-    Position,
-    Rotary,
-    Sinusoidal,
-    distances_of,
-    query_start_of,
-)
+from linbias.models.positions import AttendOptions, Position, distances_of, query_start_of
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights, merge
 from linbias.torch.constant import constant
@@ -54,8 +44,8 @@ class Sloped(Position):
 
     variant = "symmetric"
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, causal=False)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         heads, schedule = config.num_attention_heads, config.slope_schedule
         self._fixed = variant_slopes("LinbiasConfig", self.variant, heads, schedule)
         self._scale = ModelSlopes((0.0,) * heads, config.slope_scale, config.train_length)
@@ -86,7 +76,7 @@ class Sloped(Position):
             v,
             left,
             causal=False,
-            right=right,
+            right_slopes=right,
             key_range=options.key_range,
             query_start=options.query_start,
             dropout=options.dropout,
@@ -105,7 +95,7 @@ class Sloped(Position):
             k,
             left,
             causal=False,
-            right=right,
+            right_slopes=right,
             key_range=options.key_range,
             query_start=options.query_start,
             mask=mask,
@@ -123,8 +113,8 @@ class Asymmetric(Sloped):
 
     variant = "asymmetric"
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self.log_left = nn.Parameter(torch.empty(config.num_attention_heads))
         self.log_right = nn.Parameter(torch.empty(config.num_attention_heads))
         self.reset()
@@ -143,8 +133,8 @@ class RandomSlopes(Sloped):
     left: Tensor
     right: Tensor
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         for side in ("left", "right"):
             self.register_buffer(side, torch.empty(config.num_attention_heads))
         self.reset()
@@ -166,8 +156,8 @@ class LittleBird(Asymmetric):
     query; the other keys, near to far; and the other keys for the first query, which is without slopes.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self.first = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def reset(self) -> None:
@@ -193,14 +183,14 @@ class LittleBird(Asymmetric):
             implementation=self._implementation,
             return_lse=True,
         )
-        out, lse = run(q, left=left, right=right, query_start=start)
+        out, lse = run(q, slopes=left, right_slopes=right, query_start=start)
         flat, bias = torch.zeros_like(self.first), self.first.to(lse.dtype)[:, None]
 
         row = (first - start).clamp(0, T - 1)  # of the first token among the queries
         at_row = torch.arange(T, device=q.device) == row[:, None]
         is_first = (at_row & (start + row == first)[:, None])[:, None]  # [B, 1, T]
         own = q.take_along_dim(row[:, None, None, None], dim=2)
-        own_out, own_lse = run(own, left=flat, right=flat, query_start=first)
+        own_out, own_lse = run(own, slopes=flat, right_slopes=flat, query_start=first)
         out = torch.where(is_first[..., None], own_out, out)
         lse = torch.where(is_first, own_lse - bias, lse)
 
@@ -232,8 +222,8 @@ class LocalWindow(Sloped):
     length. The queries are those of the keys: T = S.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self._window = config.window
 
     def attend(
@@ -288,27 +278,6 @@ class LocalWindow(Sloped):
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
         near = distances_of(q, k, options).abs() <= self._window
         return self._weights_where(near[:, None], q, k, options)
-
-
-class Method(Protocol):
-    """Makes the method of a model from its configuration."""
-
-    def __call__(self, config: PreTrainedConfig) -> Position: ...
-
-
-METHODS: dict[str, Method] = {
-    "symmetric": Sloped,
-    "directional": Directional,
-    "asymmetric": Asymmetric,
-    "random": RandomSlopes,
-    "littlebird": LittleBird,
-    "window": LocalWindow,
-    "sinusoidal": partial(Sinusoidal, causal=False),
-    "learned": partial(Learned, causal=False),
-    "rotary": partial(Rotary, causal=False),
-    "t5": partial(T5, causal=False),
-    "none": partial(Position, causal=False),
-}
 
 
 def _ends(options: AttendOptions, B: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from linbias._run.hub import caches_if_unreachable
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
@@ -39,7 +40,6 @@ from linbias.models.fused.mpt_model import (
     runs_in_transformers,
 )
 from linbias.models.paper_config import PaperConfig
-from linbias.runs.hub import caches_if_unreachable
 
 
 def load_model(path: str | Path, *, device: torch.device | str | None = None) -> PreTrainedModel:

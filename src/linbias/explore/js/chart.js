@@ -6,12 +6,12 @@
 //   spec.x       { label, low, high, log, ticks, format(x), at(x) }   at: the heading of the legend's values
 //   spec.y       { label, low, high, log, format(y), tick(y) }        low, high: the range that is always shown
 //   spec.lines   [{ key, name, colour, points: [{ x, y, low, high }], main, bars, stop }]
-//                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others; bars: of width
+//                colour: one of CSS such as "var(--accent)"; y null: a gap; main: drawn above the others; bars: of width
 //                1 instead of a line; stop: why the line ends before the others
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
-import { element, setText, svgElement } from "./dom.js";
+import { element, setText, svgElement, walked } from "./dom.js";
 import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
@@ -89,13 +89,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   }
 
   function walk(event) {
-    const here = stops.indexOf(at);
-    const last = stops.length - 1;
-    const steps = { ArrowRight: here + 1, ArrowUp: here + 1, ArrowLeft: here - 1, ArrowDown: here - 1, Home: 0, End: last };
-    const to = steps[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    moveTo(stops[Math.min(Math.max(to, 0), last)]);
+    const to = walked(event, stops.indexOf(at), stops.length - 1, { down: -1 });
+    if (to !== null) moveTo(stops[to]);
   }
 
   function buildLegend() {
@@ -147,7 +142,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
 }
 
 function paintOf(line) {
-  return { "--line-colour": `var(${line.colour})` };
+  return { "--line-colour": line.colour };
 }
 
 // What the line is at x; null where it has no point.

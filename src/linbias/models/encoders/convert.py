@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from linbias._run.files import check_writable, move_into_place, write_json, write_whole
 from linbias.models.encoders import original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.encoders.load import Head, from_pretrained, read_folder
-from linbias.runs.files import check_writable, move_into_place, write_json, write_whole
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from linbias._run.files import JsonLog
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.hub import caches_if_unreachable
 from linbias.models.encoders.documents import Document, Id
 from linbias.models.encoders.load import from_pretrained
 from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
-from linbias.runs.files import JsonLog
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.hub import caches_if_unreachable
 
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

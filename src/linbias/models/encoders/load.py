@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import cached_file
 
+from linbias._run.hub import caches_if_unreachable
 from linbias.models.encoders import original
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
@@ -18,7 +19,6 @@ from linbias.models.encoders.bert import (
     LinbiasBertPreTrainedModel,
 )
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.runs.hub import caches_if_unreachable
 
 Head = Literal["base", "masked", "sequence", "token"]
 

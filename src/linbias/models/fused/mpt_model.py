@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import Cache, MptConfig, MptForCausalLM, PreTrainedConfig
 from transformers.models.mpt import modeling_mpt as reference
 
+from linbias._run.hub import caches_if_unreachable
 from linbias.models import fields
 from linbias.models.fused import mpt
 from linbias.models.fused.mask import NAME, FusedMask
-from linbias.runs.hub import caches_if_unreachable
 
 
 class LinbiasMptAttentionConfig(PreTrainedConfig):

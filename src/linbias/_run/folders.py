@@ -1,0 +1,188 @@
+"""A run's folder: held by one run at a time, and new or of the very same run, which then continues."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from linbias._run.files import Record, check_writable, read_json, write_json
+from linbias._run.processes import from_main, is_main, wait_for_all
+
+try:
+    import fcntl
+except ImportError:  # not Unix
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)  # of a file system without locks
+
+
+@contextmanager
+def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
+    """Keeps other runs out of a folder for the length of the block.
+
+    A lock (`flock`) on a hidden file does it, which the kernel releases when the process ends in
+    whatever way; the file says who holds it. Under torchrun every process calls this, and the first
+    one holds the lock. Where the system or the file system has no locks, a `UserWarning` says that
+    nothing keeps a second run out.
+
+    Args:
+        folder: Made with its parents where it is missing.
+        function: The function that errors name.
+
+    Raises:
+        ValueError: The folder cannot be written, or another run holds it.
+    """
+    locked: list[int] = []
+    from_main(lambda: locked.extend(_lock(folder, function)))
+    try:
+        yield
+    finally:
+        for file in locked:
+            (folder / _LOCK).unlink(missing_ok=True)
+            os.close(file)
+
+
+def _lock(folder: Path, function: str) -> list[int]:
+    """The open, locked file in a list, which is empty where there are no locks."""
+    check_writable(folder, function)
+    path = folder / _LOCK
+    while fcntl is not None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same_file(file, path):
+                os.close(file)  # its holder has deleted it in the meantime
+                continue
+        except BlockingIOError as error:
+            os.close(file)
+            raise ValueError(
+                f"{function}: output must be used by one run at a time, got {folder}, "
+                f"held by {_holder(path)}"
+            ) from error
+        except OSError as error:
+            os.close(file)
+            if error.errno in _NO_LOCKS:
+                break
+            raise
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": since}
+        os.truncate(file, 0)
+        os.write(file, json.dumps(holder).encode())
+        return [file]
+    warnings.warn(
+        f"{function}: output should be locked, got {folder}, where this system has no locks: "
+        "do not start a second run in it",
+        stacklevel=2,
+    )
+    return []
+
+
+def _is_same_file(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(lock: Path) -> str:
+    """Who holds a lock, in words."""
+    try:
+        holder = read_json(lock, "")
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, LookupError):
+        return "another process"  # which has not written its name yet
+
+
+def open_run_folder(
+    path: Path,
+    settings: Mapping[str, Any],
+    function: str,
+    *,
+    first_time: Mapping[str, Callable[[], Any]] | None = None,
+) -> Record:
+    """Opens the folder of a new run, or of a run with the very same settings.
+
+    A JSON file in the folder holds the settings. A new run writes it before anything else; a
+    run that continues compares it. Under torchrun every process calls this.
+
+    Args:
+        path: The settings file; its folder is that of the run, made where it is missing.
+        settings: What determines the run, as JSON values.
+        function: The function that errors name.
+        first_time: Further entries that are computed when the run is new, and afterwards read from
+            the file: they are not compared. By name, the function that computes them.
+
+    Returns:
+        What the settings file holds.
+
+    Raises:
+        ValueError: The folder cannot be written, holds other files, or belongs to another run, in
+            which case the differences are listed.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "run", "settings.json")
+        ...     _ = open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 7})
+        ...     open_run_folder(path, {"seed": 1}, "train", first_time={"steps": lambda: 8})
+        {'seed': 1, 'steps': 7}
+    """
+    folder, first_time = path.parent, first_time or {}
+    check_writable(folder, function)
+    is_new = not path.exists()
+    if is_new and any(not child.name.startswith(".") for child in folder.iterdir()):
+        raise ValueError(f"{function}: output must be empty or hold this run, got {folder}")
+    wait_for_all()  # the first process writes only when all processes have seen an empty folder
+    if is_new:
+        computed = {name: compute() for name, compute in first_time.items()}
+        if is_main():
+            write_json(path, {**settings, **computed})
+        wait_for_all()
+    record = read_json(path, function)
+    compared = {name: value for name, value in record.items() if name not in first_time}
+    differences = list_differences(compared, settings)
+    if differences:
+        raise ValueError(
+            f"{function}: output must not be another run's, got {folder} ({differences})"
+        )
+    missing = [name for name in first_time if name not in record]
+    if missing:
+        raise ValueError(f"{function}: {path} is damaged (it lacks {', '.join(missing)})")
+    return record
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The settings in which two runs differ, in words; empty where they are the same.
+
+    Args:
+        there: Settings as read from a file.
+        here: The settings of this run.
+
+    Example:
+        >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 64, "model": {"size": 4}})
+        'model.size is 8 there and 4 here'
+    """
+    old = dict(_flatten(there))
+    new = dict(_flatten(json.loads(json.dumps(here))))  # tuples are lists in a file
+    return "; ".join(
+        f"{name} is {old.get(name)!r} there and {new.get(name)!r} here"
+        for name in [*old, *(name for name in new if name not in old)]
+        if old.get(name) != new.get(name)
+    )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as names with dots and their values."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,165 @@
+"""Which of a run's checkpoints are complete and undamaged, and which are no longer needed.
+
+Transformers' Trainer writes a checkpoint as a folder of many files, straight under its final name.
+A run that is killed, or a disk that fills up, leaves a folder that looks like a checkpoint and is
+none. So a checkpoint counts only if it has a `complete.json`, written when every process has saved
+its part. Until then the checkpoints before it are kept.
+
+A disk or a copy may also change a file later. `complete.json` therefore holds the SHA-256 of every
+file, and of itself; a run goes on from the newest checkpoint where they still hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from linbias._run.files import Record, read_json, sha256, write_json
+from linbias._run.processes import from_main, is_main, wait_for_all
+
+_MARK = "complete.json"
+_NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged later
+
+
+class Checkpoints(TrainerCallback):
+    """Marks complete checkpoints, deletes those that they replace, and finds the newest.
+
+    Args:
+        folder: Where the Trainer puts its `checkpoint-<step>` folders.
+
+    Attributes:
+        seconds: Training time up to the newest complete checkpoint, over all sessions.
+        saving: Whether a checkpoint, or the model, is being written now.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seconds = 0.0
+        self.saving = False
+
+    def latest(self) -> Path | None:
+        """The newest undamaged checkpoint; None where none was ever completed.
+
+        A `UserWarning` names what is damaged in those that are passed over. They are deleted, as
+        are those that were never completed. Under torchrun every process calls this.
+
+        Raises:
+            ValueError: There are complete checkpoints, and every one is damaged.
+        """
+        found = from_main(self._find)
+        if found is None:
+            return None
+        name, self.seconds = found
+        return self.folder / name
+
+    def _find(self) -> tuple[str, float] | None:
+        """Name and training time of the newest undamaged checkpoint; deletes those after it."""
+        newest, passed_over, damages = None, [], []
+        for checkpoint in reversed(self._list()):
+            if (checkpoint / _MARK).exists():
+                damage = _damage(checkpoint)
+                if damage is None:
+                    newest = checkpoint
+                    break
+                damages.append(f"{checkpoint.name} ({damage})")
+            passed_over.append(checkpoint)
+        if damages and newest is None:
+            raise ValueError(
+                f"train: checkpoints must have an undamaged one to go on from, got "
+                f"{', '.join(damages)} in {self.folder} (delete it to train from the start)"
+            )
+        if damages and newest is not None:
+            warnings.warn(
+                f"train: checkpoints must be undamaged, got {', '.join(damages)} in {self.folder}; "
+                f"going on from {newest.name}",
+                stacklevel=2,
+            )
+        for checkpoint in passed_over:
+            shutil.rmtree(checkpoint)
+        if newest is None:
+            return None
+        return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
+
+    def delete(self, *, all_but: int = 0) -> None:
+        """Deletes them, once the model itself is saved, all but so many of the newest."""
+        if is_main():
+            found = self._list()
+            for checkpoint in found[: len(found) - all_but]:
+                shutil.rmtree(checkpoint)
+            if not all_but:
+                shutil.rmtree(self.folder)
+
+    def exist(self) -> bool:
+        """Whether any was ever completed."""
+        return any((checkpoint / _MARK).exists() for checkpoint in self._list())
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._start = time.perf_counter() - self.seconds
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.saving = control.should_save
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        wait_for_all()
+        self.seconds = time.perf_counter() - self._start
+        if is_main():
+            newest = self.folder / f"checkpoint-{state.global_step}"
+            mark = {"seconds": self.seconds, "sha256": _digests(newest)}
+            write_json(newest / _MARK, {**mark, "mark": _digest_of(mark)})
+            for replaced in self._list()[:-_NUM_KEPT]:
+                shutil.rmtree(replaced)
+        self.saving = False
+
+    def _list(self) -> list[Path]:
+        """All checkpoints, complete or not, oldest first; nothing else that is in the folder."""
+        found = {}
+        for path in self.folder.glob("checkpoint-*"):
+            number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
+            if number and path.is_dir() and not path.is_symlink():
+                found[path] = int(number[1])
+        return sorted(found, key=lambda path: found[path])
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint that has its mark; None where nothing is."""
+    try:
+        mark = read_json(checkpoint / _MARK, "train")
+        whole = mark.pop("mark") == _digest_of(mark)
+    except (OSError, ValueError, LookupError):
+        whole = False
+    if not whole:
+        return f"{_MARK} is damaged"
+    there, expected = _digests(checkpoint), mark["sha256"]
+    for state, names in (
+        ("missing", expected.keys() - there.keys()),
+        ("not of it", there.keys() - expected.keys()),
+        ("damaged", {name for name in expected if there.get(name) != expected[name]}),
+    ):
+        if names:
+            return f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {state}"
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the mark, by relative path (FSDP checkpoints have sub-folders)."""
+    return {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (_MARK, f".{_MARK}.partial")
+    }
+
+
+def _digest_of(mark: Record) -> str:
+    return hashlib.sha256(json.dumps(mark, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,360 @@
+"""How well a language model predicts a text when it reads `length` tokens at a time.
+
+A text of N tokens has N - 1 predictions: prediction i reads tokens up to i and scores token i + 1.
+Both modes score every prediction exactly once, so their numbers, and those of all lengths, compare:
+
+    segments (stride=None), length 4          sliding window, length 4, stride 2
+    predictions 0 1 2 3|4 5 6 7|8 9           0 1 2 3 4 5 6 7 8 9
+                * * * *                       * * * *
+                        * * * *                   . . * *
+                                * *                   . . * *
+                                                          . . * *       (. read, * scored)
+
+Segments are the cheap mode of the paper: the first tokens of a segment are predicted from almost
+no context (the "early token curse", appendix B). A sliding window gives each prediction at least
+length - stride + 1 tokens of context; with stride 1 it always has the last `length` tokens. An
+exact window cannot be read from a cache, since a deep state depends on tokens that have left the
+window: each window is read anew, and many windows are read in one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from linbias._run.files import Record
+from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
+from linbias.lm.memory import PeakMemory
+from linbias.lm.settings import PRECISIONS
+from linbias.lm.windows import Window, check_tokens, equal_windows
+from linbias.models.limits import able_to_read, position_limit
+from linbias.models.linbias import LinbiasForMaskedLM
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.seq2seq import LinbiasForConditionalGeneration
+
+_OTHERS = {
+    LinbiasForMaskedLM: "sees later tokens (evaluate_masked scores it)",
+    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_spans scores it)",
+}
+# Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
+MAX_LOGITS = 2**24
+# What the products of each precision are computed in; the sums of losses are always float32 and float64.
+_DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured.
+
+    Attributes:
+        length: Tokens read at a time.
+        stride: Tokens by which the window moves; None for segments without overlap.
+        num_tokens: Predictions scored.
+        num_bytes: UTF-8 bytes of the scored tokens; None where the text's size was not given.
+        nll: Mean negative log likelihood, nats per token.
+        tokens_per_second: Predictions scored per second of wall time.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile; of several processes,
+            the highest.
+        loss_by_position: [length], mean nll of the predictions made from 1, 2, ... length tokens
+            of context; None where there was no such prediction.
+        count_by_position: [length], how many predictions that is the mean of.
+    """
+
+    length: int
+    stride: int | None
+    num_tokens: int
+    num_bytes: int | None
+    nll: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    loss_by_position: tuple[float | None, ...]
+    count_by_position: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", bits_per_byte={self.bits_per_byte:.4f}"
+        return (
+            f"Evaluation(length={self.length}, stride={self.stride}, num_tokens={self.num_tokens}, "
+            f"nll={self.nll:.4f}, perplexity={self.perplexity:.4f}{bits})"
+        )
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll); infinite where that is beyond a float."""
+        return math.exp(self.nll) if self.nll < 709.0 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits spent per byte of text, which does not depend on the tokenizer."""
+        if self.num_bytes is None:
+            return None
+        return self.nll * self.num_tokens / (math.log(2.0) * self.num_bytes)
+
+    def to_dict(self) -> Record:
+        """All fields and both properties as JSON values."""
+        return {
+            **asdict(self),
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "loss_by_position": list(self.loss_by_position),
+            "count_by_position": list(self.count_by_position),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Record) -> Evaluation:
+        """The reverse of `to_dict`; entries that are no fields are ignored."""
+        values = {f.name: record[f.name] for f in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
+
+
+def windows(num_predictions: int, length: int, stride: int | None = None) -> Iterator[Window]:
+    """The windows that score each of `num_predictions` predictions once, as drawn above.
+
+    The last segment may be shorter than `length`. The last sliding window may score fewer than
+    `stride` predictions, but reads `length` tokens like the others (if the text has so many).
+
+    Example:
+        >>> [tuple(window) for window in windows(7, length=4)]
+        [(0, 4, 4), (4, 7, 3)]
+        >>> [tuple(window) for window in windows(7, length=4, stride=2)]
+        [(0, 4, 4), (2, 6, 2), (3, 7, 1)]
+    """
+    if stride is None:
+        for start in range(0, num_predictions, length):
+            stop = min(start + length, num_predictions)
+            yield Window(start, stop, stop - start)
+        return
+    stop = min(length, num_predictions)
+    yield Window(0, stop, stop)
+    while stop < num_predictions:
+        scored, stop = stop, min(stop + stride, num_predictions)
+        yield Window(stop - length, stop, stop - scored)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    *,
+    length: int,
+    stride: int | None = None,
+    num_bytes: int | None = None,
+    batch_tokens: int = 16384,
+    limit_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Scores a causal language model on a text, `length` tokens at a time.
+
+        nll = mean over i of -log p(ids[i + 1] | ids[window start .. i])
+
+    Every token after the first is scored exactly once, in both modes and at every length (see the
+    top of this module). The losses are float32, their sums float64.
+
+    Where a process group of torch.distributed is initialised, every process calls this with the same arguments
+    but for the device: they share the batches, and all return the same result.
+
+    Args:
+        model: Any Transformers causal language model, of linbias or not.
+        ids: [N], integers, N >= 2: the text as the model's tokens.
+        length: Tokens read at a time; may be more than N.
+        stride: None for segments without overlap, else 1 <= stride <= length.
+        num_bytes: UTF-8 bytes of the text that `ids` encodes; needed for bits per byte. Where
+            fewer than N tokens are scored, the bytes are counted in proportion.
+        batch_tokens: Tokens read in one forward pass (at least one window).
+        limit_tokens: Score at most this many predictions, from the start of the text.
+        device: Where to compute; None leaves the model where it is.
+        precision: "fp32", "bf16", or on a GPU "fp16", of matrix products; the weights are then
+            float32. None computes in the type of the weights.
+        progress: Called with (predictions scored, predictions to score) after each batch. Of several processes,
+            each reports its own share as if all were as far.
+
+    Returns:
+        The Evaluation.
+
+    Raises:
+        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, or `length` is
+            beyond the model's table of positions, or what it can read.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(vocab_size=256, n_embd=8, n_layer=1, n_head=2)
+        >>> text = b"to be or not to be"
+        >>> ids = np.frombuffer(text, np.uint8)
+        >>> result = evaluate(GPT2LMHeadModel(config), ids, length=8, num_bytes=len(text))
+        >>> result.num_tokens, 7.0 < result.bits_per_byte < 9.0
+        (17, True)
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 2.1 and appendix B.
+    """
+    ids = np.asarray(ids)
+    _check(model, ids, length, stride, batch_tokens, limit_tokens)
+    num_tokens = min(len(ids) - 1, limit_tokens or len(ids))
+    if device is not None:
+        model.to(device)
+    was_training = model.training
+    model.eval()
+
+    loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
+    num_done, start_time = 0, time.perf_counter()
+    try:
+        with (
+            PeakMemory(model.device) as memory,
+            computing_in(model, precision),
+            able_to_read(model, min(length, num_tokens)),
+            torch.inference_mode(),
+        ):
+            separate = _head_is_separate(model, ids[:8])
+            batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
+            for inputs, targets in islice(batches, rank(), None, num_processes()):
+                losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
+                rows, keep = targets.shape
+                scored = slice(inputs.shape[1] - keep, inputs.shape[1])
+                loss_sum[scored] += losses
+                count[scored] += rows
+                num_done += rows * keep
+                if progress is not None:
+                    progress(min(num_done * num_processes(), num_tokens), num_tokens)
+    finally:
+        model.train(was_training)
+    loss_sum, count = sum_over_all(loss_sum, model.device), sum_over_all(count, model.device)
+    seconds = time.perf_counter() - start_time
+
+    return Evaluation(
+        length=length,
+        stride=stride,
+        num_tokens=num_tokens,
+        num_bytes=None if num_bytes is None else round(num_bytes * num_tokens / len(ids)),
+        nll=float(loss_sum.sum() / num_tokens),
+        tokens_per_second=num_tokens / seconds,
+        peak_memory_bytes=max_over_all(memory.peak_bytes, model.device),
+        loss_by_position=tuple(
+            float(s / c) if c else None for s, c in zip(loss_sum, count, strict=True)
+        ),
+        count_by_position=tuple(count.tolist()),
+    )
+
+
+def _check(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    length: int,
+    stride: int | None,
+    batch_tokens: int,
+    limit_tokens: int | None,
+) -> None:
+    for kind, advice in _OTHERS.items():
+        if isinstance(model, kind):
+            raise ValueError(f"evaluate: model must be causal, got one that {advice}")
+    check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
+    for name, value in [
+        ("length", length),
+        ("batch_tokens", batch_tokens),
+        ("limit_tokens", 1 if limit_tokens is None else limit_tokens),
+    ]:
+        if value < 1:
+            raise ValueError(f"evaluate: {name} must be at least 1, got {value}")
+    if stride is not None and not 1 <= stride <= length:
+        raise ValueError(f"evaluate: stride must lie in [1, length = {length}], got {stride}")
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"evaluate: length must be at most {limit}, the rows of the model's table of learned "
+            f"positions; got {length}"
+        )
+
+
+@contextmanager
+def computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
+    """Computes matrix products in a precision, on float32 weights; None changes nothing."""
+    if precision is None:
+        yield
+        return
+    if precision not in _DTYPES:
+        raise ValueError(f"evaluate: precision must be one of {PRECISIONS}, got {precision!r}")
+    kind = model.device.type
+    if precision == "fp16" and kind == "cpu":
+        raise ValueError("evaluate: precision 'fp16' must have a GPU, got a CPU")
+    weights = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [weight.data for weight in weights]
+    try:
+        for weight in weights:
+            weight.data = weight.data.float()
+        with torch.autocast(kind, _DTYPES[precision], enabled=precision != "fp32"):
+            yield
+    finally:
+        for weight, data in zip(weights, before, strict=True):
+            weight.data = data
+
+
+def _batches(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    num_tokens: int,
+    length: int,
+    stride: int | None,
+    batch_tokens: int,
+    head_is_separate: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
+    if not head_is_separate:  # all logits of a batch are held at once
+        vocab_size = model.config.get_text_config().vocab_size
+        batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
+    for batch in equal_windows(windows(num_tokens, length, stride), batch_tokens):
+        tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
+        rows = torch.from_numpy(tokens).to(model.device)
+        yield rows[:, :-1], rows[:, -batch[0].keep :]
+
+
+def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
+    """Whether logits are head(hidden), so that they can be computed and scored part by part.
+
+    Some models scale or cap their logits after the head. A few tokens are enough to see it.
+    """
+    if isinstance(model, PaperForCausalLM):
+        return True
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    inputs = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state
+    logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits
+    return torch.equal(head(hidden).to(logits.dtype), logits)
+
+
+def _losses(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
+) -> Tensor:
+    """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
+    if isinstance(model, PaperForCausalLM):  # only the parts of the vocabulary that have targets
+        return -model.log_probs(inputs, targets)
+    rows, keep = targets.shape
+    if not head_is_separate:
+        logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits[:, -keep:]
+        return F.cross_entropy(logits.float().mT, targets, reduction="none")
+    hidden = model.base_model(
+        input_ids=inputs, use_cache=False, return_dict=True
+    ).last_hidden_state[:, -keep:]
+    head: nn.Module = model.get_output_embeddings()
+    part_rows = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    parts = zip(
+        torch.split(hidden.reshape(rows * keep, -1), part_rows),
+        torch.split(targets.reshape(-1), part_rows),
+        strict=True,
+    )
+    losses = [F.cross_entropy(head(h).float(), t, reduction="none") for h, t in parts]
+    return torch.cat(losses).view(rows, keep)

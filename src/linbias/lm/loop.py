@@ -1,0 +1,208 @@
+"""What every training run on Transformers' Trainer does alike.
+
+uses_cpu            where to compute
+trainer_arguments   the Trainer's arguments
+run_trainer         train, from the newest complete checkpoint if there is one
+publish             write the model aside, then move its files into place
+TrainingMetrics     what a finished run measured, as metrics.json keeps it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from linbias._run.files import Record, move_into_place, read_json, write_json
+from linbias._run.processes import is_main
+from linbias.lm.checkpoints import Checkpoints
+from linbias.lm.memory import PeakMemory, keep_freed_memory
+from linbias.lm.watch import ProgressBar
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingMetrics:
+    """What a finished run measured; its metrics.json, which marks the run as finished.
+
+    Attributes:
+        steps: Updates of the weights.
+        tokens: Tokens that were read, over all steps and processes.
+        seconds: Training time of all sessions.
+        step_seconds: Median time of a step of the last session: start-up, validations and saving are
+            not in it. None where that session had one step or none.
+        peak_memory_bytes: Highest memory of the first process in the last session.
+        num_parameters: Parameters of the model.
+        num_processes: Processes that trained it.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    step_seconds: float | None = None
+    peak_memory_bytes: int
+    num_parameters: int
+    num_processes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The pace of a median step; the mean over all of the training time where there is none."""
+        return self.tokens / (
+            self.steps * self.step_seconds if self.step_seconds else self.seconds
+        )
+
+    def to_dict(self) -> Record:
+        """All that is known, as JSON values."""
+        values = {**asdict(self), "tokens_per_second": self.tokens_per_second}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, record: Record) -> Self:
+        """The reverse of `to_dict`; entries that are no fields are ignored."""
+        names = {f.name for f in fields(cls)} & set(record)
+        return cls(**{name: record[name] for name in names})
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads the metrics.json of a run's folder.
+
+        Raises:
+            ValueError: There is none, or it is damaged.
+        """
+        path = folder / "metrics.json"
+        try:
+            return cls.from_dict(read_json(path, "train"))
+        except TypeError as error:  # a field is missing
+            raise ValueError(f"train: {path} is damaged ({error})") from error
+
+    def write(self, folder: Path) -> None:
+        """Writes the metrics.json of a run's folder."""
+        write_json(folder / "metrics.json", self.to_dict())
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run's folder holds metrics and a model."""
+    return (folder / "metrics.json").exists() and any(folder.glob("*.safetensors"))
+
+
+def uses_cpu(device: str, precision: str) -> bool:
+    """Whether to train on the CPU: by choice, or because there is no accelerator.
+
+    Args:
+        device: "auto" or "cpu".
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        ValueError: The precision is "fp16", which CPUs do not train in.
+    """
+    if device == "auto" and torch.accelerator.is_available():
+        return False
+    if precision == "fp16":
+        raise ValueError(
+            "train: precision 'fp16' must have a GPU, got a CPU (which has 'fp32' and 'bf16')"
+        )
+    return True
+
+
+def trainer_arguments(
+    folder: Path,
+    *,
+    device: str,
+    precision: str,
+    fsdp: dict[str, Any] | None,
+    **others: Any,
+) -> TrainingArguments:
+    """The Trainer's arguments: those that all runs share, and the run's own.
+
+    Args:
+        folder: For the checkpoints.
+        device: "auto" or "cpu".
+        precision: "fp32", "bf16" or "fp16", of matrix products.
+        fsdp: Transformers' `fsdp_config`, or None to keep the model whole.
+        others: By the Trainer's names.
+    """
+    on_cpu = uses_cpu(device, precision)
+    return TrainingArguments(
+        output_dir=str(folder),
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        use_cpu=on_cpu,
+        logging_nan_inf_filter=False,  # it would hide a diverging loss, and wait for each step
+        disable_tqdm=True,  # `ProgressBar` replaces it
+        report_to="none",
+        train_sampling_strategy="sequential",  # the data sets have an order of their own
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+        ddp_find_unused_parameters=False,
+        fsdp=fsdp is not None,
+        fsdp_config=None if fsdp is None else dict(fsdp),
+        **others,
+    )
+
+
+def run_trainer(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    bar: ProgressBar,
+    output: Path,
+    *,
+    at_the_end: Callable[[], None],
+) -> int:
+    """Trains, from the newest complete checkpoint if there is one, and returns the peak memory.
+
+    Args:
+        trainer: Has `checkpoints` and `bar` among its callbacks.
+        checkpoints: Those of the run.
+        bar: Shown meanwhile.
+        output: The run's folder, for the error.
+        at_the_end: Called after the last step; saves what is left to save.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        OSError: A checkpoint or the model could not be written (disk full).
+    """
+    newest = checkpoints.latest()
+    trainer.remove_callback(PrinterCallback)
+    keep_freed_memory()
+    try:
+        with PeakMemory(trainer.args.device) as memory, bar:
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            at_the_end()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not checkpoints.saving:
+            raise
+        raise OSError(
+            f"train: could not write to {output} ({error}); the last complete checkpoint is "
+            "intact, and the same call continues from there"
+        ) from error
+    return memory.peak_bytes
+
+
+def publish(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    output: Path,
+    add_files: Callable[[Path], object],
+) -> None:
+    """Writes the model into a hidden folder, then moves its files into place.
+
+    Args:
+        trainer: Whose model to save. Every process calls this: sharded weights are gathered.
+        checkpoints: Those of the run; an error in here is marked as one of saving.
+        output: The run's folder.
+        add_files: Called by the first process with a folder, to add files to the model's.
+    """
+    partial, saving = output / ".partial", checkpoints.saving
+    checkpoints.saving = True
+    trainer.save_model(str(partial))
+    if is_main():
+        (partial / "training_args.bin").unlink()  # a pickle that nobody needs
+        add_files(partial)
+        move_into_place(partial, output)
+    checkpoints.saving = saving

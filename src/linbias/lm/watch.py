@@ -1,0 +1,256 @@
+"""Callbacks that watch the Trainer work: progress, the history of the loss, a check of the loss, a stop watch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from linbias._run.files import JsonLog, Record
+from linbias._run.progress import Pace, duration
+
+
+class StopWatch(TrainerCallback):
+    """Keeps the time at which each step ended, in seconds, in `times`.
+
+    Args:
+        exact: Wait for an accelerator at the end of each step. Without, its steps end when they are
+            given to it, which keeps the same pace once its queue is full.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.times: list[float] = []
+        self.exact = exact
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self.exact and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.times.append(time.perf_counter())
+
+    def step_seconds(self, after: int = 1) -> float | None:
+        """The median time of a step, without the first `after`; None where there is no other."""
+        steps = [end - start for start, end in pairwise(self.times[after - 1 :])]
+        return statistics.median(steps) if steps else None
+
+
+class FiniteLoss(TrainerCallback):
+    """Ends a run whose loss is no longer a finite number."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **_: Any,
+    ) -> None:
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise ValueError(
+                f"train: loss must stay finite, got {logs['loss']} near step {state.global_step} "
+                f"(a smaller learning_rate than {args.learning_rate} may help)"
+            )
+
+
+class LossHistory(TrainerCallback):
+    """Keeps what the Trainer logs as a file, a JSON object per line.
+
+        step                 steps done
+        loss                 nats per token, mean over the steps since the line before
+        validation_loss      nats per token; null where the step was not followed by a validation
+        learning_rate        of the step
+        tokens_per_second    trained on since the line before, without the time of validations and saving
+
+    The last step always has a line. A run that continues first drops the lines from after its
+    checkpoint. Every process has this callback, and the first one writes.
+
+    Args:
+        path: The file.
+        tokens_per_step: Tokens that a step predicts.
+        more: Entries of a line that are made of what a validation logged.
+    """
+
+    def __init__(
+        self, path: Path, tokens_per_step: int, more: Callable[[Record], Record] | None = None
+    ) -> None:
+        self.path, self.tokens_per_step, self.more = path, tokens_per_step, more
+        self._start: tuple[int, float] | None = None  # step and time of the line before
+        self._line: Record = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self._log = JsonLog(self.path)
+            kept = [line for line in self._log.records if line["step"] <= state.global_step]
+            if len(kept) < len(self._log.records):
+                self._log.restart(kept)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        if self._start is None:
+            self._start = state.global_step, time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        control.should_log |= control.should_evaluate or state.global_step == state.max_steps
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **_: Any,
+    ) -> None:
+        if "loss" in logs and self._start is not None:
+            first_step, start_time = self._start
+            tokens = (state.global_step - first_step) * self.tokens_per_step
+            self._line = {
+                "step": state.global_step,
+                "loss": logs["loss"],
+                "validation_loss": None,
+                "learning_rate": logs["learning_rate"],
+                "tokens_per_second": round(tokens / (time.perf_counter() - start_time), 1),
+            }
+            self._start = None
+            if not control.should_evaluate:  # otherwise the line waits for the validation
+                self._append(state)
+        elif "eval_loss" in logs:
+            loss = logs["eval_loss"]
+            self._line["validation_loss"] = loss if math.isfinite(loss) else None
+            self._line |= {} if self.more is None else self.more(logs)
+            self._append(state)
+
+    def _append(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            self._log.append(self._line)
+
+
+class ProgressBar(TrainerCallback):
+    """Shows the steps done, the losses, the speed and the time left on standard error.
+
+    On a terminal it is a bar, and elsewhere a line now and then: after ten seconds, then ever more
+    rarely; always after a validation and at the end. It is a context manager, to be entered while
+    the Trainer works.
+
+    Args:
+        tokens_per_step: Tokens that a step predicts; the mean, where steps differ.
+        visible: Whether to show anything.
+    """
+
+    def __init__(self, tokens_per_step: int, visible: bool) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.console = Console(stderr=True, highlight=False, quiet=not visible)
+        self._pace = Pace()
+        self._losses: dict[str, float] = {}
+        self._speed: float | None = None
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (visible and self.console.is_terminal),
+        )
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        done = state.global_step
+        self._task = self._bar.add_task("", total=state.max_steps, completed=done, shown="")
+        self._first_step, self._start_time = done, time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        steps = state.global_step - self._first_step
+        self._speed = steps * self.tokens_per_step / (time.perf_counter() - self._start_time)
+        self._bar.update(self._task, completed=state.global_step, shown=self._shown())
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **_: Any,
+    ) -> None:
+        names = {"loss": "loss", "eval_loss": "validation"}
+        self._losses |= {names[key]: logs[key] for key in names.keys() & logs.keys()}
+        self._bar.update(self._task, shown=self._shown())
+        # A validation follows the log of its step, and then the line waits for it.
+        is_validated, is_last = "eval_loss" in logs, state.global_step == state.max_steps
+        is_whole = is_validated or ("loss" in logs and not control.should_evaluate)
+        if self._bar.disable and is_whole and (self._pace.is_due() or is_validated or is_last):
+            self.console.print(self._line(state), soft_wrap=True)
+            self._losses.pop("validation", None)  # a line has that of its own step only
+
+    def _shown(self) -> str:
+        """The losses and the speed, as far as they are known."""
+        parts = [f"{name} {self._losses[name]:.3f}" for name in sorted(self._losses)]
+        if self._speed is not None:
+            parts.append(f"{self._speed:,.0f} tokens/s")
+        return "  ".join(parts)
+
+    def _line(self, state: TrainerState) -> str:
+        done, total = state.global_step, state.max_steps
+        line = f"training: step {done:,}/{total:,}  {self._shown()}"
+        if done == total:
+            return line
+        seconds = (time.perf_counter() - self._start_time) / max(1, done - self._first_step)
+        return f"{line}  {duration(seconds * (total - done))} left"
+
+
+class FollowSchedule(TrainerCallback):
+    """Starts with the learning rate of this run's schedule, also where the checkpoint had a shorter one.
+
+    The Trainer would take the first step of an extended run with the learning rate that the shorter
+    run ended with. Elsewhere nothing changes.
+
+    Args:
+        bar: Says what an extension does to the learning rate.
+    """
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        **__: Any,
+    ) -> None:
+        before = lr_scheduler.get_last_lr()
+        parts = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)
+        rates = [base * factor(lr_scheduler.last_epoch) for base, factor in parts]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        lr_scheduler._last_lr = rates
+        if rates != before:
+            self.bar.console.print(
+                f"training: extended to {state.max_steps:,} steps after {state.global_step:,}, the "
+                f"learning rate goes from {before[0]:.3g} to {rates[0]:.3g} and then down",
+                soft_wrap=True,
+            )
