@@ -146,15 +146,13 @@ struct BackwardTask {
     for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
       const auto add_up = [&](const W* gradients, int64_t padded, int64_t size, W factor, void* to_rows) {
         W* to_row = static_cast<W*>(to_rows) + (at + s) * size;
-        for (int64_t x = 0; x < size; x += Simd<W>::kLanes) {
-          Vector<W> total{};
-          for (int64_t source = first; source < first + count; ++source) {
-            if (blocks[source].holds(s / kKeys)) total += load(gradients + (source * packed.rows + s) * padded + x);
-          }
-          total *= factor;
-          if (x + Simd<W>::kLanes <= size) store<W>(to_row + x, total);
-          else __builtin_memcpy(to_row + x, &total, sizeof(W) * static_cast<size_t>(size - x));
+        for (int64_t x = 0; x < size; ++x) to_row[x] = 0;
+        for (int64_t source = first; source < first + count; ++source) {
+          if (!blocks[source].holds(s / kKeys)) continue;
+          const W* row = gradients + (source * packed.rows + s) * padded;
+          for (int64_t x = 0; x < size; ++x) to_row[x] += row[x];
         }
+        for (int64_t x = 0; factor != 1 && x < size; ++x) to_row[x] *= factor;
       };
       add_up(dk, packed.padded_D, call.D, Work::kScaledQueries ? W{1} : static_cast<W>(call.scale), results.dk);
       add_up(dv, packed.padded_E, call.E, W{1}, results.dv);

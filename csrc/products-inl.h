@@ -45,7 +45,8 @@ LINBIAS_INLINE void register_block(int64_t depth, Matrix<const W> a, Matrix<cons
 }
 
 template <typename W, int NV>
-void column_strip(int64_t rows, int64_t depth, Matrix<const W> a, Matrix<const W> b, Matrix<W> c, bool add) {
+LINBIAS_INLINE void column_strip(int64_t rows, int64_t depth, Matrix<const W> a, Matrix<const W> b, Matrix<W> c,
+                                 bool add) {
   int64_t i = 0;
   for (; i + kBlockRows <= rows; i += kBlockRows) {
     register_block<W, kBlockRows, NV>(depth, a.from(i, 0), b, c.from(i, 0), add);
