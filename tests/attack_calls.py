@@ -20,7 +20,8 @@ from budget import EPSILON, assert_within_budget
 from cases import Case, Inputs, arguments, round_to
 from linbias._checks import TOLERANCE
 from linbias.kernels import core
-from linbias.torch import dense, functional
+from linbias.torch import call as calls
+from linbias.torch import dense
 from truth import true_attention
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -136,8 +137,8 @@ def run_torch(
     bound = None
     if call.bounded and leaves["k"].shape[2]:
         bound = leaves["k"].detach().to(wide).norm(dim=-1).amax(-1) * 1.0001
-    original = functional.draw_seed
-    functional.draw_seed = lambda device: torch.tensor(call.seed, device=device)
+    original = calls.draw_seed
+    calls.draw_seed = lambda device: torch.tensor(call.seed, device=device)
     try:
         out, lse = linbias.torch.attention(
             **arguments(leaves),
@@ -151,7 +152,7 @@ def run_torch(
             return_lse=True,
         )
     finally:
-        functional.draw_seed = original
+        calls.draw_seed = original
     results = {"out": out, "lse": lse}
     dlse = call.dlse.to(lse.dtype) * (lse.detach() > -torch.inf)
     pairs = [(out, call.dout.to(out.dtype)), (lse, dlse)]
@@ -209,7 +210,7 @@ def _plain(
     """out, lse and all gradients by the formulas of DESIGN section 1, with the whole matrix in memory."""
     arrays = {n: x.to(dtype) for n, x in call.arrays.items()}
     options = {"causal": call.causal, "scale": call.scale, **call.placement}
-    inputs, _ = functional.prepare("attention", **arguments(arrays), **options)
+    inputs, _ = calls.prepare("attention", **arguments(arrays), **options)
     scale = inputs.scale
     if scaled_first:
         inputs = inputs._replace(q=inputs.q * scale, scale=1.0)
@@ -411,11 +412,11 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
     import jax.numpy as jnp
 
     import linbias.jax
-    from linbias.jax import functional as jax_functional
+    from linbias.jax import call as jax_call
 
     wide = "float64" if call.dtype == "float64" else "float32"
-    original = jax_functional.draw_seed
-    jax_functional.draw_seed = lambda _: jnp.uint32(call.seed)
+    original = jax_call.draw_seed
+    jax_call.draw_seed = lambda _: jnp.uint32(call.seed)
     with jax.enable_x64(call.dtype == "float64"):
         try:
             arrays = {
@@ -447,7 +448,7 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
             )
             gradients = pull((dout, dlse))[0] if call.wanted else {}
         finally:
-            jax_functional.draw_seed = original
+            jax_call.draw_seed = original
     results = {"out": out, "lse": lse, **{f"d{n}": g for n, g in gradients.items()}}
     results = {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
     return {

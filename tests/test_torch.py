@@ -85,15 +85,15 @@ class _seeded_dropout:
         self.seed = seed
 
     def __enter__(self):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        self.original = functional.draw_seed
-        functional.draw_seed = lambda device: torch.tensor(self.seed, device=device)
+        self.original = call.draw_seed
+        call.draw_seed = lambda device: torch.tensor(self.seed, device=device)
 
     def __exit__(self, *_):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        functional.draw_seed = self.original
+        call.draw_seed = self.original
 
 
 OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of hidden keys
@@ -447,6 +447,53 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         )
         wanted = linbias.attention_weights(*arrays[:2], left, **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16"))
+@pytest.mark.parametrize("implementation", ("sdpa", "dense"))
+def test_numbers_of_a_mask_are_added_to_the_scores(implementation, dtype):
+    """The bias as a mask gives what slopes give; it may be learned, and hides where it is -inf."""
+    inputs = make_inputs(by_name("T-below-S"), dtype)
+    arrays = inputs.q, inputs.k, inputs.v
+    (H, T), S = inputs.q.shape[1:3], inputs.k.shape[2]
+    bias = linbias.bias(inputs.left, T, S, right_slopes=[torch.inf] * H)
+    flat = {"slopes": [0.0] * H, "causal": False}
+    expected = linbias.attention(*arrays, inputs.left)
+    np.testing.assert_allclose(linbias.attention(*arrays, **flat, mask=bias), expected, atol=1e-6)
+    assert linbias.explain(*arrays, **flat, mask=bias).weight.max() <= 1
+
+    q, k, v = (torch.tensor(x, dtype=getattr(torch, dtype)) for x in arrays)
+    mask = torch.tensor(bias).to(q.dtype if dtype == "float64" else torch.float32).requires_grad_()
+    given = {**flat, "mask": mask, "implementation": implementation}
+    out, lse = linbias.torch.attention(q, k, v, **given, return_lse=True)
+    wanted = linbias.torch.attention(q, k, v, inputs.left, implementation="dense", return_lse=True)
+    accuracy = {"bfloat16": 2**-6, "float32": 1e-5}.get(dtype, 1e-12)
+    for found, truth in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(found, truth, rtol=accuracy, atol=accuracy)
+    (gradient,) = torch.autograd.grad(out.square().sum(), mask)
+    (truth,) = torch.autograd.grad(
+        linbias.torch.attention(
+            q.double(), k.double(), v.double(), **{**given, "mask": mask.double(), "implementation": "dense"}
+        ).square().sum(), mask
+    )  # fmt: skip
+    torch.testing.assert_close(gradient, truth, rtol=4 * accuracy, atol=4 * accuracy)
+    weights = linbias.torch.attention_weights(q, k, flat["slopes"], causal=False, mask=mask)
+    assert (weights[:, mask == -torch.inf] == 0).all()
+
+
+def test_a_learned_mask_has_gradients_as_finite_differences_say():
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (4, 5, 5))
+    mask = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    for implementation in ("sdpa", "dense"):
+        run = functools.partial(linbias.torch.attention, implementation=implementation)
+        assert torch.autograd.gradcheck(lambda x, run=run: run(q, k, v, mask=x), (mask,))
+
+
+@pytest.mark.parametrize("name", ("cpu", "blocked", "triton"))
+def test_a_mask_of_numbers_is_refused_where_far_keys_are_left_out(name):
+    q = torch.randn(1, 2, 4, 3)
+    with pytest.raises(NotImplementedError, match="mask"):
+        linbias.torch.attention(q, q, q, mask=torch.zeros(4, 4), implementation=name)
 
 
 def test_a_mask_goes_where_it_can_be_used():

@@ -16,7 +16,7 @@ from linbias.kernels.triton import sizes
 from linbias.kernels.triton.certificate import log_share
 from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.torch import functional, triton
+from linbias.torch import call, triton
 from linbias.torch.operator import Inputs
 from test_torch import TorchSubject
 
@@ -241,7 +241,7 @@ def test_positions_on_a_device_may_be_anything(
     key_range, query_start, meant_range, meant_start, T, little_tiles, monkeypatch
 ):
     """No one reads them there before the kernels do, which clamp them; `little_tiles` refuses stray addresses."""
-    monkeypatch.setattr(functional, "_check_values", lambda *_: None)
+    monkeypatch.setattr(call, "_check_values", lambda *_: None)
     torch.manual_seed(0)
     arrays = [torch.randn(2, 2, n, 8, requires_grad=T > 4) for n in (T, 53, 53)]
     found = []

@@ -59,12 +59,13 @@ OTHER_NAMES = {
     "cache_seqlens": "say key_range, [[0, filled], ...]",
     "return_attn_probs": "say return_lse, and call attention_weights for the weights",
     "need_weights": "call attention_weights for the weights",
+    "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
+    "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
+    "return_residual": "say return_lse",
     "query": "say q",
     "key": "say k",
     "value": "say v",
 }
-
-LARGEST_START = 2**30
 
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
 
@@ -100,6 +101,7 @@ class Problem:
     key_range: bool = False
     query_start: bool = False
     mask: bool = False  # a mask hides further keys
+    added: bool = False  # the mask holds numbers, which are added to the scores
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -200,6 +202,7 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
         mask=mask is not None,
+        added=mask is not None and mask.dtype in FLOATS,
         **asked,
     )
 
@@ -215,10 +218,11 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
 
 
 def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
-    """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool":
+    """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool" and mask.dtype not in FLOATS:
         raise TypeError(
-            f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
+            f"{function}: mask must hold bool, True for what takes part, or floating-point numbers that are added"
+            f" to the scores, got {mask.dtype}"
         )
     own = mask.shape
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):
@@ -312,6 +316,13 @@ def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
     if not (values >= 0).all():
         bad = values[~(values >= 0)][0]
         raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
+
+
+def check_mask_values(function: str, mask: np.ndarray) -> None:
+    """Numbers that are added to scores are below inf; -inf hides."""
+    bad = np.isnan(mask) | np.isposinf(mask)
+    if bad.any():
+        raise ValueError(f"{function}: a mask of numbers must be below inf, got {mask[bad][0]}")
 
 
 def check_key_range_values(function: str, ranges: np.ndarray, S: int) -> None:

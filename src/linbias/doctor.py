@@ -43,7 +43,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
     if parts["linbias.torch"] is None:
         import torch
 
-        from linbias.torch.functional import IMPLEMENTATIONS
+        from linbias.torch.choice import IMPLEMENTATIONS
 
         devices += ["cuda"] * torch.cuda.is_available()
         machine["threads"] = torch.get_num_threads()
@@ -76,7 +76,7 @@ def explain_call(call: str) -> Any:
 def _of_jax(devices: list[str]) -> dict[str, dict[str, str | None]]:
     import jax
 
-    from linbias.jax.functional import IMPLEMENTATIONS
+    from linbias.jax.call import IMPLEMENTATIONS
 
     backend = jax.default_backend()
     seen = {"cpu", "cuda" if backend == "gpu" else backend}
