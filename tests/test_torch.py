@@ -14,8 +14,14 @@ import linbias
 import linbias.torch
 from budget import assert_within_budget
 from cases import CASES, Case, arguments, by_name, far_block, make_inputs, short
-from contract import SEED, check_case, check_certificate_holds, expected
-from linbias._checks import TOLERANCE
+from contract import (
+    SEED,
+    check_case,
+    check_certificate_holds,
+    check_hidden_keys_may_hold_anything,
+    check_results,
+    expected,
+)
 from linbias.torch.constant import constant
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
@@ -144,7 +150,7 @@ DECODING = (
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
     case = DECODING[index]
-    inputs, truth, plains = expected(case, dtype)
+    inputs = expected(case, dtype)[0]
     arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
     bound = arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None
     out, lse = linbias.torch.attention(
@@ -157,11 +163,7 @@ def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
         implementation=implementation,
         return_lse=True,
     )
-    wide = "float64" if dtype == "float64" else "float32"
-    for name, result, narrow in (("out", out, dtype), ("lse", lse, wide)):
-        plain = [p[0][name] for p in plains]
-        actual = result.double().numpy()
-        assert_within_budget(name, actual, truth[0][name], plain, narrow, TOLERANCE[dtype])
+    check_results({"out": out.double().numpy(), "lse": lse.double().numpy()}, case, dtype)
 
 
 def test_a_key_bound_spares_reading_far_keys():
@@ -182,16 +184,10 @@ def test_without_gradients_the_result_is_within_the_budget_too(implementation, n
     case = by_name(name)
     if implementation == "sdpa":
         case = replace(case, dropout=0.0)
-    inputs, truth, plains = expected(case, dtype)
+    inputs = expected(case, dtype)[0]
     with torch.no_grad():
         results = TorchSubject(implementation).forward(inputs, case, dtype)[0]
-    for what in ("out", "lse"):
-        plain = [p[0][what] for p in plains]
-        wide = "float64" if dtype == "float64" else "float32"
-        budget_dtype = dtype if what == "out" else wide
-        assert_within_budget(
-            what, _to_numpy(results)[what], truth[0][what], plain, budget_dtype, TOLERANCE[dtype]
-        )
+    check_results(_to_numpy(results), case, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,17 +283,7 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_outside_the_key_range_may_hold_anything(implementation):
-    case = by_name("range-symmetric")
-    inputs = make_inputs(case, "float32")
-    clean = TorchSubject(implementation).run(inputs, case, "float32")
-    for b, (first, end) in enumerate(case.key_range):
-        for array in (inputs.k, inputs.v):
-            array[b, :, :first] = np.nan
-            array[b, :, end:] = np.inf
-    poisoned = TorchSubject(implementation).run(inputs, case, "float32")
-    for before, after in zip(clean, poisoned, strict=True):
-        for name in before:
-            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    check_hidden_keys_may_hold_anything(TorchSubject(implementation), by_name("range-symmetric"))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
