@@ -1,12 +1,18 @@
 """Ways to interrupt a training run, and to run one in two processes."""
 
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainerCallback
+import pytest
+import torch
+from transformers import TrainerCallback, modeling_utils
 
 
 class Kill(TrainerCallback):
@@ -23,6 +29,63 @@ class Kill(TrainerCallback):
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def callbacks_that_kill(event: str, step: int) -> list[TrainerCallback]:
+    """Makes this process die at an event of the Trainer, "while saving" that step, or "while moving" the model."""
+    torch_save, os_replace = torch.save, os.replace
+
+    def save_and_die(content: object, path: str) -> None:
+        if path.endswith(f"checkpoint-{step}/scheduler.pt"):
+            die()  # the model and the optimizer are written, the rest is not
+        torch_save(content, path)
+
+    def replace_and_die(source: Path, target: Path) -> None:
+        os_replace(source, target)
+        if Path(target).name == "model.safetensors":
+            die()
+
+    if event == "while saving":
+        torch.save = save_and_die
+    elif event == "while moving":
+        os.replace = replace_and_die
+    else:
+        return [Kill(event, step)]
+    return []
+
+
+def killed_processes(
+    target: Callable[..., None], deaths: Iterable[tuple[Any, ...]], *arguments: Any
+) -> None:
+    """Runs `target(*death, *arguments)` in a process of its own for each death, of which it has to die."""
+    context = multiprocessing.get_context("forkserver")  # imports once, dies often
+    context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.lm.paper.pipeline"])
+    for death in deaths:
+        process = context.Process(target=target, args=(*death, *arguments))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, death
+
+
+def fill_the_disk(patch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -> None:
+    """Lets checkpoints fail at the files that `is_full` chooses, with half of them written."""
+    torch_save, tensors_save = torch.save, modeling_utils.safe_save_file
+
+    def check(path: object) -> None:
+        if is_full(str(path)):
+            Path(str(path)).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save(content: object, path: object) -> None:
+        check(path)
+        torch_save(content, path)
+
+    def save_tensors(content: object, path: object, **options: object) -> None:
+        check(path)
+        tensors_save(content, path, **options)
+
+    patch.setattr(torch, "save", save)
+    patch.setattr(modeling_utils, "safe_save_file", save_tensors)
 
 
 class Stop(Exception):

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pkgutil
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interrupting import die
+from interrupting import die, killed_processes
 from linbias._run.files import JsonLog
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm.extrapolation import extrapolate
@@ -76,7 +74,7 @@ def run_embed(folder: Path, output: Path) -> None:
     embed(folder, documents, output, batch_tokens=300)
 
 
-def until_killed(run: Callable[..., None], where: str, count: int, *arguments: Any) -> None:
+def until_killed(where: str, count: int, run: Callable[..., None], *arguments: Any) -> None:
     """Run, and die at a call of one function, before it does anything."""
     module, _, name = where.rpartition(".")
     owner = pkgutil.resolve_name(module)
@@ -95,13 +93,7 @@ def until_killed(run: Callable[..., None], where: str, count: int, *arguments: A
 
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
     """Start again after every death, and let the last run end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.lm.paper.pipeline"])
-    for death in deaths:
-        process = context.Process(target=until_killed, args=(run, *death, *arguments))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, death
+    killed_processes(until_killed, deaths, run, *arguments)
     run(*arguments)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
-import multiprocessing
 import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import linbias.lm.training as train_module
-from interrupting import Kill, die, torchrun
+from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
 from linbias._run.folders import hold_run_folder
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
@@ -80,29 +78,9 @@ def test_training_learns(corpus: Corpus, tmp_path: Path) -> None:
     assert train(settings, corpus, tmp_path, progress=False).loss < 3.0  # from 5.5
 
 
-def train_until_killed(text: str, output: Path, event: str, step: int) -> None:
-    if event == "while saving":
-        torch_save = torch.save
-
-        def save_and_die(content: object, path: str) -> None:
-            if path.endswith(f"checkpoint-{step}/scheduler.pt"):
-                die()  # the model and the optimizer are written, the rest is not
-            torch_save(content, path)
-
-        torch.save = save_and_die
-        train(SETTINGS, load_corpus(text), output, progress=False)
-    elif event == "while moving":
-        os_replace = os.replace
-
-        def replace_and_die(source: Path, target: Path) -> None:
-            os_replace(source, target)
-            if Path(target).name == "model.safetensors":
-                die()
-
-        os.replace = replace_and_die
-        train(SETTINGS, load_corpus(text), output, progress=False)
-    else:
-        train(SETTINGS, load_corpus(text), output, progress=False, callbacks=[Kill(event, step)])
+def train_until_killed(event: str, step: int, text: str, output: Path) -> None:
+    callbacks = callbacks_that_kill(event, step)
+    train(SETTINGS, load_corpus(text), output, progress=False, callbacks=callbacks)
 
 
 @pytest.mark.processes
@@ -120,13 +98,8 @@ def train_until_killed(text: str, output: Path, event: str, step: int) -> None:
 def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     deaths: list[tuple[str, int]], unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
 ) -> None:
-    context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.lm.training", "linbias.data.corpus"])
     for death in deaths:
-        process = context.Process(target=train_until_killed, args=(text, tmp_path, *death))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        killed_processes(train_until_killed, [death], text, tmp_path)
         assert not (tmp_path / "metrics.json").exists()
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
@@ -139,23 +112,8 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(path: object) -> bool:
-        return str(path).endswith(f"checkpoint-10/{full_at}")
-
-    def fail(path: object) -> None:
-        Path(str(path)).write_bytes(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    from transformers import modeling_utils
-
-    torch_save, tensors_save = torch.save, modeling_utils.safe_save_file
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", lambda x, f: fail(f) if full(f) else torch_save(x, f))
-        patch.setattr(
-            modeling_utils,
-            "safe_save_file",
-            lambda x, f, **kw: fail(f) if full(f) else tensors_save(x, f, **kw),
-        )
+        fill_the_disk(patch, lambda path: path.endswith(f"checkpoint-10/{full_at}"))
         with pytest.raises(OSError, match=r"train: could not write to .*No space left"):
             train(SETTINGS, corpus, tmp_path, progress=False)
     assert (tmp_path / "checkpoints" / "checkpoint-5" / "complete.json").exists()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import multiprocessing
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,33 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from interrupting import Kill, die, torchrun
+from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
 from linbias.lm.paper.train import train
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
 
 
-def train_until_killed(paper_data: Path, output: Path, event: str, step: int) -> None:
-    callbacks = []
-    if event == "while saving":
-        torch_save = torch.save
-
-        def save_and_die(content: object, path: str) -> None:
-            if path.endswith(f"checkpoint-{step}/scheduler.pt"):
-                die()  # the model and the optimizer are written, the rest is not
-            torch_save(content, path)
-
-        torch.save = save_and_die
-    elif event == "while publishing":
-        os_replace = os.replace
-
-        def replace_and_die(source: Path, target: Path) -> None:
-            os_replace(source, target)
-            if Path(target).name == "model.safetensors":
-                die()
-
-        os.replace = replace_and_die
-    else:
-        callbacks = [Kill(event, step)]
+def train_until_killed(event: str, step: int, paper_data: Path, output: Path) -> None:
+    callbacks = callbacks_that_kill(event, step)
     train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
 
 
@@ -48,7 +24,7 @@ def train_until_killed(paper_data: Path, output: Path, event: str, step: int) ->
 @pytest.mark.parametrize(
     "deaths",
     [
-        [("on_step_end", 1), ("while publishing", 4), ("while saving", 5), ("while saving", 10)],
+        [("on_step_end", 1), ("while moving", 4), ("while saving", 5), ("while saving", 10)],
         [("on_step_begin", 5), ("on_evaluate", 8), ("on_step_end", 11), ("on_train_end", 14)],
     ],
     ids=lambda deaths: ", ".join(f"{event} {step}" for event, step in deaths),
@@ -57,13 +33,8 @@ def test_killed_run_ends_like_an_unbroken_one(
     deaths: list[tuple[str, int]], paper_run: Path, paper_data: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.lm.paper.train"])
     for death in deaths:
-        process = context.Process(target=train_until_killed, args=(paper_data, output, *death))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        killed_processes(train_until_killed, [death], paper_data, output)
         assert not (output / "metrics.json").exists()
     train(paper_data, output, RECIPE, progress=False, callbacks=[KeepMomentum(output)])
     assert_same_run(output, paper_run)
@@ -86,27 +57,11 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from transformers import modeling_utils
-
-    def fail_if_full(path: object) -> None:
-        full = full_at in str(path) and (tmp_path / "checkpoints" / "checkpoint-5").exists()
-        if full:
-            Path(str(path)).write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    torch_save, tensors_save = torch.save, modeling_utils.safe_save_file
-
-    def save(content: object, path: str) -> None:
-        fail_if_full(path)
-        torch_save(content, path)
-
-    def save_tensors(content: object, path: str, **kwargs: object) -> None:
-        fail_if_full(path)
-        tensors_save(content, path, **kwargs)
+    def is_full(path: str) -> bool:
+        return full_at in path and (tmp_path / "checkpoints" / "checkpoint-5").exists()
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", save)
-        patch.setattr(modeling_utils, "safe_save_file", save_tensors)
+        fill_the_disk(patch, is_full)
         with pytest.raises(OSError, match=r"train: could not write to .*No space left") as error:
             train(paper_data, tmp_path, RECIPE, progress=False)
         assert str(error.value).count("could not write") == 1
