@@ -95,12 +95,6 @@ def test_a_flipped_bit_is_refused(golden_file, tmp_path):
         load_original(path)
 
 
-@pytest.mark.parametrize("record", [[1, 2], {"cfg": {}}, {"model": 3}], ids=str)
-def test_a_record_without_a_model_is_refused(record, tmp_path):
-    with pytest.raises(ValueError, match="must be a checkpoint with an entry 'model', got"):
-        load_original(original.write(record, tmp_path))
-
-
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"load_original: path must be a file, got .*no\.pt"):
         load(tmp_path / "no.pt")
@@ -126,32 +120,25 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path):
     assert str(caught.value).count("decoder.") == 5
 
 
-def test_a_tensor_without_axes_is_named(tmp_path):
+TABLE = "decoder.embed_tokens.embeddings"
+TAIL = "decoder.adaptive_softmax.tail.1.0.weight"
+BIAS = "decoder.layers.0.fc1.bias"
+BAD_TENSORS = [
+    ({f"{TABLE}.2.0.weight": torch.tensor(1.0)}, rf"{TABLE}.2.0.weight has shape \[\] instead of \[384, 3\]$"),
+    *(({f"{TABLE}.{band}.0.weight": None}, f"{TABLE}.{band}.0.weight is missing$") for band in range(3)),
+    ({TAIL: torch.ones(48, 3)}, f"{TAIL} differs from {TABLE}.2.1.weight, to which it is tied"),
+    ({BIAS: torch.zeros(96, dtype=torch.int32), "x": 3}, f"{BIAS} is no tensor of floating-point numbers; x is no tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TENSORS)
+def test_a_wrong_tensor_is_named(changes, message, tmp_path):
     record = original.golden_record()
-    name = "decoder.embed_tokens.embeddings.2.0.weight"
-    record["model"][name] = torch.tensor(1.0)
-    message = rf"'.*checkpoint\.pt': {name} has shape \[\] instead of \[384, 3\]$"
-    with pytest.raises(ValueError, match=message):
-        load(original.write(record, tmp_path))
-
-
-@pytest.mark.parametrize("band", [0, 1, 2])
-def test_a_missing_embedding_is_named(band, tmp_path):
-    record = original.golden_record()
-    name = f"decoder.embed_tokens.embeddings.{band}.0.weight"
-    del record["model"][name]
-    with pytest.raises(ValueError, match=rf"'.*checkpoint\.pt': {name} is missing$"):
-        load(original.write(record, tmp_path))
-
-
-def test_tied_tensors_that_differ_are_named(tmp_path):
-    record = original.golden_record()
-    tail = "decoder.adaptive_softmax.tail.1.0.weight"
-    record["model"][tail] = record["model"][tail] + 1
-    message = (
-        f"{tail} differs from decoder.embed_tokens.embeddings.2.1.weight, to which it is tied"
-    )
-    with pytest.raises(ValueError, match=message):
+    for name, tensor in changes.items():
+        record["model"][name] = tensor
+        if tensor is None:
+            del record["model"][name]
+    with pytest.raises(ValueError, match=rf"'.*checkpoint\.pt': {message}"):
         load(original.write(record, tmp_path))
 
 
@@ -166,14 +153,6 @@ def test_weights_that_are_not_finite_are_named(value, tmp_path):
         load(original.write(record, tmp_path))
     problems = str(caught.value).split("checkpoint.pt': ")[1].split("; ")
     assert sorted(problems) == sorted(f"{name} has values that are not finite" for name in names)
-
-
-def test_what_is_no_floating_point_tensor_is_named(tmp_path):
-    record = original.golden_record()
-    record["model"] |= {"decoder.layers.0.fc1.bias": torch.zeros(96, dtype=torch.int32), "x": 3}
-    message = "fc1.bias is no tensor of floating-point numbers; x is no tensor"
-    with pytest.raises(ValueError, match=message):
-        load(original.write(record, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -223,29 +202,43 @@ def test_a_model_that_this_is_not_is_refused_by_its_settings(changes, message, t
     assert message in str(caught.value)
 
 
-def test_a_wrong_setting_comes_before_those_that_are_lacking(tmp_path):
-    record = original.as_namespace(original.golden_record())
-    del record["args"].adaptive_input_cutoff, record["args"].decoder_embed_dim
-    record["args"].adaptive_input = False
-    wrong = "checkpoint.pt': adaptive_input must be True, got False; "
-    lacking = "args has no decoder_embed_dim, adaptive_input_cutoff$"
-    with pytest.raises(ValueError, match=wrong + lacking):
-        load_original(original.write(record, tmp_path))
-
-
-@pytest.mark.parametrize("cfg", [None, "text", {"model": "text"}, {"task": [1]}], ids=str)
-def test_settings_of_another_kind_are_refused(cfg, tmp_path):
-    record = {**original.golden_record(), "cfg": cfg}
-    with pytest.raises(ValueError, match="': cfg has no decoder_embed_dim, decoder_layers"):
-        load_original(original.write(record, tmp_path))
-
-
-def test_lacking_settings_are_named(tmp_path):
-    record = original.golden_record()
+def without_settings(record):
     for name in ("decoder_layers", "adaptive_input_cutoff"):
         del record["cfg"]["model"][name]
-    with pytest.raises(ValueError, match=r"cfg has no decoder_layers, adaptive_input_cutoff$"):
-        load_original(original.write(record, tmp_path))
+    return record
+
+
+def with_a_wrong_setting_and_without_others(record):
+    record = original.as_namespace(record)
+    del record["args"].adaptive_input_cutoff, record["args"].decoder_embed_dim
+    record["args"].adaptive_input = False
+    return record
+
+
+NO_MODEL = "must be a checkpoint with an entry 'model', got"
+NO_SETTINGS = "': cfg has no decoder_embed_dim, decoder_layers"
+BAD_RECORDS = [
+    *(
+        (lambda _, record=record: record, NO_MODEL)
+        for record in ([1, 2], {"cfg": {}}, {"model": 3})
+    ),
+    *(
+        (lambda record, cfg=cfg: {**record, "cfg": cfg}, NO_SETTINGS)
+        for cfg in (None, "text", {"model": "text"}, {"task": [1]})
+    ),
+    (without_settings, r"cfg has no decoder_layers, adaptive_input_cutoff$"),
+    (
+        with_a_wrong_setting_and_without_others,
+        "checkpoint.pt': adaptive_input must be True, got False; "
+        "args has no decoder_embed_dim, adaptive_input_cutoff$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_RECORDS)
+def test_a_record_of_another_kind_is_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load_original(original.write(change(original.golden_record()), tmp_path))
 
 
 def test_positions_with_weights_are_not_read_from_a_checkpoint_that_has_none(golden_file):
@@ -271,12 +264,6 @@ def test_a_dictionary_of_another_size_is_refused(golden_file, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert(golden_file, tmp_path / "model", dictionary=tmp_path / "dict.txt")
     assert not (tmp_path / "model").exists()
-
-
-def test_a_folder_that_holds_a_model_is_not_overwritten(golden_file, tmp_path):
-    convert(golden_file, tmp_path)
-    with pytest.raises(ValueError, match="convert: output must not hold a model already, got"):
-        convert(golden_file, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
