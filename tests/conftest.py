@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 # Without a GPU, Triton's kernels run in its interpreter, which has to be said before triton loads.
 if not Path("/dev/nvidiactl").exists():
@@ -102,6 +103,21 @@ def unbroken(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lm_training import SETTINGS, train_into
 
     return train_into(SETTINGS, corpus, tmp_path_factory.mktemp("unbroken") / "run")
+
+
+@pytest.fixture
+def data_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for `datasets.load_dataset`; `.data` is what it returns, `.calls` what it got."""
+    import datasets
+
+    fake = SimpleNamespace(data={}, calls=[])
+
+    def load_dataset(path: str, configuration: str | None, **options: object) -> object:
+        fake.calls.append((path, configuration, options))
+        return fake.data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return fake
 
 
 # Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop running, which tests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,10 @@ def train_into(settings: TrainSettings, corpus: Corpus, output: Path) -> Path:
 
 def metrics(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.json").read_text())
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
 def assert_same_run(folder: Path, other: Path) -> None:

@@ -130,15 +130,6 @@ def test_slope_0_is_standard_attention_and_hides_the_same_keys():
     assert causal["rows"][0]["weight_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_explain_prints_the_trace_of_a_row():
-    result = run("explain", "--query", "The", "--symmetric")
-    head_0, head_1 = result.stdout.split("\n\n")
-    for head, (title, numbers) in zip((head_0, head_1), CHAPTER.items(), strict=False):
-        assert title.partition(", ")[2] in head
-        weights = [line.split()[-1] for line in head.splitlines()[2:7]]
-        assert weights == numbers.split()[:5]
-
-
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
     row = json.loads(

@@ -162,19 +162,6 @@ def test_a_folder_in_use_is_refused(settings, finished):
         extrapolate(settings, finished[0], progress=False)
 
 
-def test_a_folder_with_other_files_is_refused(settings, tmp_path):
-    (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="extrapolate: output must be empty or hold this run"):
-        extrapolate(settings, tmp_path, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_an_output_that_cannot_be_written_is_refused(settings, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="extrapolate: output must be a folder to write in"):
-        extrapolate(settings, tmp_path / "file", progress=False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -137,23 +137,6 @@ def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) 
     assert len(list(folder.iterdir())) == 6
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "output must not be another run's"),
-        ("[]", r"settings\.json is damaged \(it holds no JSON object\)"),
-        ('{"sett', r"settings\.json is damaged"),
-    ],
-)
-def test_settings_that_are_damaged_are_one_error(
-    content: str, message: str, interrupted: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    run = shutil.copytree(interrupted, tmp_path / "run")
-    (run / "settings.json").write_text(content)
-    with pytest.raises(ValueError, match=f"train: .*{message}"):
-        train(SETTINGS, corpus, run, progress=False)
-
-
 @pytest.mark.parametrize("steps", [None, "7", 0])
 def test_measured_steps_that_are_damaged_are_one_error(
     steps: object, corpus: Corpus, tmp_path: Path

@@ -245,21 +245,6 @@ def test_cached_ids_are_those_computed_and_are_not_computed_again(
     assert len(list(cache.iterdir())) == 1
 
 
-@pytest.fixture
-def data_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for `datasets.load_dataset`; `.data` is what it returns, `.calls` what it got."""
-    import datasets
-
-    fake = SimpleNamespace(data={}, calls=[])
-
-    def load_dataset(path: str, configuration: str | None, **options: object) -> object:
-        fake.calls.append((path, configuration, options))
-        return fake.data
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return fake
-
-
 def rows(*texts: str) -> list[dict[str, object]]:
     return [{"text": text, "id": 0} for text in texts]
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
@@ -29,16 +30,15 @@ TOKENS = {"bos_token_id": 0, "eos_token_id": 0}  # the defaults lie beyond the v
 @pytest.fixture(scope="module")
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        **TOKENS,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=32,
-        initializer_range=0.5,
-    )
-    return GPT2LMHeadModel(config).double().eval()
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "initializer_range": 0.5}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **TOKENS, **sizes)).double().eval()
+
+
+def llama(**changes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, **TOKENS, num_hidden_layers=1, **sizes, **changes)
+    return LlamaForCausalLM(config)
 
 
 def text(num_tokens: int) -> np.ndarray:
@@ -133,10 +133,7 @@ def test_a_uniform_model_has_the_vocabulary_as_perplexity():
 
 
 def test_logits_that_are_more_than_the_head_are_taken_whole():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **TOKENS, num_hidden_layers=1, **sizes))
-    model.double().eval()
+    model = llama().double().eval()
     plain = evaluate(model, text(40), length=8, stride=3)
     forward = model.forward
 
@@ -165,12 +162,7 @@ def test_an_mpt_model_reads_beyond_the_length_that_it_was_made_for():
 
 
 def test_a_model_that_fails_beyond_its_length_is_one_clear_error():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=VOCAB, **TOKENS, num_hidden_layers=1, max_position_embeddings=8, **sizes
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(max_position_embeddings=8)
     forward = model.model.forward
 
     def short_sighted(input_ids, **options):  # as a model with a table of distances
@@ -243,33 +235,23 @@ def test_a_saved_model_loads_and_scores_the_same(gpt2, tmp_path: Path):
     assert evaluate(loaded, text(30), length=8).nll == evaluate(gpt2, text(30), length=8).nll
 
 
-def truncate(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-
-
-def empty(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def garble_config(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "gpt2",')
-
-
-def lose_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def forget_a_layer(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "n_layer": 3}))
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+DAMAGES = {
+    "truncated": lambda folder: os.truncate(folder / WEIGHTS, 1000),
+    "empty": lambda folder: os.truncate(folder / WEIGHTS, 0),
+    "garbled": lambda folder: (folder / CONFIG).write_text('{"model_type": "gpt2",'),
+    "lost": lambda folder: (folder / WEIGHTS).unlink(),
+    "a layer too few": lambda folder: (folder / CONFIG).write_text(
+        (folder / CONFIG).read_text().replace('"n_layer": 2', '"n_layer": 3')
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("damage", [truncate, empty, garble_config, lose_weights, forget_a_layer])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_one_clear_error(gpt2, tmp_path, damage):
     gpt2.save_pretrained(tmp_path)
-    damage(tmp_path)
+    DAMAGES[damage](tmp_path)
     with pytest.raises(ValueError, match=r"^load_model: .*" + tmp_path.name) as raised:
         load_model(tmp_path)
     assert "\n" not in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -20,13 +19,9 @@ from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models.load import load_model
-from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
+from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
 LONGER = replace(SETTINGS, steps=20)
-
-
-def history(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +47,13 @@ def test_a_finished_run_is_extended_from_its_last_step_on_the_longer_schedule(
     ]
 
 
-def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule(
-    unbroken: Path, corpus: Corpus, tmp_path: Path
+def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule_which_is_said(
+    unbroken: Path, corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(unbroken, tmp_path / "run"))
-    train_into(replace(SETTINGS, steps=13), corpus, run)
+    train(replace(SETTINGS, steps=13), corpus, run)
+    said = "extended to 13 steps after 12, the learning rate goes from 0 to 1.7e-05 and then down"
+    assert said in capfd.readouterr().err
     assert history(run)[-1]["step"] == 13
     assert history(run)[-1]["learning_rate"] > 0
     before, after = (load_file(folder / "model.safetensors") for folder in (unbroken, run))
@@ -81,15 +78,6 @@ def test_an_unfinished_run_is_extended(corpus: Corpus, tmp_path: Path) -> None:
     assert [line["step"] for line in history(tmp_path)] == [5, 10, 15, 20]
     with pytest.raises(ValueError, match=r"TrainSettings: steps must be at least .* got 12 steps"):
         train(SETTINGS, corpus, tmp_path, progress=False)
-
-
-def test_what_an_extension_does_to_the_learning_rate_is_said(
-    unbroken: Path, corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = Path(shutil.copytree(unbroken, tmp_path / "run"))
-    train(LONGER, corpus, run)
-    said = "extended to 20 steps after 12, the learning rate goes from 0 to 0.000377 and then down"
-    assert said in capfd.readouterr().err
 
 
 def test_a_finished_run_without_its_checkpoint_is_not_trained_from_the_start(
@@ -127,25 +115,6 @@ def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
     expected = cross_entropy(logits.flatten(0, 1), ids[1:]).item()
     assert losses[12] == pytest.approx(expected, rel=1e-5)
     assert metrics(run)["validation_loss"] == losses[12]
-
-
-def test_the_history_has_every_line_once_however_often_a_run_stops(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    settings = replace(SETTINGS, validate_steps=4)
-    straight = history(train_into(settings, corpus, tmp_path / "straight"))
-    assert [line["step"] for line in straight] == [4, 5, 8, 10, 12]
-    assert [line["validation_loss"] is not None for line in straight] == [1, 0, 1, 0, 1]
-    for step in (9, 11):
-        interrupt(corpus, tmp_path / "run", step, settings)
-    assert len(history(tmp_path / "run")) == 4
-    # As a crash leaves it, in the middle of a line from after the last checkpoint.
-    with (tmp_path / "run" / "history.jsonl").open("a") as file:
-        file.write('{"step": 11, "lo')
-    resumed = history(train_into(settings, corpus, tmp_path / "run"))
-    for line in (*straight, *resumed):
-        assert line.pop("tokens_per_second") > 0
-    assert resumed == straight
 
 
 def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
 from linbias.lm.text import read_text
 from linbias.lm.training import LanguageModelMetrics, train
-from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
+from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
 
 def test_every_segment_is_read_once_per_pass_and_predicts_its_next_tokens() -> None:
@@ -195,23 +195,6 @@ def test_folder_in_use_is_refused_and_left_alone(
     assert not (tmp_path / ".lock").exists()
 
 
-def test_folder_of_something_else_is_refused_and_left_alone(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="train: output must be empty or hold this run"):
-        train(SETTINGS, corpus, tmp_path, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_folder_that_cannot_be_written_is_refused(corpus: Corpus, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"train: output must be a folder to write in, got .*file/run"
-    ):
-        train(SETTINGS, corpus, tmp_path / "file" / "run")
-
-
 def test_corpus_shorter_than_a_segment_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     short = replace(corpus, train=corpus.train[:16])
     with pytest.raises(ValueError, match=r"must hold length \+ 1 = 17 tokens .* got 16"):
@@ -305,14 +288,12 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
     alone_settings = replace(SETTINGS, model=TINY, accumulation=1, validate_steps=6, **more)
     corpus = replace(corpus, valid=corpus.train[: 5 * 16 + 1])
     alone = load_file(train_into(alone_settings, corpus, tmp_path / "alone") / "model.safetensors")
-    histories = [
-        [json.loads(line) for line in (tmp_path / kind / "history.jsonl").read_text().splitlines()]
-        for kind in ("alone", "unbroken", "resumed", "sharded")
-    ]
-    for history in histories:  # one line each, of the first process, with the loss over all
-        assert [line["step"] for line in history] == [5, 6, 10, 12]
+    kinds = ("alone", "unbroken", "resumed", "sharded")
+    histories = [history(tmp_path / kind) for kind in kinds]
+    for lines in histories:  # one line each, of the first process, with the loss over all
+        assert [line["step"] for line in lines] == [5, 6, 10, 12]
         for name in ("loss", "validation_loss"):
-            losses, expected = ([line[name] or 0.0 for line in h] for h in (history, histories[0]))
+            losses, expected = ([line[name] or 0.0 for line in h] for h in (lines, histories[0]))
             assert losses == pytest.approx(expected, rel=1e-4)
     alone_validation, sharded_validation = histories[0][-1], histories[3][-1]
     for length, scores in alone_validation["validation"]["lengths"].items():

@@ -237,11 +237,3 @@ def test_a_trained_folder_is_read_by_the_general_commands(
     assert json.loads(run(cli.app, words).stdout)["text"].startswith("w1 w2")
     files = {path.name for path in (folder / "model").iterdir()}
     assert {"dict.txt", "tokenizer.json", "tokenizer_config.json"} <= files
-
-
-def test_help_names_every_command() -> None:
-    shown = linbias("--help").stdout
-    for command in ("prepare", "train", "convert", "evaluate", "run"):
-        assert command in shown
-        assert linbias(command, "--help").exit_code == 0
-    assert linbias("nonsense").exit_code == 2

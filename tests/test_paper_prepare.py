@@ -279,26 +279,10 @@ def test_bad_call_is_refused(
 
 
 @pytest.fixture
-def data_set(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for `datasets.load_dataset`; `.data` is what it returns, `.calls` what it got."""
-    import datasets
-
-    def rows(*texts: str) -> list[dict[str, str]]:
-        return [{"text": text} for text in texts]
-
-    fake = SimpleNamespace(calls=[])
-    fake.data = {
-        "test": rows("", " d <unk> \n"),
-        "train": rows("", " = A = \n", "", " b c b \n"),
-        "validation": rows(" b \n"),
-    }
-
-    def load_dataset(path: str, configuration: str, **options: object) -> object:
-        fake.calls.append((path, configuration, options))
-        return fake.data
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return fake
+def data_set(data_sets: SimpleNamespace) -> SimpleNamespace:
+    lines = {"test": ["", " d <unk> \n"], "train": ["", " = A = \n", "", " b c b \n"], "validation": [" b \n"]}  # fmt: skip
+    data_sets.data = {split: [{"text": line} for line in lines[split]] for split in lines}
+    return data_sets
 
 
 def test_data_set_is_prepared_like_its_text(data_set: SimpleNamespace, tmp_path: Path) -> None:

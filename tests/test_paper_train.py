@@ -192,6 +192,7 @@ def test_progress_is_lines_on_stderr_or_nothing(
 
 @pytest.mark.skipif(not ORIGINAL.exists(), reason="no ../shared/golden/fairseq")
 def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> None:
+    """It drops two tail terms, so that it says 5.291 where eval_lm says 5.295."""
     from linbias.lm.paper.checkpoint import load
 
     golden = json.loads((ORIGINAL / "train" / "train_log_C.json").read_text())[-1]
@@ -258,15 +259,6 @@ def test_other_recipe_and_other_data_are_refused_with_the_difference(
     write_ids(tmp_path / "train", [2], [np.array([4, 5])])
     with pytest.raises(ValueError, match=r"data\.train\.bin is '\w+' there and '\w+' here"):
         train(tmp_path, paper_run, RECIPE, progress=False)
-
-
-def test_folder_of_something_else_is_refused_and_left_alone(
-    paper_data: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="train: output must be empty or hold this run"):
-        train(paper_data, tmp_path, RECIPE, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 BAD_RUNS = [
