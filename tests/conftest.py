@@ -120,6 +120,23 @@ def data_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return fake
 
 
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch):
+    """The addresses that were asked, none of which answers."""
+    from huggingface_hub import constants, get_session
+
+    asked: list[str] = []
+
+    def refuse(_: object, url: str, **__: object) -> None:
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setattr(type(get_session()), "head", refuse)
+    yield asked
+    assert set(asked) == {constants.ENDPOINT}
+    assert not constants.HF_HUB_OFFLINE
+
+
 # Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop running, which tests
 # with a loop of their own must not meet.
 

@@ -55,6 +55,11 @@ SMOOTH = replace(
 )
 
 
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
 def write_data(folder: Path) -> Path:
     """Walks over 44 words, of which each has three likely successors."""
     Dictionary.from_counts({f"word{i}": 100 - i for i in range(44)}).write(folder / "dict.txt")

@@ -29,14 +29,7 @@ from linbias.data.tokenizers import byte_tokenizer
 from linbias.doctor import diagnose
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
-TINY = [
-    "--set",
-    "hidden_size=16",
-    "--set",
-    "num_hidden_layers=1",
-    "--set",
-    "num_attention_heads=2",
-]
+TINY = "--set hidden_size=16 --set num_hidden_layers=1 --set num_attention_heads=2".split()
 
 
 def run(*words: object, columns: int = 100) -> Result:
@@ -431,34 +424,16 @@ RUN = ["train", *TINY, "--length", "16", "--batch-size", "2", "--threads", "1"] 
 ERRORS = [
     (["evaluate", "./absent"], "path must be a folder with a config.json, got './absent'"),
     (["evaluate", "{model}", "--length", "a"], "--length: must be whole numbers such as 128,256"),
-    (
-        ["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"],
-        "length must be at least 1",
-    ),
-    (
-        ["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"],
-        "train, valid, test, got 'no'",
-    ),
+    (["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"], "length must be at least 1"),
+    (["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"], "train, valid, test, got 'no'"),
     (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
     (["evaluate", "{model}", "--fuse", "--corpus", "{corpus}", "--split", "test"], "fuse: model must contain one of BloomModel, FalconModel, MptModel"),
     (["evaluate", "{model}", "--slope-scale", "none,0"], "--slope-scale: must be none, interpolate or a positive number, got '0'"),
     (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "train_length must be at least 1, got 0"),
-    (
-        ["evaluate", "{model}", "--device", "tpu"],
-        "evaluate: device must be 'auto', 'cpu', or a GPU",
-    ),
-    (
-        ["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "int8"],
-        "evaluate: precision must be one of ('fp32', 'bf16', 'fp16'), got 'int8'",
-    ),
-    (
-        ["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"],
-        "evaluate: precision 'fp16' must have a GPU, got a CPU",
-    ),
-    (
-        ["evaluate", "{model}", "--corpus", "{tmp}/one"],
-        "text must hold two tokens or more, got 1 in",
-    ),
+    (["evaluate", "{model}", "--device", "tpu"], "evaluate: device must be 'auto', 'cpu', or a GPU"),
+    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "int8"], "evaluate: precision must be one of ('fp32', 'bf16', 'fp16'), got 'int8'"),
+    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"], "evaluate: precision 'fp16' must have a GPU, got a CPU"),
+    (["evaluate", "{model}", "--corpus", "{tmp}/one"], "text must hold two tokens or more, got 1 in"),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
     (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got './absent'"),
     (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold an encoder, got a linbias model, which is a decoder"),
@@ -474,10 +449,7 @@ ERRORS = [
     ([*RUN, "--steps", "2", "--corpus", "{corpus}", "-o", "{model}"], "--steps: must be at least that of the run in {model}, 3 steps, got 2 steps"),
     (["train", "--position", "rope", "--corpus", "{corpus}", "-o", "{tmp}/x"], "--position: must be one of"),
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
-    (
-        ["train", "--steps", "1", "--tokens", "1"],
-        "--steps, --tokens, --seconds, --epochs: must be given one at a time",
-    ),
+    (["train", "--steps", "1", "--tokens", "1"], "--steps, --tokens, --seconds, --epochs: must be given one at a time"),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
     (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
@@ -490,10 +462,7 @@ ERRORS = [
     (["generate", "{model}", "--prompt-file", "{model}/model.safetensors"], "--prompt-file: must be UTF-8 text, got another byte at"),
     (["generate", "{model}", "-p", "a", "--prompt-file", "{corpus}"], "--prompt-file: must be left out with --prompt"),
     (["train", "--set", "return_dict=false"], "LinbiasConfig's fields, got 'return_dict'"),
-    (
-        ["train", "--corpus", "{corpus}", "--set", "num_hidden_layers=1000000", "-o", "{tmp}/x"],
-        "--set num_hidden_layers: must be at most 2048, got 1000000",
-    ),
+    (["train", "--corpus", "{corpus}", "--set", "num_hidden_layers=1000000", "-o", "{tmp}/x"], "--set num_hidden_layers: must be at most 2048, got 1000000"),
     (["generate", "{corpus}"], "path must be a folder with a config.json"),
     (["explain", "{corpus}"], "arrays must be an .npz file of numbers, as numpy.savez writes it, got {corpus}\n"),
     (["explain", "{tmp}/absent"], "arrays must be an .npz file, got {tmp}/absent (No such file or directory)"),
@@ -534,23 +503,12 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
 @pytest.mark.parametrize(
     "words", [["generate", "output/absent"], ["train", "--corpus", "output/absent", "-o", "{tmp}"]]
 )
-def test_a_folder_that_is_not_there_is_said_without_retries(words, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    def refuse(self, url, **options):
-        assert url == constants.ENDPOINT
-        asked.append(url)
-        raise OSError("no network")
-
-    asked: list[str] = []
-    monkeypatch.setattr(type(get_session()), "head", refuse)
+def test_a_folder_that_is_not_there_is_said_without_retries(words, tmp_path, no_network):
     result = run(*(word.format(tmp=tmp_path) for word in words))
     assert result.exit_code == 2, result.output
     assert "output/absent" in result.stderr
     assert "folder" in result.stderr
-    assert len(asked) == 1
-    assert not constants.HF_HUB_OFFLINE
+    assert len(no_network) == 1
 
 
 def test_arrays_that_would_run_code_are_refused(tmp_path):

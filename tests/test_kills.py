@@ -111,18 +111,14 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
     ]
     run_extrapolate(texts, tmp_path / "whole")
     kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
-    for method in ("alibi", "learned"):
-        name = f"models/{method}-L16-s0/model.safetensors"
-        assert (tmp_path / "killed" / name).read_bytes() == (
-            tmp_path / "whole" / name
-        ).read_bytes()
+    models = (f"models/{method}-L16-s0/model.safetensors" for method in ("alibi", "learned"))
+    assert_same_files(tmp_path, *models)
     whole, killed = (
         JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")
     )
     for record, other in zip(whole, killed, strict=True):
         for field in ("kind", "method", "test_length", "loss", "nll", "num_tokens", "steps"):
             assert record.get(field) == other.get(field)
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 @pytest.mark.processes
@@ -137,11 +133,8 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
     ]
     run_paper(texts, tmp_path / "whole")
     kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-    for name in ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl"):
-        assert (tmp_path / "killed" / name).read_bytes() == (
-            tmp_path / "whole" / name
-        ).read_bytes()
+    names = ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl")
+    assert_same_files(tmp_path, *names)
     for path in (tmp_path / "whole").glob("*.npz"):
         scores = (
             np.load(folder / path.name)["log_probs"]
@@ -166,10 +159,16 @@ def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
     run_embed(tmp_path / "encoder", tmp_path / "whole" / "v.npy")
     kill_in_turn(run_embed, deaths, tmp_path / "encoder", tmp_path / "killed" / "v.npy")
-    assert files(tmp_path / "killed") == files(tmp_path / "whole") == ["v.ids.json", "v.npy"]
-    for name in ("v.npy", "v.ids.json"):
-        whole, killed = ((tmp_path / run / name).read_bytes() for run in ("whole", "killed"))
-        assert killed == whole
+    assert_same_files(tmp_path, "v.ids.json", "v.npy")
+    assert files(tmp_path / "whole") == ["v.ids.json", "v.npy"]
+
+
+def assert_same_files(folder: Path, *names: str) -> None:
+    """The folders whole and killed hold the same files, and those of these names bit for bit."""
+    whole, killed = folder / "whole", folder / "killed"
+    assert files(killed) == files(whole)
+    for name in names:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def files(folder: Path) -> list[str]:

@@ -25,16 +25,13 @@ def test_damaged_checkpoint_is_passed_over_for_the_one_before(
         (newest / "complete.json").unlink()
         assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
         return
+    name = {"flipped": "optimizer.pt", "missing": "rng_state.pth"}[damage]
     if damage == "flipped":
-        flip_a_bit(newest / "optimizer.pt")
-        message = (
-            r"got checkpoint-10 \(optimizer\.pt is damaged\) in .*; going on from checkpoint-5"
-        )
+        flip_a_bit(newest / name)
     else:
-        (newest / "rng_state.pth").unlink()
-        message = (
-            r"got checkpoint-10 \(rng_state\.pth is missing\) in .*; going on from checkpoint-5"
-        )
+        (newest / name).unlink()
+    state = "damaged" if damage == "flipped" else damage
+    message = rf"got checkpoint-10 \({name} is {state}\) in .*; going on from checkpoint-5"
     steps = CountSteps()
     with pytest.warns(UserWarning, match=message):
         train(SETTINGS, corpus, tmp_path, progress=False, callbacks=[steps])

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,26 +108,16 @@ def with_args_beside_another_cfg(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_a_value_in_another_group_alone(record: dict[str, Any]) -> dict[str, Any]:
-    record["cfg"]["model"]["tokens_per_sample"] = None
-    return record
+def with_settings(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changed(record: dict[str, Any]) -> dict[str, Any]:
+        record["cfg"]["model"] |= changes
+        return record
 
-
-def with_sharing_that_an_adaptive_softmax_ignores(record: dict[str, Any]) -> dict[str, Any]:
-    record["cfg"]["model"]["share_decoder_input_output_embed"] = True
-    return record
+    return changed
 
 
 def with_sinusoids_among_the_tensors(record: dict[str, Any]) -> dict[str, Any]:
     record["model"]["decoder.embed_positions.weights"] = torch.ones(66, 48)
-    return record
-
-
-def with_cutoffs_written_otherwise(record: dict[str, Any]) -> dict[str, Any]:
-    record["cfg"]["model"] |= {
-        "adaptive_input_cutoff": [256, 640],
-        "adaptive_softmax_cutoff": "256, 640",
-    }
     return record
 
 
@@ -165,9 +156,10 @@ def with_all_that_training_leaves(record: dict[str, Any]) -> dict[str, Any]:
 FORMS = [
     *(original.as_namespace, with_namespaces_inside, with_one_namespace),
     *(with_args_beside_an_empty_cfg, with_args_beside_another_cfg),
-    *(with_a_value_in_another_group_alone, with_sharing_that_an_adaptive_softmax_ignores),
-    with_sinusoids_among_the_tensors,
-    *(with_cutoffs_written_otherwise, with_numbers_of_numpy, with_all_that_training_leaves),
+    with_settings(tokens_per_sample=None),  # another group has it
+    with_settings(share_decoder_input_output_embed=True),  # an adaptive softmax ignores it
+    with_settings(adaptive_input_cutoff=[256, 640], adaptive_softmax_cutoff="256, 640"),
+    *(with_sinusoids_among_the_tensors, with_numbers_of_numpy, with_all_that_training_leaves),
 ]
 
 
@@ -179,12 +171,17 @@ def test_other_forms_of_a_checkpoint_are_read(change, golden_file, tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_numpy_is_read_by_its_names_before_version_2(golden_file, tmp_path):
+def test_the_format_before_zip_files_and_the_names_in_numpy_before_version_2_are_read(
+    golden_file, tmp_path
+):
     record, path = with_all_that_training_leaves(original.golden_record()), tmp_path / "old.pt"
     torch.save(record, path, _use_new_zipfile_serialization=False)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
-    assert load_original(path)[0].to_dict() == load_original(golden_file)[0].to_dict()
+    expected, weights = load_original(golden_file)
+    config, others = load_original(path)
+    assert config.to_dict() == expected.to_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("name", ["dropout", "attention_dropout", "adaptive_softmax_dropout"])
@@ -218,10 +215,3 @@ def test_half_precision_weights_become_float32(golden_file, tmp_path):
     for name, tensor in weights.items():
         assert halves[name].dtype == torch.float32
         assert torch.equal(halves[name], tensor.half().float())
-
-
-def test_the_format_before_zip_files_is_read(golden_file, tmp_path):
-    torch.save(original.golden_record(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    _, weights = load_original(golden_file)
-    _, others = load_original(tmp_path / "a.pt")
-    assert all(torch.equal(weights[name], others[name]) for name in weights)

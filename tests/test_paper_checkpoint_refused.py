@@ -155,45 +155,27 @@ def test_weights_that_are_not_finite_are_named(value, tmp_path):
     assert sorted(problems) == sorted(f"{name} has values that are not finite" for name in names)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"activation_fn": "gelu"}, "activation_fn must be 'relu', got 'gelu'"),
-        ({"adaptive_input": False}, "adaptive_input must be True, got False"),
-        ({"tie_adaptive_proj": False}, "tie_adaptive_proj must be True, got False"),
-        ({"tie_adaptive_weights": False}, "tie_adaptive_weights must be True, got False"),
-        ({"decoder_normalize_before": False}, "decoder_normalize_before must be True, got False"),
-        ({"decoder_learned_pos": True}, "decoder_learned_pos must be False, got True"),
-        ({"decoder_layers_to_keep": "0,2"}, "decoder_layers_to_keep must be None, got '0,2'"),
-        ({"no_scale_embedding": True}, "no_scale_embedding must be False, got True"),
-        ({"decoder_input_dim": 32}, "decoder_input_dim must be decoder_embed_dim, 48, got 32"),
-        (
-            {"adaptive_softmax_cutoff": "100,640", "layernorm_embedding": True},
-            "layernorm_embedding must be False, got True; adaptive_softmax_cutoff must be "
-            "adaptive_input_cutoff, [256, 640], got [100, 640]",
-        ),
-        ({"decoder_attention_heads": 7}, "hidden_size must be a multiple of 7 heads, got 48"),
-        (
-            {"decoder_layers": "two"},
-            "num_hidden_layers must be an integer of at least 1, got 'two'",
-        ),
-        (
-            {"adaptive_input_cutoff": "a,b", "adaptive_softmax_cutoff": "a,b"},
-            "adaptive_input_cutoff must be ids with commas between, got 'a,b'",
-        ),
-        ({"adaptive_softmax_cutoff": 9}, "adaptive_softmax_cutoff must be ids with commas"),
-        (
-            {
-                "adaptive_input": False,
-                "adaptive_input_cutoff": None,
-                "adaptive_softmax_cutoff": None,
-            },
-            "checkpoint.pt': adaptive_input must be True, got False; adaptive_input_cutoff must be",
-        ),
-        ({"dropout": 2.0}, "checkpoint.pt': PaperConfig: dropout must be a number in [0, 1)"),
-    ],
-    ids=str,
-)
+BAD_SETTINGS = [
+    ({"activation_fn": "gelu"}, "activation_fn must be 'relu', got 'gelu'"),
+    ({"adaptive_input": False}, "adaptive_input must be True, got False"),
+    ({"tie_adaptive_proj": False}, "tie_adaptive_proj must be True, got False"),
+    ({"tie_adaptive_weights": False}, "tie_adaptive_weights must be True, got False"),
+    ({"decoder_normalize_before": False}, "decoder_normalize_before must be True, got False"),
+    ({"decoder_learned_pos": True}, "decoder_learned_pos must be False, got True"),
+    ({"decoder_layers_to_keep": "0,2"}, "decoder_layers_to_keep must be None, got '0,2'"),
+    ({"no_scale_embedding": True}, "no_scale_embedding must be False, got True"),
+    ({"decoder_input_dim": 32}, "decoder_input_dim must be decoder_embed_dim, 48, got 32"),
+    ({"adaptive_softmax_cutoff": "100,640", "layernorm_embedding": True}, "layernorm_embedding must be False, got True; adaptive_softmax_cutoff must be adaptive_input_cutoff, [256, 640], got [100, 640]"),
+    ({"decoder_attention_heads": 7}, "hidden_size must be a multiple of 7 heads, got 48"),
+    ({"decoder_layers": "two"}, "num_hidden_layers must be an integer of at least 1, got 'two'"),
+    ({"adaptive_input_cutoff": "a,b", "adaptive_softmax_cutoff": "a,b"}, "adaptive_input_cutoff must be ids with commas between, got 'a,b'"),
+    ({"adaptive_softmax_cutoff": 9}, "adaptive_softmax_cutoff must be ids with commas"),
+    ({"adaptive_input": False, "adaptive_input_cutoff": None, "adaptive_softmax_cutoff": None}, "checkpoint.pt': adaptive_input must be True, got False; adaptive_input_cutoff must be"),
+    ({"dropout": 2.0}, "checkpoint.pt': PaperConfig: dropout must be a number in [0, 1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS, ids=str)
 def test_a_model_that_this_is_not_is_refused_by_its_settings(changes, message, tmp_path):
     record = original.golden_record()
     record["cfg"]["model"] |= changes

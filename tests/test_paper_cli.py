@@ -157,22 +157,10 @@ ERRORS = [
     (["prepare", "--train", "{tmp}/none", "-o", "{tmp}/x"], "no such file"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "preset must be one of L64, L128"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),
-    (
-        ["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny", "--set", "cutoffs=[2000]"],
-        "--set cutoffs: must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]",
-    ),
-    (
-        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"],
-        "PaperConfig's fields, got ['a']",
-    ),
-    (
-        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "cutoffs=[9,4]"],
-        "--set cutoffs: must be ids that cut",
-    ),
-    (
-        ["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"],
-        "precision 'fp16' must have a GPU",
-    ),
+    (["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny", "--set", "cutoffs=[2000]"], "--set cutoffs: must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]"),
+    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"], "PaperConfig's fields, got ['a']"),
+    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "cutoffs=[9,4]"], "--set cutoffs: must be ids that cut"),
+    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"], "precision 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "precision 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--set", "a"], "--set: must be NAME=VALUE, got 'a'"),
     (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "--length: must be at least 1"),
@@ -182,7 +170,7 @@ ERRORS = [
     (["evaluate", "{model}", "{tmp}"], "folder must hold dict.txt"),
     (["evaluate", "{model}", "{data}", "--split", "x"], "split must be one of"),
     (["evaluate", "{model}", "{data}", "--length", "0"], "length must be at least 1, got 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), ERRORS)

@@ -23,6 +23,7 @@ from linbias.data.dictionary import Dictionary
 from linbias.lm.paper import ranges
 from linbias.lm.paper.prepare import Split, prepare
 from linbias.lm.paper.store import read_data
+from paper_training import write
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -77,11 +78,6 @@ def oracle_files(lines: list[list[str]], symbols: list[str]) -> tuple[bytes, byt
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def write(path: Path, text: str | bytes) -> Path:
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return path
 
 
 def zipf_text(num_lines: int, num_words: int, seed: int = 0) -> str:
