@@ -176,7 +176,7 @@ def work_kept(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> float:
 def model(options: argparse.Namespace) -> None:
     """A small language model, trained with the kernels."""
     from linbias.data.corpus import load_corpus
-    from linbias.lm.train import TrainSettings, train
+    from linbias.lm.training import TrainSettings, train
 
     shutil.rmtree(MODEL, ignore_errors=True)
     sizes = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16}

@@ -32,7 +32,7 @@ import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
 from attack_mass import STEPS, climb  # noqa: E402
 from attack_subjects import everything  # noqa: E402
-from linbias.runs.progress import Pace  # noqa: E402
+from linbias._run.progress import Pace  # noqa: E402
 
 RECORD = ROOT / "records" / "attack.jsonl"
 

@@ -27,15 +27,15 @@ import torch
 from paper_small import in_processes
 
 from linbias import _machine
+from linbias._run.files import JsonLog, Record
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.masked import MaskTokens
 from linbias.lm.masked import evaluate_masked
 from linbias.lm.settings import TrainSettings
-from linbias.lm.train import train
+from linbias.lm.training import train
 from linbias.models.config import ENCODER_POSITIONS
 from linbias.models.limits import position_limit
 from linbias.models.load import load_model
-from linbias.runs.files import JsonLog, Record
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("tune", "models", "write")

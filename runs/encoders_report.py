@@ -16,30 +16,12 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from paper_report import Verdict, judge, table, unique
 from update_readme import fill
 
-from linbias.runs.files import write_whole
+from linbias._run.files import write_whole
+from linbias.methods import METHODS
 
 Record = dict[str, Any]
-NAMES = {
-    "symmetric": "symmetric",
-    "directional": "directional",
-    "asymmetric": "asymmetric, learned",
-    "random": "random, fixed",
-    "littlebird": "LittleBird's",
-    "window": "local window",
-    "sinusoidal": "sinusoidal",
-    "learned": "learned table",
-    "rotary": "rotary",
-    "t5": "T5 bias",
-    "none": "no positions",
-}
 CORPUS_NAMES = {"stdlib": "Python's standard library"}
-COLOURS = {
-    **{"symmetric": "#0072B2", "directional": "#D55E00", "asymmetric": "#009E73"},
-    **{"random": "#CC79A7", "littlebird": "#B8860B", "window": "#56B4E9"},
-    **{"sinusoidal": "#D55E00", "learned": "#CC79A7", "rotary": "#009E73", "t5": "#B8860B"},
-    "none": "#666666",
-}
-LINEAR = ("symmetric", "directional", "asymmetric", "random", "littlebird", "window")
+ALIBI = ("symmetric", "directional", "asymmetric", "random", "littlebird")
 ONE_SIDED = ("directional", "asymmetric", "random", "littlebird")  # they can tell left from right
 
 
@@ -51,7 +33,7 @@ class Found:
         (self.made,) = self.of("made")
         self.plan = self.made["plan"]
         self.lengths: list[int] = self.plan["test_lengths"]
-        self.methods = [m for m in NAMES if m in unique(self.of("test"), "method")]
+        self.methods = [m for m in METHODS if m in unique(self.of("test"), "method")]
         seeds = {corpus: self._seeds(corpus) for corpus in unique(self.of("test"), "corpus")}
         self.seeds = {corpus: own for corpus, own in seeds.items() if own}
 
@@ -97,7 +79,7 @@ def loss_tables(found: Found, *, amid: bool) -> str:
         lines = [[f"{title(corpus)}, tested at", *(f"{n:,}" for n in found.lengths)]]
         for method in found.methods:
             bits = [found.bits(corpus, method, n, amid=amid) for n in found.lengths]
-            lines.append([NAMES[method], *map(cell, bits)])
+            lines.append([METHODS[method].label, *map(cell, bits)])
         parts.append(table(lines))
     return "\n\n".join(parts)
 
@@ -112,7 +94,9 @@ def slope_tables(found: Found) -> str:
             if not trained or not start:
                 continue
             heads = range(len(trained[0]["slopes"]["left"]))
-            lines = [[f"{NAMES[method]}; {title(corpus)}, head", *(str(h + 1) for h in heads)]]
+            lines = [
+                [f"{METHODS[method].label}; {title(corpus)}, head", *(str(h + 1) for h in heads)]
+            ]
             lines.append(["at the start", *(f"{x:.4f}" for x in start[0]["slopes"]["left"])])
             for side, words in (("left", "before"), ("right", "after"), ("first", "first token")):
                 if side in trained[0]["slopes"]:
@@ -153,7 +137,7 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
             if not own or not rivals:
                 return judge([], "")
             nearest = min(rivals, key=lambda m: statistics.fmean(rivals[m]))
-            words = f"{statistics.fmean(own):.3f}; of the others {NAMES[nearest]} is best, {statistics.fmean(rivals[nearest]):.3f}"
+            words = f"{statistics.fmean(own):.3f}; of the others {METHODS[nearest].label} is best, {statistics.fmean(rivals[nearest]):.3f}"
             others = zip(*rivals.values(), strict=True)
             return judge([x < min(each) for x, each in zip(own, others, strict=True)], words)
 
@@ -181,7 +165,7 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
 
     return [
         (f"1. Symmetric, directional, asymmetric, random and LittleBird's slopes are no worse at {longest:,} than at {short}",
-         all_of([((m, longest), (m, short), 0.0) for m in LINEAR[:5]])),
+         all_of([((m, longest), (m, short), 0.0) for m in ALIBI])),
         (f"2. With {found.plan['margin']} tokens on both sides of what is scored, the asymmetric one gains less than half of what it gains in blocks",
          halves),
         (f"3. Sinusoidal and rotary positions are worse at {twice} than at {short}",
@@ -219,11 +203,11 @@ def summary(found: Found) -> str:
     ]
     at_short = min(found.methods, key=lambda m: found.mean(m, short))
     words = [
-        f"Least loss at {short}: {NAMES[at_short]} ({found.mean(at_short, short):.3f} bits per masked token, mean over "
-        f"seeds and corpora). Least loss at {longest:,}: {NAMES[order[0]]} ({found.mean(order[0], longest):.3f})."
+        f"Least loss at {short}: {METHODS[at_short].label} ({found.mean(at_short, short):.3f} bits per masked token, mean over "
+        f"seeds and corpora). Least loss at {longest:,}: {METHODS[order[0]].label} ({found.mean(order[0], longest):.3f})."
     ]
     if hold:
-        listed = ", ".join(f"{NAMES[m]} ({found.mean(m, longest):.3f})" for m in hold)
+        listed = ", ".join(f"{METHODS[m].label} ({found.mean(m, longest):.3f})" for m in hold)
         words.append(
             f"No worse at {longest:,} than at {short} on every corpus, best first: {listed}."
         )
@@ -262,12 +246,12 @@ def figure(found: Found) -> Figure:
         for method in found.methods:
             line = {n: found.bits(corpus, method, n) for n in found.lengths}
             line = {n: bits for n, bits in line.items() if bits}
-            style = "-o" if method in LINEAR else "--s"
+            style = "-o" if METHODS[method].linear else "--s"
             mean = [statistics.fmean(bits) for bits in line.values()]
-            axes.plot(list(line), mean, style, color=COLOURS[method], label=NAMES[method], markersize=4)  # fmt: skip
+            axes.plot(list(line), mean, style, color=METHODS[method].colour, label=METHODS[method].label, markersize=4)  # fmt: skip
             low, high = [min(b) for b in line.values()], [max(b) for b in line.values()]
             axes.fill_between(
-                list(line), low, high, color=COLOURS[method], alpha=0.15, linewidth=0
+                list(line), low, high, color=METHODS[method].colour, alpha=0.15, linewidth=0
             )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(found.lengths))

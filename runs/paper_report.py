@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 from update_readme import fill
 
-from linbias.lm.methods import COLOURS, NAMES
-from linbias.runs.files import write_whole
+from linbias._run.files import write_whole
+from linbias.methods import METHODS
 
 Record = dict[str, Any]
 KEPT = Path(__file__).parents[1] / "records" / "paper_small.jsonl"
@@ -214,7 +214,9 @@ def perplexity_tables(found: Found, *, sliding: bool) -> str:
                     found.perplexities(corpus, position, trained, tested, sliding=sliding)
                     for tested in found.test_lengths
                 ]
-                lines.append([f"{NAMES[position]}, trained at {trained}", *map(cell, values)])
+                lines.append(
+                    [f"{METHODS[position].label}, trained at {trained}", *map(cell, values)]
+                )
         parts.append(table(lines))
     return "\n\n".join(parts)
 
@@ -233,11 +235,11 @@ def cost_tables(found: Found) -> str:
     for position in found.positions:
         speeds = [median(found.speed("training", position, n)) for n in lengths]
         held = [median(found.memory("train", position, n, "train_length")) for n in lengths]
-        training.append([NAMES[position], *speeds, *held])
+        training.append([METHODS[position].label, *speeds, *held])
         speeds = [median(found.speed("inference", position, n)) for n in found.test_lengths]
         held = [median(found.memory("test", position, n, "test_length")) for n in found.test_lengths]  # fmt: skip
-        reading.append([NAMES[position], *speeds])
-        memory.append([NAMES[position], *held])
+        reading.append([METHODS[position].label, *speeds])
+        memory.append([METHODS[position].label, *held])
     return "\n\n".join(map(table, (training, reading, memory)))
 
 
@@ -280,8 +282,14 @@ def length_figure(found: Found) -> Figure:
         for trained, style in ((found.length, "-o"), (4 * found.length, "--o")):
             for position in found.positions:
                 line = {n: found.perplexities(corpus, position, trained, n) for n in found.test_lengths}  # fmt: skip
-                label = f"{NAMES[position]}, {trained}"
-                _draw(axes, {n: v for n, v in line.items() if v}, style, COLOURS[position], label)
+                label = f"{METHODS[position].label}, {trained}"
+                _draw(
+                    axes,
+                    {n: v for n, v in line.items() if v},
+                    style,
+                    METHODS[position].colour,
+                    label,
+                )
         _finish(axes, found.test_lengths, f"{CORPUS_NAMES[corpus]}", "tokens per test block")
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -303,7 +311,7 @@ def curse_figure(found: Found) -> Figure:
             line = {n: found.bits(corpus, "alibi", found.length, n, sliding=sliding) for n in found.test_lengths}  # fmt: skip
             # Each seed beside itself: what is scored sliding is another part of the text, with a level of its own.
             line = {n: [a - b for a, b in zip(v, line[found.length], strict=True)] for n, v in line.items()}  # fmt: skip
-            _draw(upper, line, style, COLOURS["alibi"], label)
+            _draw(upper, line, style, METHODS["alibi"].colour, label)
         title = f"{CORPUS_NAMES[corpus]}: ALiBi trained at {found.length}"
         _finish(upper, found.test_lengths, title, "tokens per test block or window")
         for position in found.positions:
@@ -313,7 +321,7 @@ def curse_figure(found: Found) -> Figure:
             line = {
                 points[0][0]: [bits for _, bits in points] for points in zip(*curves, strict=True)
             }
-            _draw(lower, line, "-", COLOURS[position], NAMES[position])
+            _draw(lower, line, "-", METHODS[position].colour, METHODS[position].label)
         ticks = [4**k for k in range(6) if 4**k <= longest]
         _finish(lower, ticks, f"All trained at {found.length}", "tokens of context before the predicted one")  # fmt: skip
         lower.axvline(found.length, color="#888888", linewidth=1, linestyle=(0, (4, 3)))

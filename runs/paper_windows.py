@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from update_readme import fill
 
 from linbias import _machine
-from linbias.data.store import read_data
+from linbias.lm.paper.checkpoint import load
+from linbias.lm.paper.score import score
+from linbias.lm.paper.store import read_data
 from linbias.models.paper import PaperForCausalLM
-from linbias.paper.checkpoint import load
-from linbias.paper.score import score
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "paper.md"

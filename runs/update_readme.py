@@ -1,7 +1,7 @@
 """Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
 
-    python runs/update_readme.py                                # the tables
-    python runs/update_readme.py --experiment output/methods    # of a new experiment, with its plot, which the explorer
+    python runs/update_readme.py                                # the tables, and the plot
+    python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
                                                                 # page shows too
 
 Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
@@ -10,13 +10,16 @@ linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output o
 
 import argparse
 import json
+import math
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+from linbias._run.files import write_json, write_whole
 from linbias.explore import results as explorer_results
-from linbias.runs.files import write_json
+from linbias.lm import figures
+from linbias.lm.evaluation import Evaluation
+from linbias.lm.records import EvaluationRecord
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
@@ -198,11 +201,28 @@ def jax_table() -> str:
 
 
 def keep_experiment(folder: Path) -> None:
-    """Take over a run of `linbias extrapolate`: its lines, which the explorer shows too, and its plot."""
+    """Take over a run of `linbias extrapolate`, which the explorer shows too."""
     write_json(
         EXPERIMENT, {**explorer_results.read([folder])["runs"][0], "name": "the run of the README"}
     )
-    shutil.copy(folder / "extrapolation.png", ROOT / "docs" / "extrapolation.png")
+
+
+def experiment_figure() -> bytes:
+    """The plot of the run that was kept, as a PNG file's bytes."""
+    (group,) = json.loads(EXPERIMENT.read_text(encoding="utf-8"))["groups"]
+    records = [
+        EvaluationRecord(
+            line["method"],
+            group["train_length"],
+            0,
+            Evaluation(point["x"], None, 1, 1, point["y"] * math.log(2), 1.0, 0, (), ()),
+            date="",
+        )
+        for line in group["lines"]
+        for point in line["lengths"]
+        if point["y"] is not None
+    ]
+    return figures.png(figures.loss_by_length(records))
 
 
 def extrapolation_table() -> str:
@@ -257,6 +277,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.experiment:
         keep_experiment(options.experiment)
+    write_whole(ROOT / "docs" / "extrapolation.png", experiment_figure())
     for (document, part), content in written_parts().items():
         fill_document(document, part, content)
 

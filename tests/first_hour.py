@@ -85,16 +85,17 @@ def check_help() -> None:
 
 
 def check_part(part: str, works: bool, doctor: str) -> None:
-    """A part that is not installed says so, and what installs it, when it is imported."""
-    if works:
-        importlib.import_module(part)
-        return
+    """A part that is not installed says so, and what installs it, when it or what it offers is imported."""
     try:
-        importlib.import_module(part)
+        module = importlib.import_module(part)
+        for name in getattr(module, "__all__", ()):
+            getattr(module, name)
     except ImportError as error:
         needed = str(error)
+        assert not works, needed
     else:
-        raise AssertionError(f"{part} works without what it needs")
+        assert works, f"{part} works without what it needs"
+        return
     assert re.fullmatch(
         r"linbias\S* needs .+ not installed: pip install 'linbias\[\w+\]'", needed
     ), needed

@@ -10,7 +10,7 @@ import pytest
 from interrupting import Stop, StopAt
 from linbias.data.corpus import Corpus
 from linbias.lm.settings import TrainSettings
-from linbias.lm.train import train
+from linbias.lm.training import train
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # 24 segments make a pass over the corpus, so the 12 steps of 6 cover three passes; save_steps does

@@ -10,9 +10,9 @@ import torch
 from transformers import TrainerCallback
 
 from linbias.data.dictionary import Dictionary
-from linbias.data.store import write_ids
-from linbias.paper.recipe import Recipe
-from linbias.paper.train import train
+from linbias.lm.paper.recipe import Recipe
+from linbias.lm.paper.store import write_ids
+from linbias.lm.paper.train import train
 
 GOLDEN = Path(__file__).parent / "golden"
 ORIGINAL = Path(__file__).resolve().parents[2] / "shared" / "golden" / "fairseq"

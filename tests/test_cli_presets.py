@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import linbias.lm.extrapolate
-import linbias.lm.train
+import linbias.lm.extrapolation
+import linbias.lm.training
 from linbias.cli.presets import PRESETS
 from linbias.lm.settings import TrainSettings
 from linbias.models.load import load_model
@@ -34,8 +34,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         found.settings, found.corpus = settings, corpus
         raise Stopped
 
-    monkeypatch.setattr(linbias.lm.train, "train", stop)
-    monkeypatch.setattr(linbias.lm.extrapolate, "extrapolate", stop)
+    monkeypatch.setattr(linbias.lm.training, "train", stop)
+    monkeypatch.setattr(linbias.lm.extrapolation, "extrapolate", stop)
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import linbias
 from linbias import explore, near_to_far
 from linbias.explore import results
+from linbias.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 JS = ROOT / "src" / "linbias" / "explore" / "js"
@@ -243,13 +244,6 @@ def test_the_package_holds_the_run_of_the_readme():
     assert {line["method"]: line["limit"] for line in group["lines"]}["learned"] == 128
 
 
-def test_every_method_has_a_colour():
-    from linbias.lm.methods import NAMES
-
-    style = (JS.parent / "views.css").read_text(encoding="utf-8")
-    assert {f"--method-{name}" for name in NAMES} == set(re.findall(r"--method-\w+", style))
-
-
 def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
     page, panel = open_view(visit, file, "Lengths")
     (group,) = results.default()["runs"][0]["groups"]
@@ -262,8 +256,9 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
         shown = set()
         for line in group["lines"]:
             at = {point["x"]: f"{point['y']:.3f}" for point in line["lengths"]}
-            if line["name"] != off:
-                shown.add(f"{line['name']} {at.get(length, 'no rows past 128')}")
+            label = METHODS[line["method"]].label
+            if label != off:
+                shown.add(f"{label} {at.get(length, 'no rows past 128')}")
         return shown
 
     def shown() -> tuple[str, set[str]]:
@@ -287,7 +282,7 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
     switch.press("Enter")
     assert shown() == ("at 512 tokens", expected(512))
 
-    learned = "learned: no rows past 128"
+    learned = "learned table: no rows past 128"
     assert (
         panel.get_by_text(learned, exact=True).count() == 2
     )  # the chapter's crash, in both charts

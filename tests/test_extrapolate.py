@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from linbias.lm import findings, page, terminal
-from linbias.lm.extrapolate import extrapolate
+from linbias._run.folders import hold_run_folder
+from linbias.cli import report
+from linbias.cli.tables import NumberTable
+from linbias.lm import findings, page
+from linbias.lm.extrapolation import extrapolate
 from linbias.lm.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
-from linbias.runs.folders import hold_run_folder
-from linbias.runs.tables import NumberTable
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -230,7 +231,7 @@ def test_tables_are_cut_nowhere_at_any_width(finished, width):
     _, results = finished
     table = NumberTable("length", "perplexity", "bits/byte", "tokens/s", "memory", title="Scores")
     table.add_row("16,384", "1,234.567", "1.2345", "123,456", "12,345 MiB")
-    shown = shown_at(width, [*terminal.tables(results), table])
+    shown = shown_at(width, [*report.tables(results), table])
     assert max(map(len, shown.splitlines())) <= width
     assert "\u2026" not in shown  # the dots of a text that was cut
     words = shown.split()
@@ -258,7 +259,7 @@ def test_figures_have_an_alternative_text_and_the_pages_colours(finished):
 def test_page_and_tables_show_the_measured_numbers(finished):
     folder, results = finished
     html = (folder / "report.html").read_text()
-    shown = shown_at(100, terminal.tables(results))
+    shown = shown_at(100, report.tables(results))
     for method, train_length, length in [("alibi", 16, 16), ("alibi", 8, 32), ("learned", 8, 8)]:
         points = findings.curve(results.evaluations, method, train_length)
         loss = next(f"{point.mean:.3f}" for point in points if point.test_length == length)
@@ -273,8 +274,8 @@ def test_page_and_tables_show_the_measured_numbers(finished):
 def test_page_and_tables_show_the_last_validations(finished):
     folder, results = finished
     html = (folder / "report.html").read_text()
-    shown = shown_at(100, terminal.tables(results))
-    said = shown_at(400, terminal.sentences(results))
+    shown = shown_at(100, report.tables(results))
+    said = shown_at(400, report.sentences(results))
     for train_length in (16, 8):
         alibi, learned = findings.validations(results.trainings, train_length).rows
         kept = [
@@ -302,7 +303,7 @@ def test_a_report_without_validations_has_no_word_of_them(finished):
         for record in finished[1].trainings
     ]
     results = replace(finished[1], trainings=tuple(without))
-    assert "validation" not in page.html(results) + shown_at(100, terminal.tables(results))
+    assert "validation" not in page.html(results) + shown_at(100, report.tables(results))
 
 
 def test_the_report_can_be_made_again_from_results_json(finished, tmp_path):

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from interrupting import die
+from linbias._run.files import JsonLog
 from linbias.data.tokenizers import byte_tokenizer
-from linbias.lm.extrapolate import extrapolate
+from linbias.lm.extrapolation import extrapolate
+from linbias.lm.paper.pipeline import run as run_path
+from linbias.lm.paper.recipe import Recipe
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
-from linbias.paper.pipeline import run as run_path
-from linbias.paper.recipe import Recipe
-from linbias.runs.files import JsonLog
 from paper_training import MODEL
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
@@ -96,7 +96,7 @@ def until_killed(run: Callable[..., None], where: str, count: int, *arguments: A
 def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
     """Start again after every death, and let the last run end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["linbias.lm.extrapolate", "linbias.paper.pipeline"])
+    context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.lm.paper.pipeline"])
     for death in deaths:
         process = context.Process(target=until_killed, args=(run, *death, *arguments))
         process.start()
@@ -109,12 +109,12 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
     deaths = [
-        ("linbias.runs.checkpoints.write_json", 1),  # the first checkpoint has no mark
-        ("linbias.runs.files.JsonLog.append", 1),  # trained, not recorded
-        ("linbias.runs.files.os.fsync", 2),  # within a line or a file
-        ("linbias.runs.training.move_into_place", 1),  # trained, not in place
-        ("linbias.lm.extrapolate.write_json", 1),
-        ("linbias.lm.extrapolate.write_report", 1),
+        ("linbias.lm.checkpoints.write_json", 1),  # the first checkpoint has no mark
+        ("linbias._run.files.JsonLog.append", 1),  # trained, not recorded
+        ("linbias._run.files.os.fsync", 2),  # within a line or a file
+        ("linbias.lm.loop.move_into_place", 1),  # trained, not in place
+        ("linbias.lm.extrapolation.write_json", 1),
+        ("linbias.lm.extrapolation.write_report", 1),
     ]
     run_extrapolate(texts, tmp_path / "whole")
     kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
@@ -136,10 +136,10 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
     deaths = [
-        ("linbias.data.prepare.os.replace", 2),  # one split is written
-        ("linbias.runs.checkpoints.write_json", 2),
-        ("linbias.paper.score.write_whole", 2),  # the first scores are there
-        ("linbias.paper.score._batches", 5),
+        ("linbias.lm.paper.prepare.os.replace", 2),  # one split is written
+        ("linbias.lm.checkpoints.write_json", 2),
+        ("linbias.lm.paper.score.write_whole", 2),  # the first scores are there
+        ("linbias.lm.paper.score._batches", 5),
     ]
     run_paper(texts, tmp_path / "whole")
     kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
@@ -163,8 +163,8 @@ def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> N
     LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
     byte_tokenizer().save(tmp_path / "encoder")
     deaths = [
-        ("linbias.runs.folders.write_json", 1),  # held, without its settings
-        ("linbias.runs.files.os.fsync", 3),  # within the line of the second batch
+        ("linbias._run.folders.write_json", 1),  # held, without its settings
+        ("linbias._run.files.os.fsync", 3),  # within the line of the second batch
         ("linbias.models.encoders.vectors.new_file", 1),  # ids are written
     ]
     for name in ("whole", "killed"):

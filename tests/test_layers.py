@@ -1,6 +1,8 @@
 """Imports run one way (DESIGN section 3), and NumPy is enough for the core."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import linbias
+from linbias import _moved
 
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "_machine", "_extras"}
+ANYONE = {"schedules", "methods", "_machine", "_extras", "_moved"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -28,11 +31,10 @@ LAYERS = {
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
     "transformers": set(),
-    "models": {"data", "runs", "torch", "variants", "_checks"} | ANYONE,
-    "runs": ANYONE,
-    "data": {"runs"} | ANYONE,
-    "lm": {"models", "data", "runs"} | ANYONE,
-    "paper": {"models", "data", "runs"} | ANYONE,
+    "models": {"data", "_run", "torch", "variants", "_checks"} | ANYONE,
+    "_run": ANYONE,
+    "data": {"_run"} | ANYONE,
+    "lm": {"models", "data", "_run"} | ANYONE,
     "plots": {"definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
@@ -41,14 +43,14 @@ LAYERS = {
     "cli": {
         *(
             "lm",
-            "paper",
             "models",
             "data",
-            "runs",
+            "_run",
             "definition",
             "explain",
             "example",
             "explore",
+            "methods",
         ),
         "doctor",
         "__version__",
@@ -137,6 +139,13 @@ except AttributeError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "module 'linbias' has no attribute 'tensorflow'"
+
+
+@pytest.mark.parametrize("name", _moved.MOVED)
+def test_a_module_that_moved_says_what_to_write_now(name):
+    for old in (name, f"{name}.anything"):
+        with pytest.raises(ModuleNotFoundError, match=re.escape(_moved.MOVED[name])):
+            importlib.import_module(old)
 
 
 def test_each_front_end_loads_its_own_framework_only():

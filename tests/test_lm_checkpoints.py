@@ -11,8 +11,8 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linbias.data.corpus import Corpus
-from linbias.lm.train import train
-from linbias.runs.checkpoints import Checkpoints
+from linbias.lm.checkpoints import Checkpoints
+from linbias.lm.training import train
 from lm_training import SETTINGS, assert_same_run, interrupt, train_into
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from linbias._run import hub
 from linbias.data import corpus as corpora
 from linbias.data import tokenizers as tokenizing
 from linbias.data.corpus import SPLITS, find_corpus, load_corpus
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, character_tokenizer, train_bpe
-from linbias.runs import hub
 
 SAMPLE = "".join(f"def f{i}(x):\n    return x * {i}  # größer als {i - 1}\n\n" for i in range(200))
 BPE = train_bpe(SAMPLE.encode(), 300)

@@ -18,7 +18,7 @@ from transformers import (
     MptForCausalLM,
 )
 
-from linbias.lm.evaluate import Evaluation, evaluate, windows
+from linbias.lm.evaluation import Evaluation, evaluate, windows
 from linbias.models.limits import default_length
 from linbias.models.load import load_model
 

@@ -6,10 +6,10 @@ import re
 import pytest
 
 from linbias.lm import figures, findings
-from linbias.lm.evaluate import Evaluation
-from linbias.lm.methods import NAMES
+from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.methods import METHODS
 
 
 def record(method: str, test_length: int, bits: float, seed: int = 0) -> EvaluationRecord:
@@ -115,7 +115,7 @@ def test_labels_at_line_ends_do_not_overlap(narrow):
     records = [record(m, n, b) for m, b in zip(methods, bits, strict=True) for n in (4, 64)]
     figure = figures.loss_by_length(records, narrow=narrow)
     figure.draw_without_rendering()
-    names = tuple(NAMES.values())
+    names = tuple(METHODS[method].label for method in methods)
     labels = [text for text in figure.axes[0].texts if text.get_text().startswith(names)]
     boxes = [label.get_window_extent() for label in labels]
     assert len(boxes) == 6

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from linbias._run.progress import Pace
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
-from linbias.lm.train import train
+from linbias.lm.training import train
 from linbias.models.load import load_model
-from linbias.runs.progress import Pace
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 
 LONGER = replace(SETTINGS, steps=20)

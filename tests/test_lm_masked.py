@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
-from linbias.lm.evaluate import evaluate
+from linbias.lm.evaluation import evaluate
 from linbias.lm.masked import blocks, evaluate_masked, masked_positions
 from linbias.lm.settings import TrainSettings
-from linbias.lm.train import train
+from linbias.lm.training import train
 from linbias.models import LinbiasConfig, LinbiasForMaskedLM
 from linbias.models.load import load_model
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into

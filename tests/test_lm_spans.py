@@ -22,12 +22,12 @@ from linbias.data.spans import (
 )
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from linbias.explore import model as explored
-from linbias.lm import generate as generation
-from linbias.lm.evaluate import evaluate
+from linbias.lm import generate
+from linbias.lm.evaluation import evaluate
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.spans import evaluate_spans, span_blocks, spans_of_text
-from linbias.lm.train import train
+from linbias.lm.training import train
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.load import load_model
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
@@ -277,13 +277,13 @@ def test_gaps_are_filled_with_what_the_model_writes(
         return torch.tensor([[2, *b"before", *words]])
 
     monkeypatch.setattr(LinbiasForConditionalGeneration, "generate", writes)
-    text = generation.generate(span_run, "a <extra_id_0>, <extra_id_1>; <extra_id_2>")
+    text = generate(span_run, "a <extra_id_0>, <extra_id_1>; <extra_id_2>")
     assert text == "a one, two; <extra_id_2>"
     assert asked == [[[2, *b"a ", 256, *b", ", 257, *b"; ", 258]]]
     with pytest.raises(
         ValueError, match="generate: prompt must hold <extra_id_0> where the model"
     ):
-        generation.generate(span_run, "a")
+        generate(span_run, "a")
 
 
 def test_the_command_line_trains_scores_and_fills(text: str, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import linbias.lm.train as train_module
+import linbias.lm.training as train_module
 from interrupting import Kill, die, torchrun
+from linbias._run.folders import hold_run_folder
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
 from linbias.lm.text import read_text
-from linbias.lm.train import LanguageModelMetrics, train
-from linbias.runs.folders import hold_run_folder
+from linbias.lm.training import LanguageModelMetrics, train
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 
 
@@ -120,7 +120,7 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     deaths: list[tuple[str, int]], unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
 ) -> None:
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.lm.train", "linbias.data.corpus"])
+    context.set_forkserver_preload(["linbias.lm.training", "linbias.data.corpus"])
     for death in deaths:
         process = context.Process(target=train_until_killed, args=(text, tmp_path, *death))
         process.start()
@@ -293,7 +293,7 @@ from torch import distributed, save
 from transformers import TrainerCallback
 from interrupting import Stop, StopAt
 from linbias.data.corpus import load_corpus
-from linbias.lm.train import train
+from linbias.lm.training import train
 from test_lm_train import SETTINGS, TINY
 
 text, folder = sys.argv[1:]
@@ -406,7 +406,7 @@ def test_a_bar_shows_no_number_before_there_is_one(
     def terminal(**options: object) -> Console:
         return Console(file=screen, force_terminal=True, width=100)
 
-    monkeypatch.setattr("linbias.runs.watch.Console", terminal)
+    monkeypatch.setattr("linbias.lm.watch.Console", terminal)
     train(replace(SETTINGS, steps=2), corpus, tmp_path)
     shown = screen.getvalue()
     assert "2/2" in shown and "loss" in shown and "tokens/s" in shown

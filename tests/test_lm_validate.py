@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from linbias.data.corpus import Corpus, load_corpus
-from linbias.lm.generate import generate
+from linbias.lm.generation import generate
 from linbias.lm.settings import TrainSettings
-from linbias.lm.train import train
 from linbias.lm.trainer import LanguageModelTrainer
+from linbias.lm.training import train
 from linbias.models.load import load_model
 from lm_training import SETTINGS, assert_same_run, interrupt, metrics, train_into
 

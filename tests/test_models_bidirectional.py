@@ -22,9 +22,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import linbias
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
-from linbias.models.bidirectional import METHODS
 from linbias.models.config import ENCODER_POSITIONS
-from linbias.models.positions import AttendOptions, Position
+from linbias.models.positions import AttendOptions, Position, make_position
 from small_models import VOCAB, assert_same, left_padded, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -33,7 +32,9 @@ LEARNED = ("log_left", "log_right", "first", "bias.weight")
 
 
 def make(name: str, **changes: object) -> Position:
-    method = METHODS[name](settings(encoder_position=name, window=5, **changes)).double()
+    method = make_position(
+        name, settings(encoder_position=name, window=5, **changes), causal=False
+    ).double()
     for parameter in method.parameters():
         torch.nn.init.normal_(parameter, -1.0)
     return method
@@ -44,10 +45,6 @@ def build(name: str, **changes: object) -> LinbiasForMaskedLM:
     for parameter in model.model.position.parameters():
         torch.nn.init.normal_(parameter, -1.0)
     return model.double().eval()
-
-
-def test_every_name_has_a_method() -> None:
-    assert tuple(METHODS) == ENCODER_POSITIONS
 
 
 def added(method: Position, name: str, distance: Tensor, first: Tensor) -> Tensor | float:
@@ -146,7 +143,9 @@ def test_only_some_methods_tell_left_from_right(name: str) -> None:
 
 
 def test_random_slopes_are_those_of_the_discussion_and_stay() -> None:
-    method = METHODS["random"](settings(hidden_size=4000, num_attention_heads=2000))
+    method = make_position(
+        "random", settings(hidden_size=4000, num_attention_heads=2000), causal=False
+    )
     for side in (method.left, method.right):
         drawn = side.logit()
         assert drawn.mean() == pytest.approx(-2.0, abs=0.1) and drawn.std() == pytest.approx(1, abs=0.1)  # fmt: skip

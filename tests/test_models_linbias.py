@@ -13,14 +13,9 @@ from transformers import StaticCache
 import linbias
 from linbias.models import LinbiasForCausalLM
 from linbias.models.config import POSITIONS
-from linbias.models.positions import METHODS
 from small_models import VOCAB, assert_same, build, every_block, every_position, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
-
-
-def test_every_position_name_has_a_method() -> None:
-    assert tuple(METHODS) == POSITIONS
 
 
 @every_block

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paper_original as original
+from linbias.lm.paper.checkpoint import load
 from linbias.models import PaperConfig, PaperForCausalLM
 from linbias.models.paper_config import POSITIONS
-from linbias.paper.checkpoint import load
 from small_models import assert_same, build_paper, paper_tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

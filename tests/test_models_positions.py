@@ -12,7 +12,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
-from linbias.models.positions import METHODS, T5, Alibi, AttendOptions, Rotary, Sinusoidal
+from linbias.models.config import POSITIONS
+from linbias.models.positions import T5, Alibi, AttendOptions, Rotary, Sinusoidal, make_position
 from small_models import VOCAB, assert_same, build, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -110,13 +111,15 @@ def test_t5_bias_is_the_embedding_of_each_distance(queries: int) -> None:
 
 @pytest.mark.parametrize("placed", ["range", "start", "both"])
 @pytest.mark.parametrize("num_queries", [1, 4, 9])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", POSITIONS)
 @torch.no_grad()
 def test_queries_stand_where_they_are_put_and_see_the_range(
     name: str, num_queries: int, placed: str
 ) -> None:
     """Rows without a key stand for padding: ALiBi gives zeros, the others read every key, so as to be finite."""
-    method = METHODS[name](settings(position=name, attention_implementation="dense")).double()
+    method = make_position(
+        name, settings(position=name, attention_implementation="dense")
+    ).double()
     q, k, v = heads(num_queries, 3), heads(9, 3)[:, :2], heads(9, 3)[:, :2]
     key_range = torch.tensor([[2, 9], [0, 5], [3, 4]])
     query_start = torch.tensor([0, 4, -2])

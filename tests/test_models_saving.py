@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
+from linbias.lm.paper.checkpoint import add_words
+from linbias.lm.paper.checkpoint import load as load_paper_model
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasModel
 from linbias.models.load import encode, load_model, load_tokenizer
-from linbias.paper.checkpoint import add_words
-from linbias.paper.checkpoint import load as load_paper_model
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -99,7 +99,7 @@ def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
 def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
     code = """
 import sys, linbias.models
-heavy = ("datasets", "transformers.trainer", "linbias.lm.train")
+heavy = ("datasets", "transformers.trainer", "linbias.lm.training")
 print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linbias.data.batches import Batches
-from linbias.data.blocks import batch_order, block_tokens, blocks
-from linbias.data.store import read_data
+from linbias.lm.paper.batches import Batches
+from linbias.lm.paper.blocks import batch_order, block_tokens, blocks
+from linbias.lm.paper.store import read_data
 from paper_training import ORIGINAL
 
 BATCHES = json.loads((Path(__file__).parent / "golden" / "paper_batch_order.json").read_text())

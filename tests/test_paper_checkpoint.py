@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import paper_original as original
 from linbias.data.dictionary import Dictionary
+from linbias.lm.paper.checkpoint import convert, load, load_original
 from linbias.models import PaperConfig, PaperForCausalLM, PaperModel
 from linbias.models.paper_config import POSITIONS
-from linbias.paper.checkpoint import convert, load, load_original
 from small_models import build_paper, paper_tokens, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import paper_original as original
 from linbias.data.dictionary import Dictionary
-from linbias.paper.checkpoint import convert, load, load_original
+from linbias.lm.paper.checkpoint import convert, load, load_original
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from linbias import cli
-from linbias.runs.folders import hold_run_folder
+from linbias._run.folders import hold_run_folder
 from paper_training import ORIGINAL
 
 SMALL = [

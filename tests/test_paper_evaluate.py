@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import paper_original as original
+from linbias.lm.paper import score as scoring
+from linbias.lm.paper.checkpoint import load
+from linbias.lm.paper.score import Scores, score, windows
 from linbias.models import PaperConfig, PaperForCausalLM
-from linbias.paper import score as scoring
-from linbias.paper.checkpoint import load
-from linbias.paper.score import Scores, score, windows
 
 VOCAB = 41
 RUNS = original.SHARED / "eval" / "perplexities.json"
@@ -363,7 +363,7 @@ def test_a_length_that_does_not_fit_in_memory_is_refused_before_it_starts(monkey
     ids=str,
 )
 def test_the_memory_that_is_announced_is_about_what_is_used(changes, rows):
-    from linbias.runs.memory import PeakMemory
+    from linbias.lm.memory import PeakMemory
 
     small = {"vocab_size": 90, "hidden_size": 64, "intermediate_size": 256, "cutoffs": (40,)}
     model = PaperForCausalLM(PaperConfig(num_hidden_layers=2, **small | changes)).eval()

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from linbias.data import ranges
 from linbias.data.dictionary import Dictionary
-from linbias.data.prepare import Split, prepare, prepare_dataset
-from linbias.data.store import read_data
+from linbias.lm.paper import ranges
+from linbias.lm.paper.prepare import Split, prepare, prepare_dataset
+from linbias.lm.paper.store import read_data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

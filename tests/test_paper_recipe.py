@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linbias.data.blocks import batch_order
+from linbias.lm.paper.blocks import batch_order
+from linbias.lm.paper.optimizer import NAG, cosine_lr
+from linbias.lm.paper.recipe import PRESETS
 from linbias.models.paper_config import PaperConfig
-from linbias.paper.optimizer import NAG, cosine_lr
-from linbias.paper.recipe import PRESETS
 from paper_training import GOLDEN, RECIPE
 
 

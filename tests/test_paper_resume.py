@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from interrupting import Kill, die, torchrun
-from linbias.paper.train import train
+from linbias.lm.paper.train import train
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
 
 
@@ -57,7 +57,7 @@ def test_killed_run_ends_like_an_unbroken_one(
 ) -> None:
     output = tmp_path / "run"
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.paper.train"])
+    context.set_forkserver_preload(["linbias.lm.paper.train"])
     for death in deaths:
         process = context.Process(target=train_until_killed, args=(paper_data, output, *death))
         process.start()
@@ -128,7 +128,7 @@ from dataclasses import replace
 from pathlib import Path
 from torch import distributed
 from interrupting import Stop, StopAt
-from linbias.paper.train import train
+from linbias.lm.paper.train import train
 from paper_training import SMOOTH
 
 data, folder = map(Path, sys.argv[1:])

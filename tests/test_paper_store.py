@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linbias.data.dictionary import Dictionary
-from linbias.data.store import check_ids, ids_dtype, read_ids, write_ids
+from linbias.lm.paper.store import check_ids, ids_dtype, read_ids, write_ids
 
 
 def write(path: Path, text: str | bytes) -> Path:

@@ -10,10 +10,10 @@ from numpy.testing import assert_allclose
 
 import linbias
 from linbias import example, near_to_far, plots
+from linbias._run.files import write_json
 from linbias.lm.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.plots.reach import tokens_read, tokens_that_hold
-from linbias.runs.files import write_json
 from test_lm_findings import record
 
 NAMES = ("$a$b$", "c\nd", "<i>", "a b", "mat")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from linbias.data.dictionary import Dictionary
-from linbias.runs import folders
-from linbias.runs.files import (
+from linbias._run import folders
+from linbias._run.files import (
     JsonLog,
     move_into_place,
     new_file,
@@ -20,7 +19,8 @@ from linbias.runs.files import (
     write_json,
     write_whole,
 )
-from linbias.runs.folders import hold_run_folder, list_differences, open_run_folder
+from linbias._run.folders import hold_run_folder, list_differences, open_run_folder
+from linbias.data.dictionary import Dictionary
 
 
 def full(*_: object) -> None:
@@ -180,7 +180,7 @@ def test_settings_that_one_run_lacks_are_differences():
 HOLD = """
 import sys, time
 from pathlib import Path
-from linbias.runs.folders import hold_run_folder
+from linbias._run.folders import hold_run_folder
 with hold_run_folder(Path(sys.argv[1]), "train"):
     print("held", flush=True)
     time.sleep(60)
@@ -238,7 +238,7 @@ def test_where_there_are_no_locks_a_run_says_so_and_starts(why, tmp_path, monkey
 
 def test_files_and_the_preparation_of_text_do_not_load_torch():
     code = (
-        "import sys, linbias.runs.files, linbias.data.prepare, linbias.data.store\n"
+        "import sys, linbias._run.files, linbias.lm.paper.prepare, linbias.lm.paper.store\n"
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

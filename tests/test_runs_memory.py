@@ -9,7 +9,7 @@ import pytest
 STEPS = """
 import resource, sys
 import torch
-from linbias.runs.memory import keep_freed_memory
+from linbias.lm.memory import keep_freed_memory
 
 def step():
     arrays = [torch.empty(1 << 19) for _ in range(12)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from linbias.runs.watch import StopWatch
+from linbias.lm.watch import StopWatch
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ read: `linbias.near_to_far`.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from linbias import near_to_far
+from linbias import _moved, near_to_far
 from linbias.definition import (
     attention,
     attention_backward,
@@ -21,6 +21,8 @@ from linbias.explain import Explanation, explain
 from linbias.schedules import slopes
 
 __version__ = "0.1.0"
+
+_moved.answer_for_moved_modules()
 
 __all__ = [
     "Explanation",
@@ -35,7 +37,17 @@ __all__ = [
     "slopes",
 ]
 
-_LOADED_WHEN_NAMED = ("cpu", "explore", "jax", "lm", "models", "plots", "torch", "transformers")
+_LOADED_WHEN_NAMED = (
+    "cpu",
+    "data",
+    "explore",
+    "jax",
+    "lm",
+    "models",
+    "plots",
+    "torch",
+    "transformers",
+)
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 

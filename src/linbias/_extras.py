@@ -9,6 +9,7 @@ PARTS = {
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
     "linbias.models": ("lm", ("torch", "transformers", "tokenizers", "safetensors")),
+    "linbias.data": ("lm", ("tokenizers",)),
     "linbias.plots": ("plots", ("matplotlib",)),
     "linbias.lm": ("lm", ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "psutil")),
 }  # fmt: skip

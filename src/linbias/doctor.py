@@ -11,7 +11,7 @@ from linbias.kernels import core
 # The parts that are tried, each by the import of a module.
 PARTS = {
     "linbias.torch": "linbias.torch",
-    "linbias.lm": "linbias.lm.extrapolate",
+    "linbias.lm": "linbias.lm.extrapolation",
     "linbias.jax": "linbias.jax",
 }
 

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from linbias.runs.progress import Advance, progress_bar
-from linbias.runs.tables import NumberTable
+from linbias._run.progress import Advance, progress_bar
+from linbias.cli.tables import NumberTable
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -62,9 +62,9 @@ def embed(
     [dim]linbias embed jina documents.jsonl -o vectors.parquet --normalize[/]
     [dim]cat documents.jsonl | linbias embed jina - -o vectors.jsonl[/]
     """
+    from linbias._run.processes import choose_device
     from linbias.models import embed as run
     from linbias.models import read_documents
-    from linbias.runs.processes import choose_device
 
     changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
     documents = read_documents(files)

@@ -44,9 +44,9 @@ def explore(
     [dim]linbias explore output/train --text README.md[/]
     [dim]linbias explore --no-open -o explore.html[/]
     """
+    from linbias._run.files import write_whole
     from linbias.explore import page
     from linbias.explore.results import read as read_results
-    from linbias.runs.files import write_whole
 
     if output.is_dir():
         raise ValueError(f"explore: --output must be a file, got the folder {output}")

@@ -67,7 +67,7 @@ from linbias.cli.options import (
 from linbias.data import SPLITS
 
 if TYPE_CHECKING:
-    from linbias.lm.evaluate import Evaluation
+    from linbias.lm.evaluation import Evaluation
 
 
 _ENCODER = ("encoder_position", "symmetric")
@@ -165,7 +165,7 @@ def train(
     if preset is not None and is_first_process() and not quiet:
         read = {"corpus": corpus, "tokenizer": given_or(tokenizer, "bytes")}
         err.print(presets.describe(preset, read, settings), soft_wrap=True, markup=False)
-    from linbias.lm.train import train as run  # loads torch: the settings are known to be good
+    from linbias.lm import train as run  # loads torch: the settings are known to be good
 
     text = load_corpus(
         corpus,
@@ -247,13 +247,13 @@ def evaluate(
     [dim]linbias evaluate bigscience/bloom-560m --fuse --length 2048,8192 --slope-scale none,interpolate[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
-    from linbias.lm.evaluate import evaluate as measure
+    from linbias._run.processes import choose_device, joined
+    from linbias.lm import evaluate as measure
     from linbias.lm.text import read_text
     from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM
     from linbias.models.limits import default_length
     from linbias.models.load import load_model
     from linbias.models.scale import with_slopes
-    from linbias.runs.processes import choose_device, joined
 
     lengths = parse_numbers("--length", length)
     scales = parse_slope_scales(slope_scale)
@@ -439,7 +439,7 @@ def generate(
     [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
     text_before = read_prompt(prompt, prompt_file, default="def ")
-    from linbias.lm.generate import generate as run
+    from linbias.lm import generate as run
 
     text = run(
         model,

@@ -12,7 +12,8 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.paper.recipe import PRESETS
+from linbias.lm.paper.recipe import PRESETS
+from linbias.methods import DECODER, ENCODER, PAPER, methods_of
 
 T = TypeVar("T")
 
@@ -93,21 +94,19 @@ Init = Annotated[
     ),
 ]
 # With --init, these are the model's.
-_POSITIONS = "alibi, sinusoidal, learned, rotary, t5 or none"
-_ENCODER_POSITIONS = "symmetric, directional, asymmetric, random, littlebird, window, sinusoidal, learned, rotary, t5 or none"
+_DECODER, _ENCODER, _PAPER = (", ".join(methods_of(model)) for model in (DECODER, ENCODER, PAPER))
 PositionOrKept = Annotated[
     str | None,
     typer.Option(
-        help=f"{_POSITIONS}. Default: alibi. With --task masked, and for the encoder of seq2seq: {_ENCODER_POSITIONS}. "
+        help=f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of seq2seq: one of {_ENCODER}. "
         "Default: symmetric.",
         rich_help_panel="Model",
     ),
 ]
 TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
 VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
-PaperPosition = Annotated[
-    str, typer.Option(help="alibi, sinusoidal, rotary, t5 or none.", rich_help_panel="Model")
-]
+Methods = Annotated[str, typer.Option(help=f"Any of {_DECODER}.")]
+PaperPosition = Annotated[str, typer.Option(help=f"One of {_PAPER}.", rich_help_panel="Model")]
 CheckpointPosition = Annotated[
     str | None,
     typer.Option(

@@ -41,11 +41,11 @@ from linbias.cli.options import (
     text_option,
     training_option,
 )
-from linbias.paper.recipe import recipe_from_preset
+from linbias.lm.paper.recipe import recipe_from_preset
 
 if TYPE_CHECKING:  # these modules load torch
-    from linbias.paper.evaluate import PaperEvaluation
-    from linbias.paper.train import PaperMetrics
+    from linbias.lm.paper.evaluate import PaperEvaluation
+    from linbias.lm.paper.train import PaperMetrics
 
 ALL_CORES = os.cpu_count() or 1
 
@@ -89,7 +89,7 @@ def prepare(
     [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
     [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
     """
-    from linbias.data.prepare import prepare_any
+    from linbias.lm.paper.prepare import prepare_any
 
     texts = {"train": train, "valid": valid, "test": test}
     with bar("reading text", quiet) as advance:
@@ -231,7 +231,7 @@ def train(
         device=device,
         fsdp={} if fsdp else None,
     )
-    from linbias.paper.train import train as run  # loads torch: the recipe is known to be good
+    from linbias.lm.paper.train import train as run  # loads torch: the recipe is known to be good
 
     metrics = run(data, output, recipe, fit="cutoffs" not in model, progress=not quiet)
     if not is_first_process():
@@ -254,7 +254,7 @@ def translate(
     [dim]linbias paper translate 'fairseq-train data --arch transformer_lm_wiki103 --max-update 286000 ...'[/]
     [dim]linbias paper translate 'l=1024; fairseq-eval-lm data --path best.pt --tokens-per-sample $l'[/]
     """
-    from linbias.paper.translate import translate as to_ours
+    from linbias.lm.paper.translate import translate as to_ours
 
     found = to_ours(command)
     if as_json:
@@ -284,7 +284,7 @@ def convert(
     \b
     [dim]linbias paper convert checkpoint_best.pt -o alibi-512 --dict data/dict.txt[/]
     """
-    from linbias.paper.checkpoint import convert as run
+    from linbias.lm.paper.checkpoint import convert as run
 
     run(checkpoint, output, dictionary=dictionary, position=position)
     print_path("model in", output)
@@ -320,8 +320,8 @@ def evaluate(
     [dim]linbias paper evaluate wt103 data --length 1024[/]
     [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
     """
-    from linbias.paper.evaluate import evaluate as measure
-    from linbias.paper.evaluate import load_for
+    from linbias.lm.paper.evaluate import evaluate as measure
+    from linbias.lm.paper.evaluate import load_for
 
     loaded = load_for(model, data, position=position)
     with bar(f"scoring {split}", quiet) as advance:
@@ -365,7 +365,7 @@ def run(
     \b
     [dim]linbias paper run wiki.train.tokens wiki.valid.tokens wiki.test.tokens -o output/paper[/]
     """
-    from linbias.paper.pipeline import run as run_path
+    from linbias.lm.paper.pipeline import run as run_path
 
     model = parse_fields(fields)
     results = run_path(

@@ -23,6 +23,7 @@ from linbias.cli.options import (
     LearningRate,
     LimitTokens,
     MaxBytes,
+    Methods,
     Precision,
     Quiet,
     RunFolder,
@@ -102,9 +103,7 @@ def explain(
 def extrapolate(
     output: RunFolder = Path("output/extrapolate"),
     preset: Experiment = None,
-    methods: Annotated[
-        str, typer.Option(help="Any of alibi, sinusoidal, rotary, learned, t5, none.")
-    ] = "alibi,sinusoidal,rotary",
+    methods: Methods = "alibi,sinusoidal,rotary",
     train_lengths: Annotated[str, typer.Option(help="Tokens per training sequence.")] = "128",
     test_lengths: Annotated[
         str | None, typer.Option(help="Default: 1, 2, 4, 8, 16 x each training length.")
@@ -175,17 +174,17 @@ def extrapolate(
         read |= {"train_lengths": train_lengths, "test_lengths": test_lengths or "default"}
         words = presets.describe(preset, read, settings.training)
         err.print(words, soft_wrap=True, markup=False)
-    from linbias.lm import terminal  # loads torch, once the settings are known to be good
-    from linbias.lm.extrapolate import extrapolate as run
+    from linbias.cli import report
+    from linbias.lm import extrapolate as run  # loads torch: the settings are known to be good
 
     command = shlex.join(["linbias", *sys.argv[1:]])
     results = run(settings, output, command=command, progress=not quiet)
     if as_json:
         print_json(results.to_dict())
         return
-    for table in terminal.tables(results):
+    for table in report.tables(results):
         out.print(table)
-    for sentence in terminal.sentences(results):
+    for sentence in report.sentences(results):
         out.print(sentence)
     print_path("\nreport:", output / "report.html")
 

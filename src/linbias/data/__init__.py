@@ -1,12 +1,28 @@
-"""Text as tokens.
+"""Text as tokens: `load_corpus` reads any text, splits it and tokenises it.
 
-    corpus, tokenizers, segments     any text as bytes or byte pairs, for `linbias.lm`
-    dictionary, store, prepare,      text as words, in the files of the paper's code (fairseq), for
-      ranges, blocks, batches          `linbias.paper`
-    hub                              the data sets that both can read by name
-    reading                          how a model reads a long text: windows and batches of them
+    corpus, hub       files, folders, globs and Hugging Face data sets, split into train, valid and test
+    tokenizers        bytes, characters, byte pairs
+    dictionary        words, numbered as in the paper's code; words: the same as a tokenizer of Transformers
+    segments          the training sequences of a run; masked, spans: those with tokens to find or to write
 
-Importing this, or what `prepare` needs, does not import torch: worker processes start quickly.
+Importing this does not import torch: worker processes that need `SPLITS` start quickly.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from linbias import _extras
+
+if TYPE_CHECKING:
+    from linbias.data.corpus import Corpus, load_corpus
+
+__all__ = ["Corpus", "load_corpus"]
+
 SPLITS = ("train", "valid", "test")
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'linbias.data' has no attribute {name!r}")
+    _extras.require("linbias.data")
+    return getattr(import_module("linbias.data.corpus"), name)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linbias._run.hub import caches_if_unreachable
 from linbias.data import SPLITS
 from linbias.data.hub import TEXTS, as_line, open_data_set
 from linbias.data.tokenizers import (
@@ -35,7 +36,6 @@ from linbias.data.tokenizers import (
     character_tokenizer,
     train_bpe,
 )
-from linbias.runs.hub import caches_if_unreachable
 
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from linbias.runs.files import new_file
+from linbias._run.files import new_file
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 _OVERWRITE = "#fairseq:overwrite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from linbias.runs.hub import caches_if_unreachable
+from linbias._run.hub import caches_if_unreachable
 
 # The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {

@@ -94,7 +94,9 @@ def to_json(value: Any) -> str:
 
 def _data(results: dict[str, Any] | None, model: dict[str, Any] | None) -> str:
     shown = default() if results is None else results
-    return to_json({"example": data.example(), "results": shown, "model": model})
+    return to_json(
+        {"example": data.example(), "methods": data.methods(), "results": shown, "model": model}
+    )
 
 
 def _read(name: str) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 from linbias.example import TOKENS, K, Q, V
 from linbias.explore.bundle import MOST_HEADS
+from linbias.methods import METHODS
 from linbias.schedules import SCHEDULES
 
 MAX_TOKENS = 64
@@ -36,6 +37,18 @@ WORDS = (
     "read aloud from a book about distance and memory and how far a word can reach back for what came "
     "before it was said"
 ).split()[:MAX_TOKENS]
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """How charts show each position method: its name, its colour, and whether its line stands out."""
+    return {
+        name: {
+            "label": method.label,
+            "colour": f"light-dark({method.colour}, {method.dark})",
+            "main": method.linear,
+        }
+        for name, method in METHODS.items()
+    }
 
 
 def example() -> dict[str, Any]:

@@ -103,7 +103,6 @@ def _line(
     longest: int,
 ) -> dict[str, Any]:
     from linbias.lm import findings
-    from linbias.lm.methods import NAMES
 
     points = findings.curve(evaluations, method, train_length)
     same = [r for r in pooled if (r.method, r.train_length) == (method, train_length)]
@@ -111,7 +110,6 @@ def _line(
     last = points[-1].test_length
     return {
         "method": method,
-        "name": NAMES[method],
         "limit": last if last < longest else None,
         "lengths": [
             {"x": p.test_length, "y": _loss(p.mean), "low": _loss(p.low), "high": _loss(p.high)}

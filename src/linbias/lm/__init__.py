@@ -1,5 +1,46 @@
-"""Language models that are trained short and tested long: train, evaluate, extrapolate, generate."""
+"""Language models that are trained short and tested long.
+
+    train, TrainSettings                 trains a model, goes on with a run that was stopped, or extends one
+    evaluate                             measures how well a causal model predicts a text, at any length
+    extrapolate, ExtrapolateSettings     compares position methods: the paper's experiment
+    generate                             continues a text
+
+Each loads what it needs (PyTorch, Transformers) when it is first named. What `linbias paper` does is in lm/paper.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from linbias import _extras
 
-_extras.require("linbias.lm")
+if TYPE_CHECKING:
+    from linbias.lm.evaluation import evaluate
+    from linbias.lm.extrapolation import extrapolate
+    from linbias.lm.generation import generate
+    from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+    from linbias.lm.training import train
+
+__all__ = [
+    "ExtrapolateSettings",
+    "TrainSettings",
+    "evaluate",
+    "extrapolate",
+    "generate",
+    "train",
+]
+
+_MODULES = {
+    "ExtrapolateSettings": "settings",
+    "TrainSettings": "settings",
+    "evaluate": "evaluation",
+    "extrapolate": "extrapolation",
+    "generate": "generation",
+    "train": "training",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'linbias.lm' has no attribute {name!r}")
+    _extras.require("linbias.lm")
+    return getattr(import_module(f"linbias.lm.{_MODULES[name]}"), name)

@@ -23,11 +23,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from linbias.lm import findings
-from linbias.lm.methods import COLOURS, NAMES, PAGE_COLOURS
 from linbias.lm.records import EvaluationRecord
+from linbias.methods import METHODS
 
-_BACKGROUND, _TEXT = PAGE_COLOURS["background"], PAGE_COLOURS["text"]
-_FRAME, _GRID = PAGE_COLOURS["frame"], PAGE_COLOURS["grid"]
+_BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
 _TITLE: dict[str, Any] = {
     **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
     "color": _TEXT,
@@ -84,13 +83,13 @@ def draw_loss_by_length(
             continue
         x = [point.test_length / train_length for point in points]
         mean = [point.mean for point in points]
-        colour = COLOURS[method]
+        label, colour = METHODS[method].label, METHODS[method].colour
         axes.plot(
             x, mean, "-o", color=colour, linewidth=sizes.line, markersize=sizes.marker, clip_on=False
         )  # fmt: skip
         low, high = [p.low for p in points], [p.high for p in points]
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-        ends.append(_LineEnd(x[-1], mean[-1], f"{NAMES[method]}  {mean[-1]:.2f}", colour))
+        ends.append(_LineEnd(x[-1], mean[-1], f"{label}  {mean[-1]:.2f}", colour))
     lengths = findings.test_lengths(evaluations, train_length)
     ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
     _finish(axes, ticks, ends, 1.0, sizes)
@@ -107,11 +106,10 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
         for method in findings.methods(records):
             same = [record for record in records if record.method == method]
             positions, bits = findings.loss_by_position(same)
-            axes.plot(
-                positions, bits, "-", color=COLOURS[method], linewidth=PAGE.line, clip_on=False
-            )
+            label, colour = METHODS[method].label, METHODS[method].colour
+            axes.plot(positions, bits, "-", color=colour, linewidth=PAGE.line, clip_on=False)
             if positions:
-                ends.append(_LineEnd(positions[-1], bits[-1], NAMES[method], COLOURS[method]))
+                ends.append(_LineEnd(positions[-1], bits[-1], label, colour))
         longest = max(record.test_length for record in records)
         powers = range(int(math.log(longest, 4)) + 1)
         ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
@@ -119,6 +117,12 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
         axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
         _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per token")
     return figure
+
+
+def colours() -> dict[str, str]:
+    """The colours of a figure by name: those of all methods, and those of what is no line."""
+    page = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
+    return {name: method.colour for name, method in METHODS.items()} | page
 
 
 def png(figure: Figure) -> bytes:
@@ -142,7 +146,7 @@ def svg(figure: Figure, description: str) -> str:
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     text = buffer.getvalue()
-    for name, colour in {**COLOURS, **PAGE_COLOURS}.items():
+    for name, colour in colours().items():
         text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
     alternative = f'role="img" aria-label="{escape(description)}"'
     return text[text.index("<svg") :].replace("<svg", f"<svg {alternative}", 1)

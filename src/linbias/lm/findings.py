@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from linbias.lm.methods import NAMES
+from linbias._run.files import Record
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import TrainSettings
-from linbias.runs.files import Record
+from linbias.methods import METHODS
 
 T = TypeVar("T")
 
@@ -314,7 +314,7 @@ def introduction(evaluations: Sequence[EvaluationRecord]) -> str:
 def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
     """The figure of losses by test length, for readers who do not see it."""
     parts = [
-        f"{NAMES[method]} trained on {train_length:,} tokens: "
+        f"{METHODS[method].label} trained on {train_length:,} tokens: "
         + ", ".join(f"{point.mean:.3f} at {point.test_length:,}" for point in points)
         for train_length, method in product(train_lengths(evaluations), methods(evaluations))
         if (points := curve(evaluations, method, train_length))
@@ -331,7 +331,7 @@ def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
         positions, bits = loss_by_position(same) if same else ([], [])
         if positions:
             parts.append(
-                f"{NAMES[method]} trained on {train_length:,} tokens: {bits[0]:.2f} after "
+                f"{METHODS[method].label} trained on {train_length:,} tokens: {bits[0]:.2f} after "
                 f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
             )
     return f"Lines of bits per token by context. {'; '.join(parts)}."

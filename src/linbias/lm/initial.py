@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from linbias._run.files import fingerprint
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
@@ -19,7 +20,6 @@ from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.load import load_model
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
-from linbias.runs.files import fingerprint
 
 LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM | LinbiasForConditionalGeneration
 _KINDS: dict[str, type[LanguageModel]] = {

@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from linbias._run.files import Record
+from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
 from linbias.data.masked import MASK_SHARE, MaskTokens, masked_rows
-from linbias.data.reading import check_tokens
-from linbias.lm.evaluate import MAX_LOGITS, computing_in
+from linbias.lm.evaluation import MAX_LOGITS, computing_in
+from linbias.lm.memory import PeakMemory
+from linbias.lm.windows import check_tokens
 from linbias.models.limits import able_to_read, position_limit
-from linbias.runs.files import Record
-from linbias.runs.memory import PeakMemory
-from linbias.runs.processes import max_over_all, num_processes, rank, sum_over_all
 
 
 @dataclass(frozen=True)

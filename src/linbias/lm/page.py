@@ -14,17 +14,13 @@ from string import Template
 
 from matplotlib.figure import Figure
 
+from linbias._run.files import write_whole
 from linbias.lm import figures, findings
 from linbias.lm.findings import Finding
-from linbias.lm.methods import (
-    COLOURS,
-    DARK_COLOURS,
-    DARK_PAGE_COLOURS,
-    NAMES,
-    PAGE_COLOURS,
-)
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
-from linbias.runs.files import write_whole
+from linbias.methods import METHODS
+
+_DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
 
 
 def write_report(results: ExtrapolationResults, folder: Path) -> None:
@@ -41,8 +37,8 @@ def html(results: ExtrapolationResults) -> str:
     found = findings.findings(evaluations)
     template = resources.files("linbias.lm").joinpath("page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
-        light_colours=_variables({**COLOURS, **PAGE_COLOURS}),
-        dark_colours=_variables({**DARK_COLOURS, **DARK_PAGE_COLOURS}),
+        light_colours=_variables(figures.colours()),
+        dark_colours=_variables({name: m.dark for name, m in METHODS.items()} | _DARK),
         introduction=escape(findings.introduction(evaluations)),
         findings=_finding_list(found),
         caution=_caution(found),
@@ -75,7 +71,7 @@ def _figure(
 
 def _finding_list(found: Sequence[Finding]) -> str:
     items = [
-        f"<li {_colour(finding.method)}><b>{escape(NAMES[finding.method])}</b> "
+        f"<li {_colour(finding.method)}><b>{escape(METHODS[finding.method].label)}</b> "
         f"is {escape(str(finding))}</li>"
         for finding in found
     ]
@@ -116,7 +112,7 @@ def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
             ]
             rows.append(_row(kept.method, cells))
             items += [
-                f"<li {_colour(kept.method)}><b>{escape(NAMES[kept.method])}</b> continues: "
+                f"<li {_colour(kept.method)}><b>{escape(METHODS[kept.method].label)}</b> continues: "
                 f"<code>{escape(repr(text))}</code></li>"
                 for text in kept.continuations
             ]
@@ -152,7 +148,7 @@ def _table(caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def _row(method: str, cells: Sequence[str]) -> str:
-    name = f'<th scope="row">{escape(NAMES[method])}</th>'
+    name = f'<th scope="row">{escape(METHODS[method].label)}</th>'
     return f"<tr {_colour(method)}>{name}{''.join(cells)}</tr>"
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from linbias.lm.evaluate import Evaluation
+from linbias._run.files import Record
+from linbias.lm.evaluation import Evaluation
 from linbias.lm.settings import ExtrapolateSettings
-from linbias.lm.train import LanguageModelMetrics
-from linbias.runs.files import Record
+from linbias.lm.training import LanguageModelMetrics
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import difflib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from linbias.lm.methods import NAMES
-from linbias.runs import DEVICES, PRECISIONS
+from linbias.methods import DECODER, methods_of
 
 TASKS = ("causal", "masked", "seq2seq")
+PRECISIONS = ("fp32", "bf16", "fp16")  # of matrix products in training
+DEVICES = ("auto", "cpu")  # "auto" takes an accelerator where there is one
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 
@@ -212,8 +213,9 @@ class ExtrapolateSettings:
             values = getattr(self, name)
             differ = values is None or (values and len(set(values)) == len(values))
             self._require(name, bool(differ), "one or more different values", values)
-        unknown = [method for method in self.methods if method not in NAMES]
-        self._require("methods", not unknown, f"among {', '.join(NAMES)}", ", ".join(unknown))
+        known = methods_of(DECODER)
+        unknown = [method for method in self.methods if method not in known]
+        self._require("methods", not unknown, f"among {', '.join(known)}", ", ".join(unknown))
         for name in ("train_lengths", "test_lengths"):
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linbias._run.files import read_json
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus, read_file
 from linbias.models.load import encode
-from linbias.runs.files import read_json
 
 
 @dataclass(frozen=True)

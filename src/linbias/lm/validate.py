@@ -29,12 +29,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from linbias._run.files import Record
 from linbias.data.corpus import Corpus
-from linbias.data.reading import equal_windows
 from linbias.data.tokenizers import Tokenizer
-from linbias.lm.evaluate import windows
+from linbias.lm.evaluation import windows
 from linbias.lm.settings import TrainSettings
-from linbias.runs.files import Record
+from linbias.lm.windows import equal_windows
 
 MAX_TOKENS = 2**15  # predictions of a validation
 _BATCH_TOKENS = 2**13

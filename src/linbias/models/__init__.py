@@ -7,61 +7,30 @@
 the families known to its Auto classes.
 """
 
+# ruff: noqa: F401  # not all that is made here is listed below
+
 from linbias import _extras
 
 _extras.require("linbias.models")
 
-from linbias.models.config import (
-    LinbiasConfig,
-    LinbiasSeq2SeqConfig,
-)
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.encoders.bert import (
-    LinbiasBertForMaskedLM as LinbiasBertForMaskedLM,
-    LinbiasBertForSequenceClassification as LinbiasBertForSequenceClassification,
-    LinbiasBertForTokenClassification as LinbiasBertForTokenClassification,
-    LinbiasBertModel as LinbiasBertModel,
+    LinbiasBertForMaskedLM,
+    LinbiasBertForSequenceClassification,
+    LinbiasBertForTokenClassification,
+    LinbiasBertModel,
 )
-from linbias.models.encoders.bert_config import (
-    LinbiasBertConfig as LinbiasBertConfig,
-)
-from linbias.models.encoders.convert import (
-    convert,
-)
-from linbias.models.encoders.documents import (
-    Document,
-    read_documents as read_documents,
-)
-from linbias.models.encoders.embed import (
-    Embedded as Embedded,
-    embed,
-)
-from linbias.models.families import (
-    install,
-)
-from linbias.models.fused import (
-    fuse,
-    unfuse,
-)
-from linbias.models.linbias import (
-    LinbiasForCausalLM,
-    LinbiasForMaskedLM,
-    LinbiasModel as LinbiasModel,
-)
-from linbias.models.loading import (
-    load,
-    load_tokenizer as load_tokenizer,
-)
-from linbias.models.paper import (
-    PaperForCausalLM as PaperForCausalLM,
-    PaperModel as PaperModel,
-)
-from linbias.models.paper_config import (
-    PaperConfig as PaperConfig,
-)
-from linbias.models.seq2seq import (
-    LinbiasForConditionalGeneration,
-    LinbiasSeq2SeqModel as LinbiasSeq2SeqModel,
-)
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.encoders.convert import convert
+from linbias.models.encoders.documents import Document, read_documents
+from linbias.models.encoders.embed import Embedded, embed
+from linbias.models.families import install
+from linbias.models.fused import fuse, unfuse
+from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
+from linbias.models.loading import load, load_tokenizer
+from linbias.models.paper import PaperForCausalLM, PaperModel
+from linbias.models.paper_config import PaperConfig
+from linbias.models.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
 
 # What a program calls. The other names above are those of models that `load` and training make.
 __all__ = [

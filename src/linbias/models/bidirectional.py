@@ -7,8 +7,7 @@
     littlebird    as asymmetric, and a learned bias between the first token and the others, whatever their distance
     window        as symmetric, and keys farther than `window` are hidden
 
-m is `linbias.slopes(H, slope_schedule)`; all layers share the slopes. `METHODS` has these and, without the causal
-mask, the methods of `positions.py`. Attention runs through `linbias.torch.attention`, so that far keys are not read.
+m is `linbias.slopes(H, slope_schedule)`; all layers share the slopes. Attention runs through `linbias.torch.attention`, so that far keys are not read.
 
 Sources: symmetric, directional, asymmetric and random: the discussion "Modifying ALiBi for Encoder-Attention or
 Cross-Attention" in the paper's repository. Its third option draws slopes as `random` does and calls them learned;
@@ -20,7 +19,7 @@ arXiv 2004.05150, without its global tokens.
 
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,8 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from linbias.models.positions import (
-    T5,
     AttendOptions,
-    Learned,
     Position,
-    Rotary,
-    Sinusoidal,
     distances_of,
     query_start_of,
 )
@@ -54,8 +49,8 @@ class Sloped(Position):
 
     variant = "symmetric"
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, causal=False)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         heads, schedule = config.num_attention_heads, config.slope_schedule
         self._fixed = variant_slopes("LinbiasConfig", self.variant, heads, schedule)
         self._scale = ModelSlopes((0.0,) * heads, config.slope_scale, config.train_length)
@@ -123,8 +118,8 @@ class Asymmetric(Sloped):
 
     variant = "asymmetric"
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self.log_left = nn.Parameter(torch.empty(config.num_attention_heads))
         self.log_right = nn.Parameter(torch.empty(config.num_attention_heads))
         self.reset()
@@ -143,8 +138,8 @@ class RandomSlopes(Sloped):
     left: Tensor
     right: Tensor
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         for side in ("left", "right"):
             self.register_buffer(side, torch.empty(config.num_attention_heads))
         self.reset()
@@ -166,8 +161,8 @@ class LittleBird(Asymmetric):
     query; the other keys, near to far; and the other keys for the first query, which is without slopes.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self.first = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def reset(self) -> None:
@@ -232,8 +227,8 @@ class LocalWindow(Sloped):
     length. The queries are those of the keys: T = S.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = False) -> None:
+        super().__init__(config, causal)
         self._window = config.window
 
     def attend(
@@ -288,27 +283,6 @@ class LocalWindow(Sloped):
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
         near = distances_of(q, k, options).abs() <= self._window
         return self._weights_where(near[:, None], q, k, options)
-
-
-class Method(Protocol):
-    """Makes the method of a model from its configuration."""
-
-    def __call__(self, config: PreTrainedConfig) -> Position: ...
-
-
-METHODS: dict[str, Method] = {
-    "symmetric": Sloped,
-    "directional": Directional,
-    "asymmetric": Asymmetric,
-    "random": RandomSlopes,
-    "littlebird": LittleBird,
-    "window": LocalWindow,
-    "sinusoidal": partial(Sinusoidal, causal=False),
-    "learned": partial(Learned, causal=False),
-    "rotary": partial(Rotary, causal=False),
-    "t5": partial(T5, causal=False),
-    "none": partial(Position, causal=False),
-}
 
 
 def _ends(options: AttendOptions, B: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,10 @@
 
 from typing import Any, ClassVar
 
+from linbias.methods import DECODER, ENCODER, methods_of
 from linbias.models import fields
 
-POSITIONS = ("alibi", "sinusoidal", "learned", "rotary", "t5", "none")
-ENCODER_POSITIONS = (
-    *("symmetric", "directional", "asymmetric", "random", "littlebird", "window"),
-    *("sinusoidal", "learned", "rotary", "t5", "none"),
-)
+POSITIONS, ENCODER_POSITIONS = methods_of(DECODER), methods_of(ENCODER)
 BLOCKS = ("sequential", "parallel", "parallel_fused")
 
 
@@ -110,26 +107,17 @@ class LinbiasConfig(fields.CheckedConfig):
         rule = f"a multiple of {groups} key/value heads"
         fields.require(self, "num_attention_heads", shared_evenly, rule)
         fields.check_positions(self)
-        if self.position == "sinusoidal":
-            rule = "even for position='sinusoidal'"
-            fields.require(self, "hidden_size", self.hidden_size % 2 == 0, rule)
-        self._check_encoder_position()
+        if self.encoder_position is not None:
+            fields.check_even(self, "encoder_position")
+        if self.encoder_position == "t5":
+            rule = "at least 4 for encoder_position='t5'"
+            fields.require(self, "t5_num_buckets", self.t5_num_buckets >= 4, rule)
         super().__post_init__(**kwargs)
 
     @property
     def method(self) -> str:
         """The name of the position method that the model uses."""
         return self.encoder_position or self.position
-
-    def _check_encoder_position(self) -> None:
-        for position, name, holds, words in (
-            ("directional", "num_attention_heads", self.num_attention_heads % 2 == 0, "even"),
-            ("sinusoidal", "hidden_size", self.hidden_size % 2 == 0, "even"),
-            ("rotary", "head_size", self.head_size % 2 == 0, "even"),
-            ("t5", "t5_num_buckets", self.t5_num_buckets >= 4, "at least 4"),
-        ):
-            if self.encoder_position == position:
-                fields.require(self, name, holds, f"{words} for encoder_position={position!r}")
 
     def _fill(self, name: str, value: int) -> bool:
         """Fill in a field that was left open; say whether it was."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from linbias._checks import LARGEST_DROPOUT
+from linbias.methods import METHODS
 from linbias.schedules import SCHEDULES
 
 
@@ -179,12 +180,23 @@ def check_positions(config: PreTrainedConfig) -> None:
     Raises:
         ValueError: As `check_fields`.
     """
-    if config.position == "rotary":
-        require(config, "head_size", config.head_size % 2 == 0, "even for position='rotary'")
+    check_even(config, "position")
     require(config, "t5_num_buckets", config.t5_num_buckets >= 2, "at least 2")
     half = config.t5_num_buckets // 2
     words = f"above half of t5_num_buckets, {half}"
     require(config, "t5_max_distance", config.t5_max_distance > half, words)
+
+
+def check_even(config: PreTrainedConfig, field: str) -> None:
+    """Check that the size is even which the position method in this field halves.
+
+    Raises:
+        ValueError: As `check_fields`.
+    """
+    method = METHODS[getattr(config, field)]
+    if method.even is not None:
+        holds = getattr(config, method.even) % 2 == 0
+        require(config, method.even, holds, f"even for {field}={method.name!r}")
 
 
 def require(config: PreTrainedConfig, name: str, holds: bool, words: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from linbias.methods import METHODS
 from linbias.models.config import LinbiasConfig
 
 _DEFAULT_LENGTH = 1024  # of a model whose configuration says nothing
@@ -35,7 +36,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """The longest input that the model's learned position table allows; None without one."""
     config = model.config.get_text_config()
     if isinstance(config, LinbiasConfig):
-        return int(config.train_length) if config.method == "learned" else None
+        return int(config.train_length) if METHODS[config.method].has_table else None
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in _TABLES and isinstance(module, nn.Embedding):
             return int(getattr(config, "max_position_embeddings", module.num_embeddings))

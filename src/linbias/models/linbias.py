@@ -18,7 +18,7 @@ from transformers.utils import can_return_tuple
 from linbias.models import bidirectional, decoder
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.places import Places
-from linbias.models.positions import METHODS, Position
+from linbias.models.positions import Position, make_position
 
 
 class SelfAttention(decoder.SelfAttention):
@@ -173,10 +173,8 @@ class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
     def __init__(self, config: LinbiasConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.encoder_position is None:
-            self.position = METHODS[config.position](config)
-        else:
-            self.position = bidirectional.METHODS[config.encoder_position](config)
+        causal = config.encoder_position is None
+        self.position = make_position(config.method, config, causal=causal)
         self.dropout = nn.Dropout(config.hidden_dropout)
         fused = config.block == "parallel_fused"
         block, norm = (FusedBlock, nn.RMSNorm) if fused else (DecoderBlock, nn.LayerNorm)

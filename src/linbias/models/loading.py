@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
+from linbias._run.hub import answers
 from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
 from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
@@ -40,7 +41,6 @@ from linbias.models.fields import check_sizes
 from linbias.models.fused import fuse
 from linbias.models.fused.family import Options
 from linbias.models.paper_config import PaperConfig
-from linbias.runs.hub import answers
 
 _WEIGHTS = (
     "model.safetensors",

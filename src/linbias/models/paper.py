@@ -23,7 +23,7 @@ from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from linbias.models.paper_config import PaperConfig
 from linbias.models.places import Places
-from linbias.models.positions import METHODS, T5, Position
+from linbias.models.positions import T5, Position, make_position
 
 
 class Sinusoidal(Position):
@@ -121,8 +121,10 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
     def __init__(self, config: PaperConfig) -> None:
         super().__init__(config)
         self.embed_tokens = AdaptiveEmbedding(config)
-        methods = {**METHODS, "sinusoidal": Sinusoidal}
-        self.position = methods[config.position](config)
+        sinusoidal = config.position == "sinusoidal"
+        self.position = (
+            Sinusoidal(config) if sinusoidal else make_position(config.position, config)
+        )
         if isinstance(self.position, T5):
             nn.init.normal_(self.position.bias.weight, std=config.hidden_size**-0.5)
         self.dropout = nn.Dropout(config.dropout)

@@ -3,9 +3,10 @@
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from linbias.methods import PAPER, methods_of
 from linbias.models import fields
 
-POSITIONS = ("alibi", "sinusoidal", "rotary", "t5", "none")
+POSITIONS = methods_of(PAPER)
 _MOST_BANDS = 64
 
 
@@ -92,9 +93,8 @@ class PaperConfig(fields.CheckedConfig):
         fields.check_shared_width(self)
         fields.check_positions(self)
         if self.position == "sinusoidal":
-            even = self.hidden_size % 2 == 0 and self.hidden_size >= 4
-            rule = "even and at least 4 for position='sinusoidal'"
-            fields.require(self, "hidden_size", even, rule)
+            rule = "at least 4 for position='sinusoidal'"
+            fields.require(self, "hidden_size", self.hidden_size >= 4, rule)
         self._check_bands()
         self.cutoffs = tuple(self.cutoffs)  # JSON has lists only
         super().__post_init__(**kwargs)

@@ -1,4 +1,4 @@
-"""Six ways to tell a transformer the order of its tokens: small classes with the same four methods.
+"""Ways to tell a transformer the order of its tokens: small classes with the same four methods.
 
     embed    may add something to the embedded tokens, once
     rotate   may turn queries and keys by their positions, in every layer
@@ -6,8 +6,8 @@
     weights  are those of `attend`, to look at
 
 What a method does not need, it inherits from `Position`, which adds nothing. With causal=False a query sees
-later keys as well: `bidirectional.py` has the methods of models that read so. `METHODS`, below the classes,
-maps the names of the configuration to those that attend causally.
+later keys as well: `bidirectional.py` has the methods of models that read so. `linbias.methods` has a record of each
+method, and `make_position` builds the one that a configuration names.
 
 Letters as in DESIGN section 1: B batch, T new tokens, S keys (the cached ones and the new), H query
 heads, G key/value heads, D head size. `positions` is [1 or B, T] and counts from the first token of
@@ -15,6 +15,7 @@ a row that is no padding (`linbias.models.places.Places`).
 """
 
 import math
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
+from linbias.methods import METHODS
 from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
@@ -131,8 +133,8 @@ class Alibi(Position):
 
     uses_key_bound = True
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
         self.slopes = ModelSlopes(
             slopes(config.num_attention_heads, config.slope_schedule).tolist(),
             config.slope_scale,
@@ -267,14 +269,11 @@ class T5(Position):
         return torch.where(distances < exact, distances, coarse.clamp(max=count - 1))
 
 
-METHODS: dict[str, type[Position]] = {
-    "alibi": Alibi,
-    "sinusoidal": Sinusoidal,
-    "learned": Learned,
-    "rotary": Rotary,
-    "t5": T5,
-    "none": Position,
-}
+def make_position(name: str, config: PreTrainedConfig, *, causal: bool = True) -> Position:
+    """Build the position method of a name for a model of this configuration."""
+    module, _, kind = METHODS[name].kind.partition(".")
+    made: Position = getattr(import_module(f"linbias.models.{module}"), kind)(config, causal)
+    return made
 
 
 def _angles(positions: Tensor, count: int, base: float) -> Tensor:

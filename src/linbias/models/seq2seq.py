@@ -32,7 +32,7 @@ from linbias.models.linbias import (
     SelfAttention,
 )
 from linbias.models.places import Places, read_attention_mask
-from linbias.models.positions import METHODS, Position
+from linbias.models.positions import Position, make_position
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
 
@@ -147,7 +147,7 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
 
     def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
         super().__init__(config)
-        self.position = METHODS[config.position](config)
+        self.position = make_position(config.position, config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(
             CrossBlock(config, index) for index in range(config.decoder_layers)

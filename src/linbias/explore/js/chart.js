@@ -6,7 +6,7 @@
 //   spec.x       { label, low, high, log, ticks, format(x), at(x) }   at: the heading of the legend's values
 //   spec.y       { label, low, high, log, format(y), tick(y) }        low, high: the range that is always shown
 //   spec.lines   [{ key, name, colour, points: [{ x, y, low, high }], main, bars, stop }]
-//                colour: a variable such as "--accent"; y null: a gap; main: drawn above the others; bars: of width
+//                colour: one of CSS such as "var(--accent)"; y null: a gap; main: drawn above the others; bars: of width
 //                1 instead of a line; stop: why the line ends before the others
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
@@ -147,7 +147,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
 }
 
 function paintOf(line) {
-  return { "--line-colour": `var(${line.colour})` };
+  return { "--line-colour": line.colour };
 }
 
 // What the line is at x; null where it has no point.

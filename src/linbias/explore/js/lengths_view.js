@@ -7,6 +7,7 @@ import { grouped } from "./scales.js";
 import { dataTable } from "./table.js";
 
 export function mountLengths(root, data) {
+  const { methods } = data;
   const { runs } = data.results;
   let run = runs[0];
   let group = run.groups[0];
@@ -83,10 +84,10 @@ export function mountLengths(root, data) {
     lede.textContent =
       "Language models that differ only in how they represent the order of tokens, trained on " +
       `${grouped(group.train_length)} tokens at a time and tested on up to ${grouped(longest)}.`;
-    byLength.update(lengthChart(group));
-    byPosition.update(positionChart(group));
+    byLength.update(lengthChart(group, methods));
+    byPosition.update(positionChart(group, methods));
     table.setCaption(`Bits per byte, trained on ${grouped(group.train_length)} tokens, tested on`);
-    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line, group)));
+    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line, group, methods)));
     seeds.textContent =
       run.num_seeds > 1
         ? `Lines are means of ${run.num_seeds} seeds, bands their range.`
@@ -100,7 +101,7 @@ export function mountLengths(root, data) {
   draw();
 }
 
-function lengthChart(group) {
+function lengthChart(group, methods) {
   const ticks = group.test_lengths;
   return {
     label: "Loss by test length",
@@ -114,12 +115,12 @@ function lengthChart(group) {
       at: (x) => `at ${grouped(x)} tokens`,
     },
     y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(3) },
-    lines: chartLines(group, (line) => line.lengths),
+    lines: chartLines(group, methods, (line) => line.lengths),
     marks: [{ x: group.train_length, text: "training length" }],
   };
 }
 
-function positionChart(group) {
+function positionChart(group, methods) {
   const xs = group.lines.flatMap((line) => line.positions.map(({ x }) => x));
   const longest = group.test_lengths.at(-1);
   const powers = Array.from({ length: Math.floor(Math.log2(longest)) + 1 }, (_, i) => 2 ** i);
@@ -135,27 +136,27 @@ function positionChart(group) {
       at: (x) => `after ${grouped(Math.round(x))} token${Math.round(x) === 1 ? "" : "s"}`,
     },
     y: { label: "bits per token, lower is better", format: (y) => y.toFixed(2) },
-    lines: chartLines(group, (line) => line.positions),
+    lines: chartLines(group, methods, (line) => line.positions),
     marks: [{ x: group.train_length, text: "training length" }],
   };
 }
 
 // The lines in the order in which they end, so that the legend stands as the chart does; those that stop short last.
-function chartLines(group, pointsOf) {
+function chartLines(group, methods, pointsOf) {
   const end = (line) => (line.limit === null ? (pointsOf(line).at(-1)?.y ?? Infinity) : -Infinity);
   return [...group.lines]
     .sort((a, b) => end(b) - end(a))
     .map((line) => ({
       key: line.method,
-      name: line.name,
-      colour: `--method-${line.method}`,
+      name: methods[line.method].label,
+      colour: methods[line.method].colour,
       points: pointsOf(line),
-      main: line.method === "alibi",
+      main: methods[line.method].main,
       stop: line.limit === null ? null : `no rows past ${grouped(line.limit)}`,
     }));
 }
 
-function tableRow(line, group) {
+function tableRow(line, group, methods) {
   const at = (length) => line.lengths.find(({ x }) => x === length)?.y ?? null;
   const [first, last] = [at(group.train_length), at(group.test_lengths.at(-1))];
   const change = first === null || last === null ? "" : signedPercent(last / first - 1);
@@ -164,7 +165,7 @@ function tableRow(line, group) {
     if (loss !== null) return loss.toFixed(3);
     return line.limit !== null && length > line.limit ? "no rows" : "\u2013";
   });
-  return { head: line.name, cells: [...cells, change] };
+  return { head: methods[line.method].label, cells: [...cells, change] };
 }
 
 function signedPercent(share) {

@@ -180,8 +180,8 @@ function rowChart(row, query, slope, names, log) {
     },
     y: { label: "weight", low: log ? floor : 0, log, format: (y) => (log ? scientific(y, 3) : fixed(y)) },
     lines: [
-      { key: "weight", name: "weight", colour: "--accent", bars: true, points: line(row) },
-      ...(alone ? [{ key: "alone", name: "bias alone", colour: "--ink", points: line(alone) }] : []),
+      { key: "weight", name: "weight", colour: "var(--accent)", bars: true, points: line(row) },
+      ...(alone ? [{ key: "alone", name: "bias alone", colour: "var(--ink)", points: line(alone) }] : []),
     ],
     start: query,
   };

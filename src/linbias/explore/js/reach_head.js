@@ -68,11 +68,11 @@ export function certificateChart(found, tolerance) {
       {
         key: "bound",
         name: "at most",
-        colour: "--accent",
+        colour: "var(--accent)",
         main: true,
         points: line(steps.map((step) => ({ x: nearest(step), y: Math.exp(step.bound) }))),
       },
-      { key: "there", name: "really", colour: "--negative", points: line(there) },
+      { key: "there", name: "really", colour: "var(--negative)", points: line(there) },
     ],
     marks: [
       ...(tolerance > 0 ? [{ y: share, text: "tolerance", middle: low < position && position < high ? position : undefined }] : []),

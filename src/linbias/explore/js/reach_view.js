@@ -134,8 +134,8 @@ function workChart(points) {
     x: { label: "tokens", low: 0, high: LENGTHS.at(-1), ticks: LENGTHS, format: grouped, at: (x) => `at ${grouped(x)} tokens` },
     y: { label: "keys read, all heads", low: 0, format: grouped, tick: grouped },
     lines: [
-      { key: "all", name: "every key", colour: "--negative", points: of("visible") },
-      { key: "read", name: "near to far", colour: "--accent", main: true, points: of("read") },
+      { key: "all", name: "every key", colour: "var(--negative)", points: of("visible") },
+      { key: "read", name: "near to far", colour: "var(--accent)", main: true, points: of("read") },
     ],
   };
 }

@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from linbias._run.files import check_writable, move_into_place, write_json, write_whole
 from linbias.models.encoders import original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import find_family
 from linbias.models.loading import Files, load
-from linbias.runs.files import check_writable, move_into_place, write_json, write_whole
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

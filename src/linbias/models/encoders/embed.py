@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from linbias._run.files import JsonLog
+from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.documents import Document, Id
 from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
 from linbias.models.loading import Files, load, load_tokenizer
-from linbias.runs.files import JsonLog
-from linbias.runs.folders import hold_run_folder, open_run_folder
 
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linbias._run.files import check_writable, new_file, write_json, write_whole
 from linbias.models.encoders.documents import Id
-from linbias.runs.files import check_writable, new_file, write_json, write_whole
 
 Vectors = NDArray[np.float32]
 

@@ -34,12 +34,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.data.reading import Window, check_tokens, equal_windows
+from linbias._run.files import Record, check_writable, write_whole
+from linbias._run.folders import list_differences
+from linbias.lm.memory import PeakMemory, available_bytes
+from linbias.lm.windows import Window, check_tokens, equal_windows
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
-from linbias.runs.files import Record, check_writable, write_whole
-from linbias.runs.folders import list_differences
-from linbias.runs.memory import PeakMemory, available_bytes
 
 _SECONDS_BETWEEN_WRITES = 30.0
 

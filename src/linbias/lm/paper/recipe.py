@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from linbias.runs import DEVICES, PRECISIONS
+from linbias.lm.settings import DEVICES, PRECISIONS
 
 
 @dataclass(frozen=True)

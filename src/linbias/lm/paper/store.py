@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from linbias._run.files import new_file
 from linbias.data.dictionary import Dictionary
-from linbias.runs.files import new_file
 
 _MAGIC, _OLDER_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 _HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, number of lines

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.files import Record, move_into_place, read_json, write_json
-from linbias.runs.memory import PeakMemory, keep_freed_memory
-from linbias.runs.processes import is_main
-from linbias.runs.watch import ProgressBar
+from linbias._run.files import Record, move_into_place, read_json, write_json
+from linbias._run.processes import is_main
+from linbias.lm.checkpoints import Checkpoints
+from linbias.lm.memory import PeakMemory, keep_freed_memory
+from linbias.lm.watch import ProgressBar
 
 
 @dataclass(frozen=True, kw_only=True)

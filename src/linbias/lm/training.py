@@ -3,7 +3,7 @@
 A run has a folder:
 
     settings.json      the settings; written first, compared when the run continues
-    history.jsonl      the loss as it went, a line every few steps (see `linbias.runs.watch`)
+    history.jsonl      the loss as it went, a line every few steps (see `linbias.lm.watch`)
     checkpoints/       the Trainer's; of a finished run the last one, from which it can be extended
     model.safetensors, config.json, tokenizer.json, ...      the result, for `from_pretrained`
     metrics.json       written last: a run is finished when its number of steps is in it
@@ -38,22 +38,17 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
 
+from linbias._run.files import Record, write_json
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.processes import from_main, is_main, wait_for_all
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import Segments
 from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
+from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.initial import initial_config, initial_model, weights_of
-from linbias.lm.settings import TrainSettings
-from linbias.lm.trainer import LanguageModelTrainer
-from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
-from linbias.models.config import LinbiasConfig
-from linbias.models.load import no_bars
-from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.files import Record, write_json
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.processes import from_main, is_main, wait_for_all
-from linbias.runs.training import (
+from linbias.lm.loop import (
     TrainingMetrics,
     is_finished,
     publish,
@@ -61,7 +56,12 @@ from linbias.runs.training import (
     trainer_arguments,
     uses_cpu,
 )
-from linbias.runs.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
+from linbias.lm.settings import TrainSettings
+from linbias.lm.trainer import LanguageModelTrainer
+from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
+from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
+from linbias.models.config import LinbiasConfig
+from linbias.models.load import no_bars
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.

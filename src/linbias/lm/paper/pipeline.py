@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linbias.data.prepare import prepare
-from linbias.paper.checkpoint import load
-from linbias.paper.evaluate import PaperEvaluation, evaluate
-from linbias.paper.recipe import Recipe
-from linbias.paper.train import PaperMetrics, check_recipe, train
-from linbias.runs.files import Record, fingerprint
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.progress import Advance, progress_bar
+from linbias._run.files import Record, fingerprint
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.progress import Advance, progress_bar
+from linbias.lm.paper.checkpoint import load
+from linbias.lm.paper.evaluate import PaperEvaluation, evaluate
+from linbias.lm.paper.prepare import prepare
+from linbias.lm.paper.recipe import Recipe
+from linbias.lm.paper.train import PaperMetrics, check_recipe, train
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def run(
         texts: Files of UTF-8 text: "train", "valid" and "test".
         output: Folder of the run: new, empty, or of a run with the same texts and recipe.
         recipe: What to train and for how long.
-        fit: As for `linbias.paper.train.train`.
+        fit: As for `linbias.lm.paper.train.train`.
         workers: Processes that read text.
         batch_tokens: Tokens per forward pass of the evaluations.
         progress: Show progress bars on standard error.
 
     Raises:
         ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; there
-            are several processes (torchrun); or as `linbias.paper.train.train`.
+            are several processes (torchrun); or as `linbias.lm.paper.train.train`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("run: must run as one process; use paper train for several (torchrun)")

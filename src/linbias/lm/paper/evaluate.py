@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from linbias._run.files import Record
 from linbias.data.dictionary import check_words
-from linbias.data.store import read_data
+from linbias.lm.paper.checkpoint import check_dictionary, load
+from linbias.lm.paper.score import score
+from linbias.lm.paper.store import read_data
 from linbias.models.paper import PaperForCausalLM
-from linbias.paper.checkpoint import check_dictionary, load
-from linbias.paper.score import score
-from linbias.runs.files import Record
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def load_for(
     """Loads a model to evaluate on some data, and checks that both have the same words.
 
     Args:
-        path: As for `linbias.paper.checkpoint.load`.
+        path: As for `linbias.lm.paper.checkpoint.load`.
         data: Folder that `prepare` or the original made.
-        position: As for `linbias.paper.checkpoint.load`.
+        position: As for `linbias.lm.paper.checkpoint.load`.
 
     Raises:
         ValueError: There is no such model, or it was trained with other words.

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linbias.runs.files import JsonLog, Record
-from linbias.runs.progress import Pace, duration
+from linbias._run.files import JsonLog, Record
+from linbias._run.progress import Pace, duration
 
 
 class StopWatch(TrainerCallback):

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from linbias.data import SPLITS
 from linbias.data.dictionary import Dictionary
 from linbias.data.hub import WIKITEXT_WORDS, as_line, open_data_set
-from linbias.data.ranges import Range, cut_into_ranges, in_processes
-from linbias.data.store import ids_dtype, write_ids
+from linbias.lm.paper.ranges import Range, cut_into_ranges, in_processes
+from linbias.lm.paper.store import ids_dtype, write_ids
 
 Progress = Callable[[int, int | None], None]
 Result = TypeVar("Result")
@@ -102,7 +102,7 @@ def prepare(
         ValueError: An argument breaks a rule above, or a text is missing, empty or not UTF-8.
 
     Example:
-        >>> from linbias.data.store import read_ids
+        >>> from linbias.lm.paper.store import read_ids
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     text = Path(folder, "train.txt")
         ...     _ = text.write_text("the cat\\n\\nthe end\\n")

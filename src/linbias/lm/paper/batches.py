@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from linbias.data.blocks import block_tokens, blocks
 from linbias.data.dictionary import Dictionary
+from linbias.lm.paper.blocks import block_tokens, blocks
 
 
 class Batches(Dataset[dict[str, Any]]):

@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from linbias._run.files import check_writable, move_into_place
 from linbias.data.dictionary import Dictionary
 from linbias.data.words import save_word_tokenizer
+from linbias.lm.paper.pickled import read_original
 from linbias.models.load import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
-from linbias.paper.pickled import read_original
-from linbias.runs.files import check_writable, move_into_place
 
 # The original's names of the numbers that determine the shapes.
 _SIZES = {

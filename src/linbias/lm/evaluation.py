@@ -34,15 +34,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from linbias.data.reading import Window, check_tokens, equal_windows
+from linbias._run.files import Record
+from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
+from linbias.lm.memory import PeakMemory
+from linbias.lm.settings import PRECISIONS
+from linbias.lm.windows import Window, check_tokens, equal_windows
 from linbias.models.limits import able_to_read, position_limit
 from linbias.models.linbias import LinbiasForMaskedLM
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
-from linbias.runs import PRECISIONS
-from linbias.runs.files import Record
-from linbias.runs.memory import PeakMemory
-from linbias.runs.processes import max_over_all, num_processes, rank, sum_over_all
 
 _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_masked scores it)",

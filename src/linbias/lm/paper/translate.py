@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from linbias.paper.recipe import PRESETS, Recipe
+from linbias.lm.paper.recipe import PRESETS, Recipe
 
 
 @dataclass

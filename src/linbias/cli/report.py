@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from linbias.cli.tables import NumberTable
 from linbias.lm import findings
-from linbias.lm.methods import COLOURS, NAMES
 from linbias.lm.records import ExtrapolationResults
-from linbias.runs.tables import NumberTable
+from linbias.methods import METHODS
 
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
@@ -68,4 +68,4 @@ def _table(title: str, heads: list[str]) -> NumberTable:
 
 
 def _name(method: str) -> Text:
-    return Text(NAMES[method], f"bold {COLOURS[method]}")
+    return Text(METHODS[method].label, "bold")

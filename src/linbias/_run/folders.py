@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from linbias.runs.files import Record, check_writable, read_json, write_json
-from linbias.runs.processes import from_main, is_main, wait_for_all
+from linbias._run.files import Record, check_writable, read_json, write_json
+from linbias._run.processes import from_main, is_main, wait_for_all
 
 try:
     import fcntl

@@ -29,22 +29,12 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
-from linbias.data.batches import Batches
-from linbias.data.blocks import batch_order, blocks
+from linbias._run.files import fingerprint
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.processes import is_main, wait_for_all
 from linbias.data.dictionary import Dictionary
-from linbias.data.store import StoredIds, read_data
-from linbias.models.fields import MAXIMA, own_fields
-from linbias.models.load import no_bars
-from linbias.models.paper import PaperForCausalLM
-from linbias.models.paper_config import PaperConfig
-from linbias.paper.checkpoint import add_words
-from linbias.paper.recipe import Recipe
-from linbias.paper.trainer import LogFile, PaperTrainer, SeedEachStep, perplexity
-from linbias.runs.checkpoints import Checkpoints
-from linbias.runs.files import fingerprint
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.processes import is_main, wait_for_all
-from linbias.runs.training import (
+from linbias.lm.checkpoints import Checkpoints
+from linbias.lm.loop import (
     TrainingMetrics,
     is_finished,
     publish,
@@ -52,7 +42,17 @@ from linbias.runs.training import (
     trainer_arguments,
     uses_cpu,
 )
-from linbias.runs.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias.lm.paper.batches import Batches
+from linbias.lm.paper.blocks import batch_order, blocks
+from linbias.lm.paper.checkpoint import add_words
+from linbias.lm.paper.recipe import Recipe
+from linbias.lm.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexity
+from linbias.lm.paper.store import StoredIds, read_data
+from linbias.lm.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias.models.fields import MAXIMA, own_fields
+from linbias.models.load import no_bars
+from linbias.models.paper import PaperForCausalLM
+from linbias.models.paper_config import PaperConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def train(
             and the same call continues from there.
 
     Example:
-        >>> from linbias.data.prepare import prepare
+        >>> from linbias.lm.paper.prepare import prepare
         >>> model = {"hidden_size": 32, "num_hidden_layers": 1, "cutoffs": []}
         >>> batches = dict(length=4, max_tokens=8, batches_per_step=1)
         >>> run = dict(steps=3, warmup_steps=1, precision="fp32", validate_steps=0)

@@ -20,9 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from linbias.paper.optimizer import NAG, cosine_lr
-from linbias.paper.recipe import Recipe
-from linbias.runs.files import JsonLog, Record
+from linbias._run.files import JsonLog, Record
+from linbias.lm.paper.optimizer import NAG, cosine_lr
+from linbias.lm.paper.recipe import Recipe
 
 
 class PaperTrainer(Trainer):

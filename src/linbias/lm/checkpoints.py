@@ -22,8 +22,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from linbias.runs.files import Record, read_json, sha256, write_json
-from linbias.runs.processes import from_main, is_main, wait_for_all
+from linbias._run.files import Record, read_json, sha256, write_json
+from linbias._run.processes import from_main, is_main, wait_for_all
 
 _MARK = "complete.json"
 _NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged later

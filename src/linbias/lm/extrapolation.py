@@ -23,26 +23,26 @@ import torch
 from rich.console import Console
 
 from linbias import _machine
+from linbias._run.files import JsonLog, Record, write_json
+from linbias._run.folders import hold_run_folder, open_run_folder
+from linbias._run.progress import progress_bar
 from linbias.data.corpus import Corpus, load_corpus
-from linbias.lm.evaluate import Evaluation, evaluate
-from linbias.lm.methods import NAMES
+from linbias.lm.evaluation import Evaluation, evaluate
 from linbias.lm.page import write_report
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings
-from linbias.lm.train import train
+from linbias.lm.training import train
+from linbias.methods import METHODS
 from linbias.models.config import LinbiasConfig
 from linbias.models.limits import position_limit
 from linbias.models.load import load_model
-from linbias.runs.files import JsonLog, Record, write_json
-from linbias.runs.folders import hold_run_folder, open_run_folder
-from linbias.runs.progress import progress_bar
 
 
 def extrapolate(
     settings: ExtrapolateSettings,
     output: str | os.PathLike[str],
     *,
-    command: str = "linbias.lm.extrapolate()",
+    command: str = "linbias.lm.extrapolation()",
     progress: bool = True,
 ) -> ExtrapolationResults:
     """Trains every model, measures it at every length, and writes the report.
@@ -95,7 +95,9 @@ def extrapolate(
         evaluations: list[EvaluationRecord] = []
         models = list(product(settings.seeds, settings.train_lengths, settings.methods))
         for number, (seed, train_length, method) in enumerate(models, start=1):
-            run.console.print(f"\n[bold]Model {number} of {len(models)}: {NAMES[method]}[/]")
+            run.console.print(
+                f"\n[bold]Model {number} of {len(models)}: {METHODS[method].label}[/]"
+            )
             model_folder = folder / "models" / f"{method}-L{train_length}-s{seed}"
             trainings.append(run.train_model(method, train_length, seed, model_folder))
             evaluations += run.test_model(method, train_length, seed, model_folder)
