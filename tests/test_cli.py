@@ -302,7 +302,6 @@ def test_evaluate_at_lengths_and_slope_scales(model, corpus, tmp_path):
     assert [(r["length"], r["slope_scale"]) for r in ours] == [
         (length, scale) for length in (16, 48) for scale in (None, "interpolate", 0.5)
     ]
-    assert not any(r["fused"] for r in ours)
     nll = [r["nll"] for r in ours]
     assert (
         nll[0] == nll[1] and len({*nll[1:]}) == 5
@@ -330,8 +329,8 @@ def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     byte_tokenizer().save(tmp_path / "bloom")
     words = ["evaluate", tmp_path / "bloom", "--corpus", corpus, "--split", "test", "-q"]
     words += ["--limit-tokens", 192, "--length", 64]
-    (theirs,) = json.loads(run(*words, "--json").stdout)
-    scaled = [*words, "--fuse", "--slope-scale", "none,interpolate,0.25"]
+    (theirs,) = json.loads(run(*words, "--no-fuse", "--json").stdout)
+    scaled = [*words, "--slope-scale", "none,interpolate,0.25"]
     none, interpolated, quarter = json.loads(run(*scaled, "--json").stdout)
     assert none["fused"] and not theirs["fused"]
     assert none["nll"] == pytest.approx(theirs["nll"], rel=1e-6)
@@ -442,7 +441,6 @@ ERRORS = [
         "train, valid, test, got 'no'",
     ),
     (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
-    (["evaluate", "{model}", "--fuse", "--corpus", "{corpus}", "--split", "test"], "fuse: model must contain one of BloomModel, FalconModel, MptModel"),
     (["evaluate", "{model}", "--slope-scale", "none,0"], "--slope-scale: must be none, interpolate or a positive number, got '0'"),
     (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "train_length must be at least 1, got 0"),
     (
@@ -566,7 +564,7 @@ def test_a_real_process_ends_with_one_line_and_no_traceback():
     process = start("evaluate", "./absent")
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: load_model: path must be a folder")
+    assert stderr.startswith("error: load: path must be a folder")
     assert stderr.count("\n") == 1
 
 

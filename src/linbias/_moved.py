@@ -18,6 +18,8 @@ MOVED = {
     "linbias.lm.generate": "from linbias.lm import generate",
     "linbias.lm.terminal": "linbias.cli.report",
     "linbias.paper": "linbias.lm.paper",
+    "linbias.models.load": "from linbias.models import load",
+    "linbias.models.padding": "linbias.models.places",
     "linbias.runs": "linbias.lm.train and its like: what runs share is private",
 }
 

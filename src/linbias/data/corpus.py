@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linbias._run.hub import caches_if_unreachable
+from linbias._run.hub import answers
 from linbias.data import SPLITS
 from linbias.data.hub import TEXTS, as_line, open_data_set
 from linbias.data.tokenizers import (
@@ -178,9 +178,8 @@ def find_corpus(name: str) -> None:
         return
     if not _is_data_set(name):
         raise _no_such_corpus(name)
-    with caches_if_unreachable() as reachable:
-        if not reachable:  # else it shows when it is fetched
-            _open(name, stream=True, cache_dir=None)
+    if not answers():  # else it shows when it is fetched
+        _open(name, stream=True, cache_dir=None)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:

@@ -123,12 +123,23 @@ def _load(
     new_head: bool,
     changes: dict[str, Any],
 ) -> PreTrainedModel:
-    settings, stored = files.settings, files.look_at_weights()
-    family = find_family(settings, set(stored))
+    settings = files.settings
+    family, names = find_family(settings, set()), set[str]()
     if family is None:
-        return _load_plain(files, task, dtype, changes)
+        if is_plain(settings):
+            return _load_plain(files, task, dtype, changes)
+        if files.model_type is None or "bert" in str(files.model_type):
+            names = set(files.look_at_weights())  # which alone tell original encoders
+        family = find_family(settings, names)
+    if family is None:
+        raise ValueError(
+            f"load: {files.name!r} must hold a model of a family that is known ({', '.join(NAMES)}), "
+            f"or a causal one of Transformers, got model_type {files.model_type!r}"
+        )
+    config = family.read_config(settings, names)
+    stored = files.look_at_weights()
+    _check_kinds(stored)
     options = {name: changes.pop(name) for name in _OPTIONS_OF_FUSE & set(changes) if family.fused}
-    config = family.read_config(settings, set(stored))
     kinds = family.classes(config)
     task = task or next(iter(kinds))
     if task not in kinds:
@@ -166,12 +177,6 @@ def _load_plain(
     files: "Files", task: str | None, dtype: torch.dtype | None, changes: dict[str, Any]
 ) -> PreTrainedModel:
     """A causal model of Transformers without ALiBi."""
-    if not is_plain(files.settings):
-        kind = files.settings.get("model_type")
-        raise ValueError(
-            f"load: {files.name!r} must hold a model of a family that is known ({', '.join(NAMES)}), "
-            f"or a causal one of Transformers, got model_type {kind!r}"
-        )
     if task not in (None, "causal"):
         raise ValueError(
             f"load: task must be 'causal' for {files.name!r}, which has no ALiBi, got {task!r}"
@@ -341,14 +346,6 @@ class Files:
                     else ", or asks for code, which was not run"
                 )
                 raise ValueError(f"{part.name} is damaged{asks}") from error
-        for name, tensor in weights.items():
-            if not isinstance(tensor, Tensor):
-                kind = type(tensor).__name__
-            elif tensor.is_floating_point() or _BUFFERS.search(name):
-                continue
-            else:
-                kind = str(tensor.dtype)
-            raise ValueError(f"{name} must hold floating numbers, got {kind}")
         return weights
 
     def _parts(self) -> list[Path]:
@@ -382,6 +379,15 @@ def _look_at(part: Path) -> Weights:
             dtype = _DTYPES.get(header.get_dtype(), torch.int8)
             found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
     return found
+
+
+def _check_kinds(weights: Mapping[str, Any]) -> None:
+    for name, tensor in weights.items():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not (
+            (isinstance(kind, torch.dtype) and kind.is_floating_point) or _BUFFERS.search(name)
+        ):
+            raise ValueError(f"{name} must hold floating numbers, got {kind}")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -85,9 +85,10 @@ class Places:
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype):
             return self
-        parts = (self.positions, self.key_range, self.query_start, self.packing, self.is_token)
-        moved = (None if part is None else part.to(device) for part in parts)
-        return Places(*moved, need_weights=self.need_weights)  # type: ignore[arg-type]
+        parts = ("positions", "key_range", "query_start", "packing", "is_token")
+        found = {name: getattr(self, name) for name in parts}
+        moved = {name: part.to(device) for name, part in found.items() if part is not None}
+        return replace(self, **moved)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:

@@ -49,7 +49,7 @@ def with_slopes(
     for module in model.modules():
         if isinstance(slopes := getattr(module, "slopes", None), ModelSlopes):
             kept.append((module, "slopes", slopes))
-            module.slopes = slopes.scaled(slope_scale, train_length)  # type: ignore[assignment]
+            module.slopes = slopes.scaled(slope_scale, train_length)
         elif (bias := getattr(module, "fused_bias", None)) is not None:
             kept.append((module, "fused_bias", bias))
             module.fused_bias = replace(bias, slopes=bias.slopes.scaled(slope_scale, train_length))

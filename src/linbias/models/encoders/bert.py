@@ -79,7 +79,9 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if q.dim() == 4:
             out = attention(
-                *(x.transpose(1, 2) for x in (q, k, v)),
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
                 left,
                 causal=False,
                 key_range=places.key_range,

@@ -30,6 +30,7 @@ from linbias.torch.functional import IMPLEMENTATIONS
 
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
+_GENERATE = tuple(family.language_model for family in FAMILIES.values())
 _ROUNDINGS = ("exact", "checkpoint")
 
 
@@ -110,8 +111,9 @@ def fuse(
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
     for module in model.modules():
-        if isinstance(module, tuple(family.language_model for family in FAMILIES.values())):
-            module.create_masks_for_generate = keep_mask_for_generate
+        # BLOOM's own already returns [B, S].
+        if isinstance(module, _GENERATE) and not hasattr(module, "create_masks_for_generate"):
+            vars(module)["create_masks_for_generate"] = keep_mask_for_generate
     return model
 
 
@@ -177,7 +179,8 @@ def install() -> None:
     for family in FAMILIES.values():
         if family.why_unknown() is None:
             _fuse_when_built(family.body)
-            family.language_model.create_masks_for_generate = _keep_mask_if_fused  # type: ignore[attr-defined]
+            if not hasattr(family.language_model, "create_masks_for_generate"):
+                family.language_model.create_masks_for_generate = _keep_mask_if_fused  # type: ignore[attr-defined]
 
 
 def _fuse_when_built(body: type[nn.Module]) -> None:

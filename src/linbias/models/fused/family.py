@@ -114,6 +114,7 @@ class Family:
 
 def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
     """Let modules be of other classes that know the same attributes."""
+    module: Any
     for module in body.modules():
         if (found := classes.get(type(module))) is not None:
             module.__class__ = found
@@ -134,8 +135,8 @@ class FusedAttention:
         if not isinstance(attention_mask, Places):
             got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
             raise ValueError(
-                f"{type(self).__name__}: attention_mask of a fused model must be None or have shape [B, S], and "
-                f"attn_implementation must be {NAME!r}, got a mask {got}"
+                f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], got {got}, and its "
+                f"attn_implementation must be {NAME!r}"
             )
         if kwargs.get("output_attentions"):
             attention_mask = replace(attention_mask, need_weights=True)
