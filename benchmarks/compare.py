@@ -30,8 +30,8 @@ CASES: dict[str, tuple[int, int, int, int, int, int, str, dict[str, Any], bool]]
     "causal-32768": (1, 8, 8, 32768, 32768, 64, "float32", {}, False),
     "bfloat16-8192": (1, 8, 8, 8192, 8192, 64, "bfloat16", {}, False),
     "symmetric-8192": (1, 8, 8, 8192, 8192, 64, "float32", {"causal": False}, False),
-    "zero-slopes-4096": (1, 8, 8, 4096, 4096, 64, "float32", {"left": [0.0] * 8}, False),
-    "zero-slopes-bfloat16-4096": (1, 8, 8, 4096, 4096, 64, "bfloat16", {"left": [0.0] * 8}, False),
+    "zero-slopes-4096": (1, 8, 8, 4096, 4096, 64, "float32", {"slopes": [0.0] * 8}, False),
+    "zero-slopes-bfloat16-4096": (1, 8, 8, 4096, 4096, 64, "bfloat16", {"slopes": [0.0] * 8}, False),
     "training-tiny-16": (1, 4, 4, 16, 16, 32, "float32", {}, True),
     "training-128": (8, 6, 6, 128, 128, 32, "float32", {}, True),
     "training-512": (4, 8, 8, 512, 512, 64, "float32", {}, True),
@@ -53,14 +53,15 @@ def prepare(name: str) -> Callable[[], Any]:
     shapes = (B, H, T, D), (B, G, S, D), (B, G, S, D)
     q, k, v = (torch.randn(s).to(getattr(torch, dtype)).requires_grad_(gradients) for s in shapes)
     options = dict(options)
+    slopes = options.pop("slopes", None)  # by position: versions differ in its name
     if "key_bound" in options:
         options["key_bound"] = torch.full((B, G), options["key_bound"])
     if "key_range" in options:
         options["key_range"] = torch.tensor(options["key_range"])
     if not gradients:
-        return lambda: attention(q, k, v, **options)
+        return lambda: attention(q, k, v, slopes, **options)
     dout = torch.randn(B, H, T, D).to(q.dtype)
-    return lambda: torch.autograd.grad(attention(q, k, v, **options), (q, k, v), dout)
+    return lambda: torch.autograd.grad(attention(q, k, v, slopes, **options), (q, k, v), dout)
 
 
 def work() -> None:

@@ -4,35 +4,37 @@ Nothing is fetched, while it is built or while it is read: formulas are MathML, 
 """
 
 import logging
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "_extensions")]
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.util.logging import getLogger
 
-logging.getLogger("datasets").setLevel(logging.WARNING)  # says which frameworks it found
-
-import annotate  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent))
+logging.getLogger("datasets").setLevel(
+    logging.WARNING
+)  # it says at length which frameworks it found
 
 import linbias  # noqa: E402
-
-annotate.write()  # docs/annotated/*.md, from the sources
+from linbias import explore  # noqa: E402
 
 project = "linbias"
 author = "the authors of linbias"
 version = release = linbias.__version__
 extensions = [
     "myst_parser",
-    "docstrings",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx.ext.githubpages",  # a file that tells one host to serve _static
-    "mathml",
-    "sources",
     "commands",
-    "explorer",
 ]
-exclude_patterns = ["_extensions"]
+exclude_patterns = ["LOG.md", "mutants.md"]  # for those who work on the code: read where they lie
 
 # Markdown
 myst_enable_extensions = ["deflist", "dollarmath", "attrs_inline", "colon_fence"]
@@ -44,17 +46,13 @@ autodoc_typehints = "none"  # the docstrings say dtype, shape and meaning
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 72
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_param = False
 napoleon_use_rtype = False
-napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Fields", "Raises")]
-
+napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Raises")]
+default_role = "py:obj"  # a name in backticks is a link where it has an entry, and code elsewhere
+highlight_language = "text"
 smartquotes = False  # a quote of code stays one
-
-# Strict: every name of ours that is mentioned has an entry. Those of others are not looked up, which would need a network.
-nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!linbias\.).*")]
 
 # The pages
 html_theme = "furo"
@@ -70,4 +68,56 @@ html_show_sphinx = False
 html_show_copyright = False
 html_domain_indices = False
 html_use_index = False
-templates_path: list[str] = []
+
+
+def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math, None))
+    app.connect("autodoc-process-docstring", _process_docstring, priority=400)  # napoleon: 500
+    app.connect("autodoc-process-signature", _without_unknown)
+    app.connect("build-finished", _write_explorer)
+
+
+def _visit_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
+    """Formulas as MathML: a browser draws them without a script, a font or a network."""
+    block = isinstance(node, nodes.math_block)
+    try:
+        markup = tex2mathml(node.astext().strip(), as_block=block)
+    except MathError as error:
+        getLogger(__name__).warning("formula %r: %s", node.astext(), error, location=node)
+        raise nodes.SkipNode from error
+    translator.body.append(f'<div class="formula">{markup}</div>' if block else markup)
+    raise nodes.SkipNode
+
+
+def _process_docstring(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    lines[:] = plain_to_rst("\n".join(lines)).split("\n")
+
+
+def plain_to_rst(text: str) -> str:
+    """A docstring as it is written here, as reStructuredText: an indented block is literal, a table has bars."""
+    sections = "Args|Returns|Raises|Example|Attributes|Yields"
+    text = re.sub(rf"(?m)^( *)(?!(?:{sections}):$)(\S.*)\n\n(?=\1    )", r"\1\2\n\n\1::\n\n", text)
+    text = re.sub(r"(?m)^( *\|.*\n)( *\|-.*\n)((?: *\|.*(?:\n|$))+)", _simple_table, text)
+    return re.sub(r"(`[^`\n]+`)(?=\w)", r"\1\\ ", text)  # `name`s
+
+
+def _simple_table(table: re.Match[str]) -> str:
+    parts = (re.sub(r"(?m)^( *)\|", r"\1", part) for part in table.groups())
+    head, rule, body = (part.replace("|", " ") for part in parts)
+    rule = rule.replace("-", "=")
+    return rule + head + rule + body.rstrip("\n") + "\n" + rule
+
+
+def _without_unknown(
+    app: Sphinx, what: str, name: str, thing: object, options: object, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:  # fmt: skip
+    """Leave out the parameter that only collects names to refuse."""
+    return signature and signature.replace(", **unknown", ""), returned
+
+
+def _write_explorer(app: Sphinx, error: Exception | None) -> None:
+    """What `linbias explore` opens, which explore.md shows in a frame."""
+    if error is None:
+        (Path(app.outdir) / "explorer.html").write_text(explore.page(), encoding="utf-8")

@@ -188,7 +188,7 @@ def heads() -> Picture:
         "What the bias leaves of a weight, for four of eight heads: steep heads see a few keys",
     )
     slopes = linbias.slopes(8)
-    kept = np.exp(linbias.bias(slopes, 24, 24, right=[np.inf] * 8))
+    kept = np.exp(linbias.bias(slopes, 24, 24, right_slopes=[np.inf] * 8))
     for place, head in enumerate((0, 2, 4, 7)):
         values = np.where(np.triu(np.ones((24, 24)), 1) > 0, -np.inf, kept[head])
         title = f"head {head}, slope 1/{round(1 / slopes[head])}"
@@ -234,7 +234,7 @@ def rows_alike() -> Picture:
     picture = Picture(
         820, 262, "Two matrices that differ by a number per row, and their one softmax"
     )
-    away = linbias.bias([0.5], 5, 5, right=[np.inf])[0]
+    away = linbias.bias([0.5], 5, 5, right_slopes=[np.inf])[0]
     index = np.where(np.isinf(away), -np.inf, 0.5 * np.arange(5.0))
     exp = np.exp(away)
     for place, (title, values, most) in enumerate(
@@ -273,7 +273,7 @@ def variants() -> Picture:
         ("asymmetric", ([0.5], [1.0])),
     ]
     for place, (title, (a, b)) in enumerate(shown):
-        values = linbias.bias(a, 7, 7, right=b)[0]
+        values = linbias.bias(a, 7, 7, right_slopes=b)[0]
         matrix(
             picture, 20 + place * 160, 42, values, 20, 4.0, title=title, size=9,
             label=lambda value: f"{value:g}".replace("0.", "."),

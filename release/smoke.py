@@ -24,7 +24,7 @@ FLAGS = {
 CALLS = {
     "causal": {},
     "symmetric": {"causal": False},
-    "asymmetric": {"causal": False, "right": [0.0, 0.2, np.inf, 0.4]},
+    "asymmetric": {"causal": False, "right_slopes": [0.0, 0.2, np.inf, 0.4]},
     "padded": {"key_range": [[7, 300], [0, 291]]},
 }
 

@@ -4,7 +4,7 @@
     python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
                                                                 # page shows too
 
-Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
+The experiment is that of
 linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
 """
 
@@ -15,8 +15,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markers import fill
+
 from linbias._run.files import write_json, write_whole
-from linbias.explore import results as explorer_results
+from linbias.explore import read_results
 from linbias.lm import figures
 from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord
@@ -61,8 +63,8 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
     raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
 
 
-def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
-    """The medians that the README shows, and where there are more."""
+def speed_table() -> str:
+    """The medians that the README shows."""
     records = newest_records("causal-8192")
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
@@ -76,7 +78,7 @@ def speed_table(more: str = "[docs/kernels.md](docs/kernels.md)") -> str:
     r = last["cpu", "causal-8192"]
     text = (
         f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        f" `make bench`); other processors, short lengths and more peers: {more}."
+        f" `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
     )
     return "\n".join([*lines, "", text])
 
@@ -202,9 +204,7 @@ def jax_table() -> str:
 
 def keep_experiment(folder: Path) -> None:
     """Take over a run of `linbias extrapolate`, which the explorer shows too."""
-    write_json(
-        EXPERIMENT, {**explorer_results.read([folder])["runs"][0], "name": "the run of the README"}
-    )
+    write_json(EXPERIMENT, {**read_results([folder])["runs"][0], "name": "the run of the README"})
 
 
 def experiment_figure() -> bytes:
@@ -244,28 +244,16 @@ def extrapolation_table() -> str:
     return "\n".join([*lines, "", text])
 
 
-def fill(text: str, name: str, content: str) -> str:
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    assert re.search(pattern, text, re.DOTALL), f"there is no part <!-- {name} -->"
-    return re.sub(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
-
-
-def fill_document(name: str, part: str, content: str) -> None:
-    path = ROOT / name
-    path.write_text(fill(path.read_text(encoding="utf-8"), part, content), encoding="utf-8")
-
-
 def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
         ("README.md", "speed"): speed_table(),
-        ("docs/results/speed.md", "speed"): speed_table("[the CPU kernel](../kernels.md)"),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_table(),
         ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table(),
-        ("docs/results/extrapolation.md", "extrapolation"): extrapolation_table(),
+        ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(),
     }
 
 
@@ -279,7 +267,7 @@ def main() -> None:
         keep_experiment(options.experiment)
     write_whole(ROOT / "docs" / "extrapolation.png", experiment_figure())
     for (document, part), content in written_parts().items():
-        fill_document(document, part, content)
+        fill(document, {part: content})
 
 
 if __name__ == "__main__":

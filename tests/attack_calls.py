@@ -17,7 +17,7 @@ from torch import Tensor
 
 import linbias.torch
 from budget import EPSILON, assert_within_budget
-from cases import Case, Inputs, round_to
+from cases import Case, Inputs, arguments, round_to
 from linbias._checks import TOLERANCE
 from linbias.kernels import core
 from linbias.torch import dense, functional
@@ -140,7 +140,7 @@ def run_torch(
     functional.draw_seed = lambda device: torch.tensor(call.seed, device=device)
     try:
         out, lse = linbias.torch.attention(
-            **leaves,
+            **arguments(leaves),
             causal=call.causal,
             **call.placement,
             scale=call.scale,
@@ -209,7 +209,7 @@ def _plain(
     """out, lse and all gradients by the formulas of DESIGN section 1, with the whole matrix in memory."""
     arrays = {n: x.to(dtype) for n, x in call.arrays.items()}
     options = {"causal": call.causal, "scale": call.scale, **call.placement}
-    inputs, _ = functional.prepare("attention", **arrays, **options)
+    inputs, _ = functional.prepare("attention", **arguments(arrays), **options)
     scale = inputs.scale
     if scaled_first:
         inputs = inputs._replace(q=inputs.q * scale, scale=1.0)
@@ -411,11 +411,11 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
     import jax.numpy as jnp
 
     import linbias.jax
-    from linbias.jax import functional as jax_functional
+    from linbias.jax import call as jax_call
 
     wide = "float64" if call.dtype == "float64" else "float32"
-    original = jax_functional.draw_seed
-    jax_functional.draw_seed = lambda _: jnp.uint32(call.seed)
+    original = jax_call.draw_seed
+    jax_call.draw_seed = lambda _: jnp.uint32(call.seed)
     with jax.enable_x64(call.dtype == "float64"):
         try:
             arrays = {
@@ -447,7 +447,7 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
             )
             gradients = pull((dout, dlse))[0] if call.wanted else {}
         finally:
-            jax_functional.draw_seed = original
+            jax_call.draw_seed = original
     results = {"out": out, "lse": lse, **{f"d{n}": g for n, g in gradients.items()}}
     results = {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
     return {

@@ -4,6 +4,7 @@ Sizes in a case are all different and mostly prime, so that a swapped axis fails
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -259,6 +260,12 @@ def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
     )
 
 
+def arguments(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arrays by the side that they belong to, under the names that the arguments of attention have."""
+    names = {"left": "slopes", "right": "right_slopes"}
+    return {names.get(name, name): array for name, array in arrays.items()}
+
+
 def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
     """Round float64 values to those of a narrower type, bfloat16 included, and keep them in float64."""
     if dtype != "bfloat16":
@@ -317,7 +324,7 @@ def attained(
         k[:] = direction
     q = np.tile(direction * score, (1, 1, T, 1))
     v = np.random.default_rng(0).normal(size=k.shape)
-    options = {"left": [slope], "scale": 1.0, "query_start": np.array([start])}
+    options = {"slopes": [slope], "scale": 1.0, "query_start": np.array([start])}
     if sides == 2:
-        options |= {"causal": False, "right": [slope]}
+        options |= {"causal": False, "right_slopes": [slope]}
     return [q, k, v], options

@@ -119,7 +119,7 @@ def check_where_attained(
 ) -> None:
     """The worst row misses at most the tolerance where the bound is attained, and for some tolerance `least` of it.
 
-    run(q, k, v, left, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see `cases.attained`.
+    run(q, k, v, slopes, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see `cases.attained`.
     """
     arrays, options, lse = _attained(pattern, T, S, sides, slope)
     shares = []

@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-_GENERATED = {
-    ROOT / f"docs/annotated/{name}.md" for name in ("definition", "layer", "near_to_far")
-}
 DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(set((ROOT / "docs").rglob("*.md")) - _GENERATED),
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 

@@ -58,7 +58,9 @@ def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
     tokens = state.get("text", " ".join(WORDS[:5])).split()
     q, k, v = explore.vectors(tokens, num_heads)
     causal = variant == "causal"
-    return linbias.explain(q, k, v, left, causal=causal, right=None if causal else right), tokens
+    return linbias.explain(
+        q, k, v, left, causal=causal, right_slopes=None if causal else right
+    ), tokens
 
 
 def chapters_table(text: str) -> list[list[str]]:

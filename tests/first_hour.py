@@ -32,14 +32,11 @@ WORKING = {
 }
 DOCUMENTS = {
     "": (),
-    "torch": (
-        *("README.md", "docs/torch.md", "docs/coming-from.md"),
-        *("docs/guides/layers.md", "docs/guides/processes.md", "docs/guides/export.md"),
-    ),
+    "torch": ("README.md", "docs/torch.md", "docs/coming-from.md"),
     "jax": ("docs/jax.md",),
     "lm": (
         *("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
-        *("docs/guides/evaluation.md", "docs/guides/transformers.md"),
+        "docs/guides/evaluation.md",
     ),
 }
 PARTS = tuple(dict.fromkeys(part for parts in WORKING.values() for part in parts))

@@ -125,7 +125,7 @@ def test_slope_0_is_standard_attention_and_hides_the_same_keys():
     assert [f"{weight:.4f}" for weight in first["weight"]] == STANDARD_THE
     assert first["weight"] == first["weight_without_bias"]
     causal = json.loads(run("explain", "--slope", "0.25,0", "--json").stdout)
-    assert causal["left"] == [0.25, 0.0]
+    assert causal["slopes"] == [0.25, 0.0]
     assert causal["rows"][0]["weight"] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert causal["rows"][0]["weight_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -152,14 +152,17 @@ def test_explain_shows_what_the_function_of_that_name_shows():
     trace, tokens = example.trace()
     shown = run("explain", "--query", "mat", "--head", 1).stdout
     assert shown.rstrip() == trace.table(head=1, tokens=tokens)
-    assert trace.right.tolist() == [np.inf, np.inf]  # causal, as linbias.explain and attention are
+    assert trace.right_slopes.tolist() == [
+        np.inf,
+        np.inf,
+    ]  # causal, as linbias.explain and attention are
     assert trace.table(head=1) == trace.table(head=1, tokens=tokens)  # it carries the names
 
 
 def test_explain_as_json_hides_later_keys_and_has_all_rows():
     found = json.loads(run("explain", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
-    assert found["left"] == [0.5, 0.25]
+    assert found["slopes"] == [0.5, 0.25]
     assert len(found["rows"]) == 10
     for row in found["rows"]:
         later = slice(row["query"] + 1, None)
@@ -190,16 +193,19 @@ def test_explain_writes_the_same_numbers_as_csv(tmp_path):
 
 def test_explain_reads_arrays_from_a_file(tmp_path):
     q, k, v = np.zeros((1, 2, 3)), np.zeros((1, 4, 3)), np.arange(4.0).reshape(1, 4, 1)
-    np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, left=[0.0], tokens=list("abcd"))
+    np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, slopes=[0.0], tokens=list("abcd"))
     result = run("explain", tmp_path / "arrays.npz", "--query", "c", "--json")
     (row,) = json.loads(result.stdout)["rows"]
     assert row["query"] == 0  # the last query stands at the last key: the first one at "c"
     assert row["output"] == [1.0]
     np.savez(tmp_path / "sides.npz", q=q[:, :, :1], k=k, v=v)
     assert run("explain", tmp_path / "sides.npz").exit_code == 2
-    np.savez(tmp_path / "sides.npz", q=q, k=k, v=v, left=[np.inf], right=[0.5])
+    np.savez(tmp_path / "sides.npz", q=q, k=k, v=v, slopes=[np.inf], right_slopes=[0.5])
     found = json.loads(run("explain", tmp_path / "sides.npz", "--slope", "0.1", "--json").stdout)
-    assert (found["left"], found["right"]) == ([None], [0.1])  # a hidden side stays hidden
+    assert (found["slopes"], found["right_slopes"]) == (
+        [None],
+        [0.1],
+    )  # a hidden side stays hidden
 
 
 def test_explain_names_tokens_as_text_and_says_when_there_are_too_many(tmp_path):
@@ -274,6 +280,7 @@ def test_evaluate_computes_on_the_device_and_in_the_precision_that_are_asked_for
     assert result["nll"] == pytest.approx(plain["nll"], rel=0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:read_text")
 def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corpus):
     words = ["evaluate", model, "--corpus", corpus, "--length", 16, "--stride", 3, "-q", "--json"]
@@ -628,6 +635,7 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
 # Ctrl-C, as a person does it
 
 
+@pytest.mark.processes
 def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     folder = tmp_path / "run"
     words = [

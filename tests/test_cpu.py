@@ -101,7 +101,7 @@ def arrays(case=None, dtype=np.float32):
 @pytest.mark.parametrize("dtype", (np.float16, np.float32, np.float64))
 def test_numpy_arrays_come_through(dtype):
     q, k, v = arrays(dtype=dtype)
-    options = {"causal": False, "right": [0.1] * 6, "return_lse": True}
+    options = {"causal": False, "right_slopes": [0.1] * 6, "return_lse": True}
     out, lse = cpu.attention(q, k, v, **options)
     expected, expected_lse = linbias.attention(*(x.astype(float) for x in (q, k, v)), **options)
     assert out.dtype == dtype
@@ -136,7 +136,7 @@ def test_numpy_arrays_stand_where_they_are_placed(name):
         inputs.k,
         inputs.v,
         inputs.left,
-        right=inputs.right,
+        right_slopes=inputs.right,
         causal=case.causal,
         **case.placement,
         return_lse=True,
@@ -199,8 +199,8 @@ ONES = {"q": np.ones((2, 4, 5, 3)), "k": np.ones((2, 2, 7, 3)), "v": np.ones((2,
         (dict(k=np.ones((7, 3))), ValueError, r"k must have at least 3 axes, heads, length, size, got \[7, 3\]"),
         (dict(v=np.ones((2, 7, 3))), ValueError, r"v has batch axes \[\] but q has \[2\]"),
         (dict(num_threads=0), ValueError, "num_threads must be at least 1, got 0"),
-        (dict(left=[1.0, -1.0, 1.0, 1.0]), ValueError, r"left must be at least 0 \(or inf\), got -1"),
-        (dict(right=[1.0] * 4), ValueError, "right contradicts causal=True"),
+        (dict(slopes=[1.0, -1.0, 1.0, 1.0]), ValueError, r"slopes must be at least 0 \(or inf\), got -1"),
+        (dict(right_slopes=[1.0] * 4), ValueError, "right_slopes contradicts causal=True"),
         (dict(key_range=[[0.0, 1.0]] * 2), TypeError, "key_range must hold integers, got float64"),
         (dict(key_range=[[0, 7]] * 3), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or .*, got \[3, 2\]"),
         (dict(key_range=[[0, 7], [3, 8]]), ValueError, r"0 <= first <= end <= S = 7, got \[3, 8\] in batch row 1"),
@@ -393,9 +393,9 @@ class Told(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("leaf", ("q", "k", "v", "left"))
+@pytest.mark.parametrize("leaf", ("q", "k", "v", "slopes"))
 def test_the_core_is_told_whether_gradients_will_follow(leaf):
-    arrays = {name: torch.ones(1, 1, 3, 4) for name in "qkv"} | {"left": torch.ones(1)}
+    arrays = {name: torch.ones(1, 1, 3, 4) for name in "qkv"} | {"slopes": torch.ones(1)}
     arrays[leaf].requires_grad_()
     with Told() as told:
         linbias.torch.attention(**arrays, implementation="cpu")

@@ -168,7 +168,7 @@ def test_repository_faq_mask_gives_the_same_softmax():
     m = 0.00390625  # the FAQ prints 0.0039, 0.0078, 0.0117
     faq = np.where(np.tri(4) > 0, m * np.arange(4), -INF)
     np.testing.assert_allclose(faq[3], [0, 0.0039, 0.0078, 0.0117], atol=5e-5)
-    ours = linbias.bias([m], 4, 4, right=[INF])[0]
+    ours = linbias.bias([m], 4, 4, right_slopes=[INF])[0]
     for t in range(4):
         np.testing.assert_allclose(faq[t, : t + 1] - ours[t, : t + 1], m * t)
     np.testing.assert_array_equal(np.isinf(faq), np.isinf(ours))
@@ -185,7 +185,7 @@ def test_annotated_implementation_weights_agree():
 
 def test_directional_encoder_hides_one_side_of_each_half():
     half = linbias.slopes(2)
-    bias = linbias.bias([*half, INF, INF], 4, 4, right=[INF, INF, *half])
+    bias = linbias.bias([*half, INF, INF], 4, 4, right_slopes=[INF, INF, *half])
     assert (np.isinf(bias[:2]) == (np.tri(4).T - np.eye(4) > 0)).all()
     assert (np.isinf(bias[2:]) == (np.tri(4) - np.eye(4) > 0)).all()
     np.testing.assert_array_equal(bias[2:], bias[:2].transpose(0, 2, 1))
@@ -193,10 +193,11 @@ def test_directional_encoder_hides_one_side_of_each_half():
 
 def test_alignment_is_at_the_lower_right():
     assert (
-        np.isfinite(linbias.bias([0.0], 2, 4, right=[INF])[0]) == [[1, 1, 1, 0], [1] * 4]
+        np.isfinite(linbias.bias([0.0], 2, 4, right_slopes=[INF])[0]) == [[1, 1, 1, 0], [1] * 4]
     ).all()
     assert (
-        np.isfinite(linbias.bias([0.0], 4, 2, right=[INF])[0]) == [[0, 0], [0, 0], [1, 0], [1, 1]]
+        np.isfinite(linbias.bias([0.0], 4, 2, right_slopes=[INF])[0])
+        == [[0, 0], [0, 0], [1, 0], [1, 1]]
     ).all()
 
 
@@ -219,19 +220,24 @@ def test_two_writings_of_the_definition_agree(case: Case):
     """`linbias.attention` and tests/truth.py were written apart; every case must agree, gradients too."""
     inputs = make_inputs(case)
     truth, gradients = true_attention(inputs, case, np.longdouble)
-    options = {"causal": case.causal, "right": inputs.right, "scale": case.scale, **case.placement}
+    options = {
+        "causal": case.causal,
+        "right_slopes": inputs.right,
+        "scale": case.scale,
+        **case.placement,
+    }
     arrays = (inputs.q, inputs.k, inputs.v, inputs.left)
     out, lse = linbias.attention(*arrays, **options, return_lse=True)
     seen = np.isfinite(truth["lse"])
     dlse = np.where(seen, inputs.dlse, 0.0)
     actual = linbias.attention_backward(inputs.dout, *arrays, **options, dlse=dlse)
-    dleft = actual.dleft
+    dleft = actual.dslopes
     if not case.causal and inputs.right is None:
-        dleft = dleft + actual.dright
+        dleft = dleft + actual.dright_slopes
     pairs = [(out, truth["out"]), (lse[seen], truth["lse"][seen]), (dleft, gradients["left"])]
     pairs += [(getattr(actual, f"d{n}"), gradients[n]) for n in "qkv"]
     if inputs.right is not None:
-        pairs.append((actual.dright, gradients["right"]))
+        pairs.append((actual.dright_slopes, gradients["right"]))
     assert np.isneginf(lse[~seen]).all()
     for mine, theirs in pairs:
         size = np.abs(theirs).max(initial=1.0) * max(1.0, case.logits)
@@ -246,14 +252,16 @@ def test_gradients_equal_finite_differences():
 
     def loss() -> float:
         q, k, v, left, right = arrays
-        out, lse = linbias.attention(q, k, v, left, causal=False, right=right, return_lse=True)
+        out, lse = linbias.attention(
+            q, k, v, left, causal=False, right_slopes=right, return_lse=True
+        )
         return float((out * dout).sum() + (lse * dlse).sum())
 
     left = np.broadcast_to(arrays[3], (2, 4))
     gradients = linbias.attention_backward(
-        dout, *arrays[:3], left, causal=False, right=arrays[4], dlse=dlse
+        dout, *arrays[:3], left, causal=False, right_slopes=arrays[4], dlse=dlse
     )
-    expected = [*gradients[:3], gradients.dleft.sum(0), gradients.dright]
+    expected = [*gradients[:3], gradients.dslopes.sum(0), gradients.dright_slopes]
     for array, gradient in zip(arrays, expected, strict=True):
         for _ in range(10):
             index = tuple(rng.integers(n) for n in array.shape)

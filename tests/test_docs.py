@@ -25,7 +25,7 @@ from documents import (
     write_existing_models,
     write_paper_model,
 )
-from linbias import cli
+from linbias import cli, explore
 
 MODULES = sorted(
     name
@@ -68,6 +68,7 @@ PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "m
 PUBLIC += [
     (linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "save", "weights")
 ]
+PUBLIC += [(explore, name) for name in explore.__all__]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 
@@ -115,7 +116,6 @@ def test_there_are_examples_in_every_guide():
 
 # A block of another language would be code that nothing runs; in braces stand directives of the site.
 LANGUAGES = {"python", "sh", "text", "{include}", "{toctree}", "{eval-rst}", "{commands}"}
-LANGUAGES |= {"{explorer}", "{math}", "{raw}", "{figure}", "{image}"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
@@ -184,7 +184,27 @@ def test_results_are_what_the_records_say():
     parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
-        assert f"<!-- {part} -->\n{text}\n<!-- /{part} -->" in written, f"{document}: {part}"
+        shown = re.search(rf"<!-- {part}: .*? -->\n(.*?)\n<!-- /{part} -->", written, re.DOTALL)
+        assert shown and shown[1] == text, f"{document}: {part}"
+
+
+def test_every_part_that_a_script_writes_names_the_command():
+    """The script is there, takes the options of the command, and knows the document and the part."""
+    opened = re.compile(
+        r"<!-- ([\w ]+): python (runs/\w+\.py)([^\n]*?) -->\n.*?<!-- /\1 -->", re.DOTALL
+    )
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        found = opened.findall(text)
+        assert len(found) == text.count("<!-- /"), f"{document.name}: a part without its command"
+        for part, script, options in found:
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for helper in re.findall(
+                r"from (\w+_report) import|^import (\w+_report)", source, re.MULTILINE
+            ):
+                source += (ROOT / "runs" / f"{''.join(helper)}.py").read_text(encoding="utf-8")
+            assert f'"{part}"' in source and document.name in source, f"{document.name}: {part}"
+            assert all(f'"{word}"' in source for word in re.findall(r"--[a-z0-9-]+", options))
 
 
 def test_the_table_of_defects_is_that_of_its_record():
@@ -205,6 +225,31 @@ def test_files_that_documents_point_to_exist():
         )
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", prose):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def exists(name):
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            thing = getattr(thing, part, None)
+        return thing is not None
+    return False
+
+
+def test_names_of_ours_that_prose_mentions_exist():
+    sources = [*DOCUMENTS, ROOT / "DESIGN.md", *(ROOT / "src").rglob("*.py")]
+    mentioned = {
+        (path.name, name)
+        for path in sources
+        for name in re.findall(r"`(linbias(?:\.\w+)+)", path.read_text(encoding="utf-8"))
+        if path.name != "LOG.md" and not name.endswith(".py")
+    }
+    assert len(mentioned) > 50
+    assert {found for found in mentioned if not exists(found[1])} == set()
 
 
 def test_no_file_in_the_tree_is_over_200_kb():

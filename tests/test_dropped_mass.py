@@ -18,7 +18,7 @@ from contract import check_where_attained
 from jax_subject import jax
 from linbias import near_to_far
 from linbias.jax import blocked as jax_blocked
-from linbias.jax import functional as jax_functional
+from linbias.jax import call as jax_call
 from linbias.torch import blocked
 from linbias.torch.functional import prepare
 
@@ -84,11 +84,11 @@ def lse_of_jax(q, k, v, **options):
 @pytest.mark.parametrize("sides", (1, 2))
 @pytest.mark.parametrize("pattern", ("equal", "flat", "far"))
 def test_the_mass_that_is_missing_in_jax_lies_just_below_the_tolerance(pattern, sides):
-    def run(q, k, v, left, right=None, **options):
-        if right is not None:
-            options["right"] = np.float32(right)
+    def run(q, k, v, slopes, right_slopes=None, **options):
+        if right_slopes is not None:
+            options["right_slopes"] = np.float32(right_slopes)
         heads_second = (np.float32(x).swapaxes(1, 2) for x in (q, k, v))
-        lse = lse_of_jax(*heads_second, left=np.float32(left), **options)
+        lse = lse_of_jax(*heads_second, slopes=np.float32(slopes), **options)
         return np.asarray(lse, float).swapaxes(1, 2)
 
     least = -1 if pattern == "far" else 0.3
@@ -111,7 +111,7 @@ def test_without_a_slope_every_key_is_read(implementation, T):
 def test_without_a_slope_jax_reads_every_key():
     (q, k, v), _ = attained("equal", 70, 1000, 1)
     heads_second = [np.float32(x).swapaxes(1, 2) for x in (q, k, v)]
-    lse = [lse_of_jax(*heads_second, left=np.zeros(1), tolerance=t) for t in (0.0, 0.9)]
+    lse = [lse_of_jax(*heads_second, slopes=np.zeros(1), tolerance=t) for t in (0.0, 0.9)]
     np.testing.assert_array_equal(*lse)
 
 
@@ -149,8 +149,8 @@ def test_the_bound_of_blocked_allows_for_rounding(seed):
 
 @functools.partial(jax.jit, static_argnames="tolerance")
 def summands_of_jax(q, k, v, tolerance):
-    options = {"causal": True, "right": None, "scale": 1.0, "tolerance": tolerance}
-    inputs, _ = jax_functional.prepare("test", q, k, v, np.array([1 / 150]), **options)
+    options = {"causal": True, "right_slopes": None, "scale": 1.0, "tolerance": tolerance}
+    inputs, _ = jax_call.prepare("test", q, k, v, np.array([1 / 150]), **options)
     return jax_blocked._forward(inputs)[2][1:3]
 
 

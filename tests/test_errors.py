@@ -1,5 +1,6 @@
 """One row per message: the call, the kind of error, and the words that name argument, rule and value."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -8,17 +9,18 @@ import pytest
 import torch
 
 import linbias
-import linbias.jax
+import linbias.jax.flax
+import linbias.plots
 import linbias.torch
 from linbias import _checks, _dispatch
 
 INT = torch.int64
 
 
-def call(q=(2, 4, 5, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), left=None, **options):
+def call(q=(2, 4, 5, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), slopes=None, **options):
     """Call with tensors of these shapes, or with what stands in a shape's place."""
     q, k, v = (torch.ones(x) if isinstance(x, tuple) else x for x in (q, k, v))
-    return linbias.torch.attention(q, k, v, left, **options)
+    return linbias.torch.attention(q, k, v, slopes, **options)
 
 
 MESSAGES = [
@@ -37,19 +39,19 @@ MESSAGES = [
     (dict(q=(2, 4, 5, 0), k=(2, 2, 7, 0)), ValueError, "head size must be at least 1, got 0"),
     (dict(k=(2, 3, 7, 8), v=(2, 3, 7, 3)), ValueError, "q has 4 heads, which is no multiple of the 3"),
     (dict(k=(2, 0, 7, 8), v=(2, 0, 7, 3)), ValueError, "q has 4 heads, which is no multiple of the 0"),
-    (dict(right=[1.0] * 4), ValueError, "right contradicts causal=True"),
-    (dict(left=[1.0] * 3), ValueError, r"left must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
-    (dict(left=torch.ones(2, 5)), ValueError, r"left must have shape .*, got \[2, 5\]"),
-    (dict(left=0.5), ValueError, r"left must have shape .*, got \[\]"),
-    (dict(right=[1.0], causal=False), ValueError, "right must have shape"),
-    (dict(left=[1.0, -0.5, 1, 1]), ValueError, r"left must be at least 0 \(or inf\), got -0.5"),
-    (dict(left=[1.0, 1, 1, float("nan")]), ValueError, r"left must be at least 0 \(or inf\), got nan"),
-    (dict(left=[1j] * 4), TypeError, "attention: left must hold real numbers, got complex128"),
-    (dict(left=torch.ones(4) * 1j), TypeError, "attention: left must hold real numbers, got complex64"),
-    (dict(left=["steep"] * 4), TypeError, "left must hold real numbers, got <U5"),
-    (dict(right=[None] * 4, causal=False), TypeError, "right must hold real numbers, got object"),
-    (dict(left=[[1.0], [1.0, 2.0]]), ValueError, r"attention: left must be an array, got \[\[1.0\], \[1.0, 2.0\]\]"),
-    (dict(right=[-1.0] * 4, causal=False), ValueError, r"right must be at least 0 \(or inf\), got -1.0"),
+    (dict(right_slopes=[1.0] * 4), ValueError, "right_slopes contradicts causal=True"),
+    (dict(slopes=[1.0] * 3), ValueError, r"slopes must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
+    (dict(slopes=torch.ones(2, 5)), ValueError, r"slopes must have shape .*, got \[2, 5\]"),
+    (dict(slopes=0.5), ValueError, r"slopes must have shape .*, got \[\]"),
+    (dict(right_slopes=[1.0], causal=False), ValueError, "right_slopes must have shape"),
+    (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, r"slopes must be at least 0 \(or inf\), got -0.5"),
+    (dict(slopes=[1.0, 1, 1, float("nan")]), ValueError, r"slopes must be at least 0 \(or inf\), got nan"),
+    (dict(slopes=[1j] * 4), TypeError, "attention: slopes must hold real numbers, got complex128"),
+    (dict(slopes=torch.ones(4) * 1j), TypeError, "attention: slopes must hold real numbers, got complex64"),
+    (dict(slopes=["steep"] * 4), TypeError, "slopes must hold real numbers, got <U5"),
+    (dict(right_slopes=[None] * 4, causal=False), TypeError, "right_slopes must hold real numbers, got object"),
+    (dict(slopes=[[1.0], [1.0, 2.0]]), ValueError, r"attention: slopes must be an array, got \[\[1.0\], \[1.0, 2.0\]\]"),
+    (dict(right_slopes=[-1.0] * 4, causal=False), ValueError, r"right_slopes must be at least 0 \(or inf\), got -1.0"),
     (dict(key_range=torch.ones(2, 2)), TypeError, "key_range must hold integers, got float32"),
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a torch.Tensor, got list"),
     (dict(key_range=torch.ones(3, 2, dtype=INT)), ValueError, r"key_range must have shape \[B, 2\] = \[2, 2\] or \[B, G, 2\] = \[2, 2, 2\], got \[3, 2\]"),
@@ -80,10 +82,10 @@ MESSAGES = [
     (dict(is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
     (dict(dropout_p=0.1), TypeError, "attention: there is no argument dropout_p; say dropout"),
     (dict(attn_mask=None), TypeError, "attention: there is no argument attn_mask; say .*key_range"),
-    (dict(alibi_slopes=None), TypeError, "attention: there is no argument alibi_slopes; say left"),
+    (dict(alibi_slopes=None), TypeError, "attention: there is no argument alibi_slopes; say slopes"),
     (dict(softmax_scale=1.0), TypeError, "attention: there is no argument softmax_scale; say scale"),
     (dict(tolerence=1.0), TypeError, r"attention: there is no argument tolerence; did you mean tolerance\?"),
-    (dict(moon=1.0), TypeError, "attention: there is no argument moon; there are q, k, v, left, .*, return_lse"),
+    (dict(moon=1.0), TypeError, "attention: there is no argument moon; there are q, k, v, slopes, .*, return_lse"),
     (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'sdpa', 'dense', 'triton'\), got 'fast'"),
 ]  # fmt: skip
 
@@ -115,9 +117,9 @@ VARLEN_MESSAGES = [
     (dict(key_range=torch.tensor([[0, 3], [0, 5]])), r"0 <= first <= end <= 4, the keys of sequence 1, got \[0, 5\]"),
     (dict(query_start=torch.ones(2)), "attention_varlen: query_start must hold integers, got float32"),
     (dict(query_start=torch.ones(1, dtype=INT)), r"attention_varlen: query_start must have shape \[B\] = \[2\], got \[1\]"),
-    (dict(left=[1j] * 4), "attention_varlen: left must hold real numbers, got complex128"),
-    (dict(left=np.ones((1, 4))), "attention_varlen: left has 1 rows for 2 sequences"),
-    (dict(causal=False, right=np.ones((3, 4))), "attention_varlen: right has 3 rows for 2 sequences"),
+    (dict(slopes=[1j] * 4), "attention_varlen: slopes must hold real numbers, got complex128"),
+    (dict(slopes=np.ones((1, 4))), "attention_varlen: slopes has 1 rows for 2 sequences"),
+    (dict(causal=False, right_slopes=np.ones((3, 4))), "attention_varlen: right_slopes has 3 rows for 2 sequences"),
 ]  # fmt: skip
 
 
@@ -141,16 +143,16 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES, ONES, ONES.astype(object)), TypeError, "v must hold real numbers, got object"),
     (lambda: linbias.explain([["a"]], ONES, ONES), TypeError, "explain: q must hold real numbers, got <U1"),
     (lambda: linbias.explain([[1], [2, 3]], ONES, ONES), ValueError, r"explain: q must be an array, got \[\[1\], \[2, 3\]\]"),
-    (lambda: linbias.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: left must hold real numbers, got complex128"),
-    (lambda: linbias.attention(ONES, ONES, ONES, causal=False, right=["a", "b"]), TypeError, "right must hold real numbers, got <U1"),
+    (lambda: linbias.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: slopes must hold real numbers, got complex128"),
+    (lambda: linbias.attention(ONES, ONES, ONES, causal=False, right_slopes=["a", "b"]), TypeError, "right_slopes must hold real numbers, got <U1"),
     (lambda: linbias.attention(ONES, ONES, ONES, key_range=[[0], [1, 2]]), ValueError, r"key_range must be an array, got \[\[0\], \[1, 2\]\]"),
     (lambda: linbias.attention(ONES, ONES, ONES, query_start=1j), TypeError, "query_start must hold integers, got complex128"),
     (lambda: linbias.attention_backward(ONES * 1j, ONES, ONES, ONES), TypeError, "dout must hold real numbers, got complex128"),
     (lambda: linbias.merge([ONES * 1j], [ONES[..., 0]]), TypeError, "merge: outs must hold real numbers, got complex128"),
-    (lambda: linbias.bias([1j], 2, 2), TypeError, "bias: left must hold real numbers, got complex128"),
+    (lambda: linbias.bias([1j], 2, 2), TypeError, "bias: slopes must hold real numbers, got complex128"),
     (lambda: linbias.attention(ONES, ONES[None], ONES), ValueError, r"k has batch axes \[1\] but q has \[\]"),
-    (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "left must be at least 0"),
-    (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: left must have shape \[H\] = \[2\]"),
+    (lambda: linbias.attention(ONES, ONES, ONES, [1, -1]), ValueError, "slopes must be at least 0"),
+    (lambda: linbias.explain(ONES, ONES, ONES, [1.0]), ValueError, r"explain: slopes must have shape \[H\] = \[2\]"),
     (lambda: linbias.attention_backward(ONES[:1], ONES, ONES, ONES), ValueError, r"dout must have shape \[2, 3, 4\], got \[1, 3, 4\]"),
     (lambda: linbias.attention_backward(ONES, ONES, ONES, ONES, dlse=ONES), ValueError, r"dlse must have shape \[2, 3\], got \[2, 3, 4\]"),
     (lambda: linbias.attention(ONES, ONES, ONES, key_range=[0.0, 1.0]), TypeError, "attention: key_range must hold integers, got float64"),
@@ -168,20 +170,53 @@ NUMPY_MESSAGES = [
     (lambda: linbias.slopes(2, "linear"), ValueError, "schedule must be one of .*, got 'linear'"),
     (lambda: linbias.slopes(2, max_bias=0), ValueError, "max_bias must be positive and finite, got 0"),
     (lambda: linbias.slopes(2, "halving", 4.0), ValueError, "schedule 'halving' has no max_bias, got 4.0"),
-    (lambda: linbias.bias([-1.0], 2, 2), ValueError, "bias: left must be at least 0"),
-    (lambda: linbias.bias([1.0], 2, 2, [np.nan]), ValueError, "bias: right must be at least 0"),
-    (lambda: linbias.bias(8, 2, 2), ValueError, r"bias: left must have shape \[H\] or \[B, H\], got \[\]; linbias.slopes\(8\) are"),
+    (lambda: linbias.bias([-1.0], 2, 2), ValueError, "bias: slopes must be at least 0"),
+    (lambda: linbias.bias([1.0], 2, 2, [np.nan]), ValueError, "bias: right_slopes must be at least 0"),
+    (lambda: linbias.bias(8, 2, 2), ValueError, r"bias: slopes must have shape \[H\] or \[B, H\], got \[\]; linbias.slopes\(8\) are"),
     (lambda: linbias.attention(ONES, ONES, ONES, causal=1), TypeError, "attention: causal must be True or False, got 1"),
     (lambda: linbias.attention(ONES, ONES, ONES, is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
     (lambda: linbias.explain(ONES, ONES, ONES, key_rnge=None), TypeError, r"explain: there is no argument key_rnge; did you mean key_range\?"),
     (lambda: linbias.cpu.attention(ONES, ONES, ONES, window_size=3), TypeError, "attention: there is no argument window_size; far keys"),
-    (lambda: linbias.cpu.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: left must hold real numbers, got complex128"),
+    (lambda: linbias.cpu.attention(ONES, ONES, ONES, [1j, 1]), TypeError, "attention: slopes must hold real numbers, got complex128"),
     (lambda: linbias.cpu.attention(ONES, ONES, ONES, key_range=[[0], [1, 2]]), ValueError, "attention: key_range must be an array"),
     (lambda: linbias.jax.attention(ONES[None], ONES[None], ONES[None], enable_gqa=True), TypeError, "attention: there is no argument enable_gqa; k and v may"),
     (lambda: linbias.explain(ONES, ONES, ONES).table("cat"), ValueError, "explain: query must be a number or token, got 'cat'"),
     (lambda: linbias.explain(ONES, ONES, ONES).table(-4), ValueError, r"explain: query must be in \[-3, 3\), got -4"),
     (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
 ]  # fmt: skip
+
+
+X = torch.ones(1, 2, 3, 4)
+LENGTHS = torch.tensor([0, 3])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(linbias.bias, [0.5], 3, 3),
+        functools.partial(linbias.attention, X, X, X),
+        functools.partial(linbias.attention_backward, X, X, X, X),
+        functools.partial(linbias.attention_weights, X, X),
+        functools.partial(linbias.explain, X, X, X),
+        functools.partial(linbias.near_to_far.attention, X, X, X),
+        functools.partial(linbias.near_to_far.share_outside, X, X, 0, 3),
+        functools.partial(linbias.cpu.attention, X, X, X),
+        functools.partial(linbias.plots.bias, [0.5], 3),
+        functools.partial(linbias.plots.reach, X[0], X[0]),
+        functools.partial(linbias.torch.attention, X, X, X),
+        functools.partial(linbias.torch.attention_weights, X, X),
+        functools.partial(linbias.torch.attention_varlen, X[0, 0], X[0, 0], X[0, 0], LENGTHS, LENGTHS),
+        functools.partial(linbias.torch.visited, X, X, X),
+        functools.partial(linbias.jax.attention, *[X.numpy()] * 3),
+        functools.partial(linbias.jax.attention_weights, *[X.numpy()] * 2),
+        linbias.jax.flax.attention_fn,
+    ],
+    ids=lambda function: getattr(function, "func", function).__module__,
+)  # fmt: skip
+def test_the_former_names_of_the_slopes_are_answered_with_the_new_ones(function):
+    for former, name in (("left", "slopes"), ("right", "right_slopes")):
+        with pytest.raises(TypeError, match=f"there is no argument {former}; say {name}$"):
+            function(**{former: [0.5]})
 
 
 @pytest.mark.parametrize(("function", "kind", "words"), NUMPY_MESSAGES)

@@ -15,8 +15,8 @@ from flax.linen.attention import dot_product_attention, make_attention_mask, mak
 
 import linbias
 import linbias.jax.flax as flax_module
+from linbias.jax.call import prepare
 from linbias.jax.flax import attention_fn, mha_alibi
-from linbias.jax.functional import prepare
 from linbias.torch import MultiheadAttention
 from linbias.variants import VARIANTS, is_causal, variant_slopes
 
@@ -224,7 +224,10 @@ def test_dropout_acts_in_training_only_and_obeys_its_key():
 
 def test_learned_slopes_get_gradients():
     left = jnp.asarray(linbias.slopes(H) + 0.02, jnp.float32)  # nudged, they stay above 0
-    loss = lambda left: (attention_fn("asymmetric", left=left, right=left)(*QKV) ** 2).sum()  # noqa: E731
+
+    def loss(left):
+        return (attention_fn("asymmetric", slopes=left, right_slopes=left)(*QKV) ** 2).sum()
+
     step = 1e-2
     for h, slope in enumerate(np.asarray(jax.grad(loss)(left))):
         nudge = step * jnp.eye(H)[h]
@@ -276,7 +279,7 @@ Q = np.zeros((B, T, H, 2), np.float32)
 EARLIER = np.tri(T, k=-1, dtype=bool).T
 MESSAGES = [
     (lambda: attention_fn("both"), ValueError, "variant must be one of .*, got 'both'"),
-    (lambda: attention_fn("causal", right=[1.0] * H), ValueError, "right contradicts variant 'causal'"),
+    (lambda: attention_fn("causal", right_slopes=[1.0] * H), ValueError, "right_slopes contradicts variant 'causal'"),
     (lambda: attention_fn("directional")(*[Q[:, :, :3]] * 3), ValueError, "needs an even num_heads, got 3"),
     (lambda: attention_fn()(Q[0, 0], Q, Q), ValueError, r"q must be \[..., length, heads, size\] .* got \[4, 2\]"),
     (lambda: attention_fn()(Q, Q[:1], Q), ValueError, r"k must be .* batch axes \[2\], got \[1, 7, 4, 2\]"),

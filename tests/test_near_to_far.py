@@ -15,7 +15,12 @@ PLAIN = [case for case in CASES if not case.dropout]
 
 def arguments(case: Case) -> tuple[list, dict]:
     inputs = make_inputs(case)
-    options = {"causal": case.causal, "right": inputs.right, "scale": case.scale, **case.placement}
+    options = {
+        "causal": case.causal,
+        "right_slopes": inputs.right,
+        "scale": case.scale,
+        **case.placement,
+    }
     return [inputs.q, inputs.k, inputs.v, inputs.left], options
 
 
@@ -143,7 +148,7 @@ def test_bad_input():
             near_to_far.window(0.5, 1.0, 1.0, scale=1.0, tolerance=tolerance)
     with pytest.raises(ValueError, match="window: slope must be at least 0"):
         near_to_far.window(-0.5, 1.0, 1.0, scale=1.0, tolerance=0.1)
-    with pytest.raises(ValueError, match=r"near_to_far: left must have shape \[H\]"):
+    with pytest.raises(ValueError, match=r"near_to_far: slopes must have shape \[H\]"):
         near_to_far.attention(ones, ones, ones, [1.0, 2.0])
 
 

@@ -38,7 +38,7 @@ def test_weights_are_those_of_the_explanation_and_hidden_keys_are_left_open():
 
 def test_bias_is_that_of_the_definition_on_one_scale_of_colours():
     left, right = [0.5, np.inf], [np.inf, 0.25]
-    figure = plots.bias(left, 3, 4, causal=False, right=right)
+    figure = plots.bias(left, 3, 4, causal=False, right_slopes=right)
     expected = linbias.bias(left, 3, 4, right)
     for panel, values in zip(figure.axes[:2], expected, strict=True):
         assert_allclose(cells(panel).filled(-np.inf), values)
@@ -147,8 +147,8 @@ def test_all_draw_into_axes_of_ones_own(folder):
 
 ONES = np.ones((1, 3, 2))
 REFUSED = [
-    (lambda: plots.bias([0.5], 3, right=[0.5]), "plots.bias: right needs causal=False, got both"),
-    (lambda: plots.bias(0.5, 3), "plots.bias: left must be [H], got []"),
+    (lambda: plots.bias([0.5], 3, right_slopes=[0.5]), "plots.bias: right_slopes needs causal=False, got both"),
+    (lambda: plots.bias(0.5, 3), "plots.bias: slopes must be [H], got []"),
     (lambda: plots.bias([0.5], 0), "plots.bias: there must be a query and a key, got T=0, S=0"),
     (lambda: plots.bias([0.5], 3, heads=[1]), "plots.bias: heads must be in [0, 1), got [1]"),
     (lambda: plots.bias([0.5], 3, tokens="ab"), "plots.bias: tokens must name the 3 keys, got 2"),

@@ -34,7 +34,7 @@ def calls(draw, longest: int = 400):
 @given(call=calls(), causal=st.booleans())
 def test_equals_the_reference(implementation, call, causal):
     q, k, v, left, right = call
-    sides = {"causal": True} if causal else {"causal": False, "right": right}
+    sides = {"causal": True} if causal else {"causal": False, "right_slopes": right}
     out, lse = linbias.torch.attention(
         q, k, v, left, **sides, implementation=implementation, return_lse=True
     )
@@ -95,16 +95,18 @@ def test_permuting_batch_and_heads_permutes_the_output(implementation, call, see
     rows = torch.randperm(q.shape[0], generator=generator)
     run = linbias.torch.attention
     options = {"causal": False, "implementation": implementation}
-    out = run(q, k, v, left, right=right, **options)
+    out = run(q, k, v, left, right_slopes=right, **options)
     q, k, v = (x[rows][:, order] for x, order in ((q, heads), (k, groups), (v, groups)))
-    permuted = run(q, k, v, left[heads], right=right[heads], **options)
+    permuted = run(q, k, v, left[heads], right_slopes=right[heads], **options)
     torch.testing.assert_close(permuted, out[rows][:, heads])
 
 
 @given(call=calls())
 def test_outputs_lie_between_the_smallest_and_largest_value(call):
     q, k, v, left, right = call
-    out, lse = linbias.torch.attention(q, k, v, left, causal=False, right=right, return_lse=True)
+    out, lse = linbias.torch.attention(
+        q, k, v, left, causal=False, right_slopes=right, return_lse=True
+    )
     seen = torch.isfinite(lse)
     low, high = (x.repeat_interleave(q.shape[1] // v.shape[1], 1) for x in (v.amin(2), v.amax(2)))
     assert (out >= low[:, :, None] - 1e-12)[seen].all()

@@ -13,7 +13,7 @@ import contract
 import linbias
 import linbias.torch
 from budget import assert_within_budget
-from cases import CASES, Case, by_name, far_block, make_inputs, short
+from cases import CASES, Case, arguments, by_name, far_block, make_inputs, short
 from contract import SEED, check_case, check_certificate_holds, expected
 from linbias._checks import TOLERANCE
 from linbias.torch.constant import constant
@@ -40,7 +40,7 @@ class TorchSubject:
         placement = {n: torch.tensor(x, device=self.device) for n, x in case.placement.items()}
         with _seeded_dropout(SEED):
             out, lse = linbias.torch.attention(
-                **leaves,
+                **arguments(leaves),
                 causal=case.causal,
                 scale=case.scale,
                 dropout=case.dropout,
@@ -149,8 +149,8 @@ def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
     bound = arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None
     out, lse = linbias.torch.attention(
         **arrays,
-        left=inputs.left,
-        right=inputs.right,
+        slopes=inputs.left,
+        right_slopes=inputs.right,
         causal=case.causal,
         **{n: torch.tensor(x) for n, x in case.placement.items()},
         key_bound=bound,
@@ -206,7 +206,7 @@ def test_gradients_of_sdpa_with_fixed_slopes(name, dtype):
     }
     out, lse = linbias.torch.attention(
         **leaves,
-        left=inputs.left,
+        slopes=inputs.left,
         causal=case.causal,
         **{n: torch.tensor(x) for n, x in case.placement.items()},
         implementation="sdpa",
@@ -273,7 +273,7 @@ def test_keys_count_although_squares_of_entries_vanish(implementation, dtype, q_
 def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementation, where, value):
     arrays = {name: torch.randn(1, 2, 600, 8) for name in "qkv"}
     arrays[where][0, 1, 3, 2] = value
-    out = linbias.torch.attention(**arrays, left=[0.5, 0.5], implementation=implementation)
+    out = linbias.torch.attention(**arrays, slopes=[0.5, 0.5], implementation=implementation)
     assert torch.isfinite(out[0, 0]).all()
     rows = torch.isfinite(out[0, 1]).all(-1)
     is_nan = value != value
@@ -314,7 +314,9 @@ def test_gradients_equal_finite_differences(implementation, causal):
     if causal:
         assert torch.autograd.gradcheck(run, (q, k, v, left))
     else:
-        assert torch.autograd.gradcheck(lambda *a: run(*a[:4], right=a[4]), (q, k, v, left, right))
+        assert torch.autograd.gradcheck(
+            lambda *a: run(*a[:4], right_slopes=a[4]), (q, k, v, left, right)
+        )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -415,21 +417,21 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         mask[..., 3, :] = False
     if shape == (2, 1, 1, 11):
         mask[1, ..., 2:4] = False
-    given = dict(left=inputs.left, causal=False, right=inputs.left / 2)
+    given = dict(slopes=inputs.left, causal=False, right_slopes=inputs.left / 2)
     given |= {"key_range": np.array([[0, 9], [2, 4]]), "mask": mask}
     arrays = inputs.q, inputs.k, inputs.v
-    left = given.pop("left")
+    left = given.pop("slopes")
     out, lse = linbias.attention(*arrays, left, **given, return_lse=True)
     assert np.isneginf(lse).any() and (out[np.isneginf(lse)] == 0).all()
     dlse = np.where(np.isneginf(lse), 0.0, inputs.dlse)
     gradients = linbias.attention_backward(inputs.dout, *arrays, left, dlse=dlse, **given)
     names = ("key_range", "mask")
     tensors = {n: torch.tensor(x) for n, x in given.items() if n in names}
-    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right"])]
+    leaves = [torch.tensor(x).requires_grad_() for x in (*arrays, left, given["right_slopes"])]
     actual = linbias.torch.attention(
         *leaves[:4],
         causal=False,
-        right=leaves[4],
+        right_slopes=leaves[4],
         **tensors,
         implementation=implementation,
         return_lse=True,
@@ -441,7 +443,7 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         np.testing.assert_allclose(leaf.grad, wanted, atol=1e-12)
     if implementation == "dense":
         weights = linbias.torch.attention_weights(
-            *leaves[:2], leaves[3], causal=False, right=leaves[4], **tensors
+            *leaves[:2], leaves[3], causal=False, right_slopes=leaves[4], **tensors
         )
         wanted = linbias.attention_weights(*arrays[:2], left, **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)

@@ -91,7 +91,7 @@ def test_plain_calls_give_the_bits_of_the_operator(implementation, dtype, monkey
             k,
             v,
             left,
-            right=right,
+            right_slopes=right,
             causal=False,
             implementation=implementation,
             return_lse=True,
@@ -152,6 +152,7 @@ print(*{name.split(".")[0] if name[:5] != "torch" else name for name in set(sys.
 """
 
 
+@pytest.mark.processes
 def test_the_first_call_loads_no_compiler():
     """PyTorch's compiler takes a second to import."""
     done = subprocess.run(

@@ -149,8 +149,8 @@ def by_definition(layer, query, key, added):
     """Output and weights of a layer from the bias of section 1 and what is added to the scores, [B, H, T, S]."""
     parts = (layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, key)
     q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for f, x in parts)
-    right = [INF] * H if layer.right is None else layer.right.detach()
-    bias = linbias.bias(layer.left.detach(), q.shape[2], k.shape[2], right=right)
+    right = [INF] * H if layer.right_slopes is None else layer.right_slopes.detach()
+    bias = linbias.bias(layer.slopes.detach(), q.shape[2], k.shape[2], right_slopes=right)
     k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * layer.head_dim**-0.5 + torch.from_numpy(bias) + added
     weights = scores.softmax(-1).nan_to_num(0.0)

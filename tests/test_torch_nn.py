@@ -34,7 +34,7 @@ def test_each_variant_is_its_row_of_the_table(variant):
         p(x).unflatten(-1, (4, 3)).transpose(1, 2).detach().double().numpy()
         for p in (module.q_proj, module.k_proj, module.v_proj)
     )
-    sides = {"causal": True} if right is None else {"causal": False, "right": right}
+    sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
     trace = linbias.explain(q, k, v, left, **sides)
     out, weights = module(x, need_weights=True, average_attn_weights=False)
     np.testing.assert_allclose(weights.detach(), trace.weight, atol=1e-6)
@@ -117,40 +117,40 @@ def test_learned_slopes_get_gradients_and_stay_positive(variant):
     names = [n for n, _ in module.named_parameters() if n.startswith("log_")]
     assert names == (["log_left"] if variant == "causal" else ["log_left", "log_right"])
     optimizer = torch.optim.SGD(module.parameters(), lr=100.0)
-    before = module.left.detach().clone()
+    before = module.slopes.detach().clone()
     module(torch.randn(2, 9, 12))[0].square().sum().backward()
     assert torch.isfinite(module.log_left.grad).all()
     optimizer.step()
-    assert (module.left >= 0).all() and not torch.equal(module.left, before)
+    assert (module.slopes >= 0).all() and not torch.equal(module.slopes, before)
     hidden = torch.isinf(before)
-    assert torch.isinf(module.left[hidden]).all()
+    assert torch.isinf(module.slopes[hidden]).all()
     copy = layer(12, 4, variant=variant, learned=True)
     copy.load_state_dict(module.state_dict())
-    assert torch.equal(copy.left, module.left)
+    assert torch.equal(copy.slopes, module.slopes)
 
 
 def test_fixed_slopes_are_not_in_the_state_dict_but_move_with_the_module():
     module = layer(12, 4)
     assert not [n for n in module.state_dict() if "log" in n]
-    assert module.to("meta").left.device.type == "meta"
-    assert layer(12, 4, learned=False, variant="asymmetric").right.requires_grad is False
+    assert module.to("meta").slopes.device.type == "meta"
+    assert layer(12, 4, learned=False, variant="asymmetric").right_slopes.requires_grad is False
 
 
 def test_sixteen_bit_modules_keep_their_slopes_exact():
     module = layer(12, 12).bfloat16()
-    np.testing.assert_array_equal(module.left, linbias.slopes(12))
+    np.testing.assert_array_equal(module.slopes, linbias.slopes(12))
 
 
 def test_learned_slopes_are_as_precise_as_the_module_and_at_least_float32():
     wide = layer(12, 12, learned=True, dtype=torch.float64)
     assert wide.log_left.dtype == torch.float64
-    np.testing.assert_allclose(wide.left.detach(), linbias.slopes(12), rtol=1e-15)
+    np.testing.assert_allclose(wide.slopes.detach(), linbias.slopes(12), rtol=1e-15)
     assert layer(12, 12, learned=True).log_left.dtype == torch.float32
     narrow = layer(12, 12, learned=True, dtype=torch.bfloat16)
-    np.testing.assert_allclose(narrow.left.detach(), linbias.slopes(12), rtol=1e-6)
+    np.testing.assert_allclose(narrow.slopes.detach(), linbias.slopes(12), rtol=1e-6)
     rounded = narrow.bfloat16()
     np.testing.assert_allclose(
-        rounded.left.detach(), rounded.log_left.double().exp().detach(), rtol=1e-6
+        rounded.slopes.detach(), rounded.log_left.double().exp().detach(), rtol=1e-6
     )
 
 

@@ -25,8 +25,8 @@ def arguments(T=9, S=70, B=2, H=4, G=2):
         "q": normal(B, H, T, 8),
         "k": normal(B, G, S, 8),
         "v": normal(B, G, S, 3),
-        "left": normal(B, H).abs(),
-        "right": normal(H).abs(),
+        "slopes": normal(B, H).abs(),
+        "right_slopes": normal(H).abs(),
         "key_range": torch.tensor([[[0, S], [3, S - 2]]] * B),
         "query_start": torch.arange(B) * 7 + S - T,
     }
@@ -49,14 +49,14 @@ def weighed(implementation, **given):
 def transforms(implementation):
     """Every way of `torch.func` to first derivatives in reverse, as functions of the arguments."""
 
-    def loss(q, k, v, left, right, key_range, query_start):
+    def loss(q, k, v, slopes, right_slopes, key_range, query_start):
         return weighed(
-            implementation, q=q, k=k, v=v, left=left, right=right,
+            implementation, q=q, k=k, v=v, slopes=slopes, right_slopes=right_slopes,
             key_range=key_range, query_start=query_start,
         )  # fmt: skip
 
     def some_rows(*given):
-        names = ("q", "k", "v", "left", "right", "key_range", "query_start")
+        names = ("q", "k", "v", "slopes", "right_slopes", "key_range", "query_start")
         return run(implementation, **dict(zip(names, given, strict=True)))[:, 1, :2, 1:]
 
     wanted = (0, 1, 2, 3, 4)
@@ -93,10 +93,16 @@ def test_reverse_mode_of_torch_func_gives_the_gradients_of_autograd(implementati
 
 
 MAPPED = {
-    "all": dict(q=0, k=0, v=0, left=0, right=0, key_range=0, query_start=0),
-    "q": dict(q=2, k=None, v=None, left=None, right=None, key_range=None, query_start=None),
-    "slopes": dict(q=None, k=None, v=None, left=1, right=1, key_range=None, query_start=None),
-    "places": dict(q=None, k=None, v=None, left=None, right=None, key_range=3, query_start=1),
+    "all": dict(q=0, k=0, v=0, slopes=0, right_slopes=0, key_range=0, query_start=0),
+    "q": dict(
+        q=2, k=None, v=None, slopes=None, right_slopes=None, key_range=None, query_start=None
+    ),
+    "slopes": dict(
+        q=None, k=None, v=None, slopes=1, right_slopes=1, key_range=None, query_start=None
+    ),
+    "places": dict(
+        q=None, k=None, v=None, slopes=None, right_slopes=None, key_range=3, query_start=1
+    ),
 }
 
 
@@ -156,7 +162,7 @@ FORWARD_MODES = {
 }
 
 
-@pytest.mark.parametrize("name", ("q", "k", "v", "left", "right"))
+@pytest.mark.parametrize("name", ("q", "k", "v", "slopes", "right_slopes"))
 @pytest.mark.parametrize("how", FORWARD_MODES)
 def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, name):
     given = arguments(T=3, S=7)
@@ -260,11 +266,11 @@ def test_vmap_inside_compile(implementation):
 def test_values_are_checked_under_transforms_too():
     q, k, v = torch.randn(3, 1, 2, 5, 4)
 
-    def loss(left, key_range):
-        return linbias.torch.attention(q, k, v, left, key_range=key_range).sum()
+    def loss(slopes, key_range):
+        return linbias.torch.attention(q, k, v, slopes, key_range=key_range).sum()
 
     slopes, places = torch.tensor([1.0, -0.5]), torch.tensor([[0, 6]])
-    with pytest.raises(ValueError, match=r"left must be at least 0 \(or inf\), got -0.5"):
+    with pytest.raises(ValueError, match=r"slopes must be at least 0 \(or inf\), got -0.5"):
         torch.func.grad(loss)(slopes, None)
     with pytest.raises(
         ValueError, match=r"0 <= first <= end <= S = 5, got \[0, 6\] in batch row 0"

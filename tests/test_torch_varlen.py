@@ -74,7 +74,16 @@ def test_packed_sequences_take_placement_of_their_own():
 
 def run_packed(q, k, v, left, right, offsets, **options):
     out, lse = linbias.torch.attention_varlen(
-        q, k, v, offsets, offsets, left, right=right, causal=False, return_lse=True, **options
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        left,
+        right_slopes=right,
+        causal=False,
+        return_lse=True,
+        **options,
     )
     return out.square().sum() + lse.sin().sum()
 

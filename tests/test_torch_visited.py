@@ -22,7 +22,7 @@ def tensors(case, dtype=torch.float64):
     arrays = [torch.tensor(x, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v)]
     placement = {name: torch.tensor(x) for name, x in case.placement.items()}
     right = None if inputs.right is None else torch.tensor(inputs.right)
-    options = {"causal": case.causal, "right": right, "scale": case.scale, **placement}
+    options = {"causal": case.causal, "right_slopes": right, "scale": case.scale, **placement}
     return arrays, torch.tensor(inputs.left), options
 
 

@@ -5,10 +5,11 @@ raises. Rules that need values (slopes, key ranges) stand apart, for front ends 
 """
 
 import difflib
+import inspect
 import math
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,7 +36,7 @@ LARGEST_START = 2**30
 MOST_HEADS = 1024
 
 _PLACING = "key_range and query_start for padding and caches"
-_SLOPES = "say left and right, the slopes that make the bias"
+_SLOPES = "say slopes and right_slopes, which make the bias"
 _NEAR = "far keys that cannot matter are left out by themselves"
 # Arguments of other libraries, and what to say here instead.
 OTHER_NAMES = {
@@ -44,8 +45,9 @@ OTHER_NAMES = {
     "dropout_rng": "say dropout_key",
     "deterministic": "results repeat bit for bit without it",
     **dict.fromkeys(("softmax_scale", "sm_scale"), "say scale"),
-    "alibi_slopes": "say left, or nothing for the slopes of the paper",
-    "slopes": "say left",
+    "alibi_slopes": "say slopes, or nothing for those of the paper",
+    "left": "say slopes",
+    "right": "say right_slopes",
     **dict.fromkeys(
         ("attn_mask", "attention_mask", "mask", "key_padding_mask"), f"say {_PLACING}"
     ),
@@ -57,6 +59,9 @@ OTHER_NAMES = {
     "cache_seqlens": "say key_range, [[0, filled], ...]",
     "return_attn_probs": "say return_lse, and call attention_weights for the weights",
     "need_weights": "call attention_weights for the weights",
+    "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
+    "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
+    "return_residual": "say return_lse",
     "query": "say q",
     "key": "say k",
     "value": "say v",
@@ -98,6 +103,7 @@ class Problem:
     key_range: bool = False
     query_start: bool = False
     mask: bool = False  # a mask hides further keys
+    added: bool = False  # the mask holds numbers, which are added to the scores
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -126,9 +132,13 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
+    added: bool = False,
     **asked: bool,
 ) -> Problem:
-    """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
+    """Return the problem that arrays of this layout pose, or raise for the first rule that they break.
+
+    added: The mask is one of numbers, which the front end takes and adds to the scores.
+    """
     if not isinstance(causal, (bool, np.bool_)):
         raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -166,9 +176,9 @@ def check(
         )
     if causal and right is not None:
         raise ValueError(
-            f"{function}: right contradicts causal=True, which hides that side; pass causal=False"
+            f"{function}: right_slopes contradicts causal=True, which hides that side; pass causal=False"
         )
-    for name, slope in (("left", left), ("right", right)):
+    for name, slope in (("slopes", left), ("right_slopes", right)):
         if slope is not None and slope.shape not in ((H,), (B, H)):
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
@@ -180,7 +190,7 @@ def check(
             f" got {key_bound.dtype} {key_bound}"
         )
     if mask is not None:
-        _check_mask(function, mask, (B, H, T, S), q.device)
+        _check_mask(function, mask, (B, H, T, S), q.device, added)
     return Problem(
         B,
         H,
@@ -198,6 +208,7 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
         mask=mask is not None,
+        added=added,
         **asked,
     )
 
@@ -212,9 +223,11 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
-    """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool":
+def _check_mask(
+    function: str, mask: Described, full: tuple[int, ...], device: str, added: bool
+) -> None:
+    """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool" and not added:
         raise TypeError(
             f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
         )
@@ -243,8 +256,12 @@ def check_placement(
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object], known: Sequence[str]) -> NoReturn:
-    """Raise for an argument that the function does not have, with the name that it has here."""
+def refuse_unknown(
+    function: str, unknown: Mapping[str, object], called: Callable[..., object]
+) -> NoReturn:
+    """Raise for an argument that the function `called` does not have, with the name that it has there."""
+    parameters = inspect.signature(called).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "function"]
     name = next(iter(unknown))
     near = difflib.get_close_matches(name, known, n=1)
     if name.endswith("mask") and "mask" in known:

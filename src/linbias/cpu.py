@@ -1,7 +1,7 @@
 """The compiled CPU core for NumPy arrays: `linbias.attention` at full speed."""
 
 import math
-from typing import Any, Literal, Unpack, get_type_hints, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from linbias import _checks
 from linbias.definition import Array, Options, flatten_batch, real_arrays
 from linbias.kernels import core
-from linbias.schedules import slopes
+from linbias.schedules import slopes as slopes_of_paper
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -26,7 +26,7 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = ...,
+    slopes: npt.ArrayLike | None = ...,
     *,
     return_lse: Literal[True],
     **options: Unpack[CoreOptions],
@@ -36,7 +36,7 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = ...,
+    slopes: npt.ArrayLike | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[CoreOptions],
@@ -45,10 +45,10 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     causal: bool = True,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
@@ -68,7 +68,7 @@ def attention(
             batch axes (none, one or more).
         k: [..., G, S, D]. H must be a multiple of G.
         v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
-        left, causal, right, scale, return_lse: As for `linbias.attention`.
+        slopes, causal, right_slopes, scale, return_lse: As for `linbias.attention`.
         key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of its
             key/value heads; keys outside are never used, whatever they hold.
         query_start: [...], integers: the position of query 0 of each batch row, from -2^30 to 2^30. None means that the
@@ -92,8 +92,7 @@ def attention(
         (1, 2, 3, 4)
     """
     if unknown:
-        known = ("q", "k", "v", "left", *get_type_hints(CoreOptions), "return_lse")
-        _checks.refuse_unknown("attention", unknown, known)
+        _checks.refuse_unknown("attention", unknown, attention)
     given, batch = real_arrays("attention", q, k, v)
     given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in given]
     if num_threads < 1:
@@ -106,7 +105,7 @@ def attention(
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     sides = [
         None if side is None else _checks.real_array("attention", name, side).astype(wide)
-        for name, side in (("left", left), ("right", right))
+        for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
     ]
     ranges, starts = (
         None if x is None else flatten_batch(_checks.as_array("attention", name, x), batch)
@@ -124,7 +123,7 @@ def attention(
     reason = core.why_not(problem)
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
-    for name, side in zip(("left", "right"), sides, strict=True):
+    for name, side in zip(("slopes", "right_slopes"), sides, strict=True):
         if side is not None:
             _checks.check_slope_values("attention", name, side)
     if ranges is not None:
@@ -150,7 +149,7 @@ def _run(
     q, k, v = arrays
     left, right = sides
     if left is None:
-        left = (slopes(H) if H else np.zeros(0)).astype(wide)
+        left = (slopes_of_paper(H) if H else np.zeros(0)).astype(wide)
     if right is None and not problem.causal:
         right = left
     left, right = (

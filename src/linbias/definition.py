@@ -7,14 +7,14 @@ S keys, H query heads, G key/value heads, D key size, E value size.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_type_hints, overload
+from typing import Any, Literal, NamedTuple, Never, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
 from linbias._checks import Described
-from linbias.schedules import slopes
+from linbias.schedules import slopes as slopes_of_paper
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -51,24 +51,25 @@ def distances(T: int, S: int, query_start: int | None = None) -> npt.NDArray[np.
 
 
 def bias(
-    left: npt.ArrayLike,
+    slopes: npt.ArrayLike,
     T: int,
     S: int,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     query_start: int | None = None,
+    **unknown: Never,
 ) -> Float64:
     """Build the bias that linear-bias attention adds to its scores.
 
-        bias[h, t, s] = -left[h]  * (p - s)    for s <= p        (p = t + S - T)
-        bias[h, t, s] = -right[h] * (s - p)    for s >  p
+        bias[h, t, s] = -slopes[h]       * (p - s)    for s <= p        (p = t + S - T)
+        bias[h, t, s] = -right_slopes[h] * (s - p)    for s >  p
 
     An infinite slope hides its side (-inf); the query's own position, at distance 0, is always 0.
 
     Args:
-        left: [H] or [B, H], at least 0 or inf: slope towards keys before the query.
+        slopes: [H] or [B, H], at least 0 or inf: slope towards keys before the query.
         T: Number of queries.
         S: Number of keys.
-        right: Like left: slope towards keys after the query. None means symmetric (right = left);
+        right_slopes: Like slopes: slope towards keys after the query. None means symmetric (the same slopes);
             `np.inf` (any shape that broadcasts) gives the causal bias.
         query_start: As for `distances`.
 
@@ -76,27 +77,29 @@ def bias(
         [H, T, S] (or [B, H, T, S]), float64.
 
     Raises:
-        ValueError: A slope is negative or NaN, left is no [H] or [B, H], or T or S is negative.
+        ValueError: A slope is negative or NaN, slopes is no [H] or [B, H], or T or S is negative.
 
     Example:
         >>> bias([0.5], 1, 3).tolist()
         [[[-1.0, -0.5, 0.0]]]
-        >>> bias([0.5], 2, 2, right=[np.inf]).tolist()
+        >>> bias([0.5], 2, 2, right_slopes=[np.inf]).tolist()
         [[[0.0, -inf], [-0.5, 0.0]]]
 
     Source: Press, Smith and Lewis, ICLR 2022, section 3; two-sided forms: the discussion of encoder attention in
     the paper's repository.
     """
-    left = _checks.real_array("bias", "left", left).astype(np.float64)
-    right = (
-        left if right is None else _checks.real_array("bias", "right", right).astype(np.float64)
-    )
+    if unknown:
+        _checks.refuse_unknown("bias", unknown, bias)
+    left = _checks.real_array("bias", "slopes", slopes).astype(np.float64)
+    right = left
+    if right_slopes is not None:
+        right = _checks.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
     if left.ndim not in (1, 2):
         meant = f"; linbias.slopes({left:g}) are those of {left:g} heads" if left.ndim == 0 else ""
         raise ValueError(
-            f"bias: left must have shape [H] or [B, H], got {list(left.shape)}{meant}"
+            f"bias: slopes must have shape [H] or [B, H], got {list(left.shape)}{meant}"
         )
-    for name, values in (("left", left), ("right", right)):
+    for name, values in (("slopes", left), ("right_slopes", right)):
         _checks.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
     return _bias(left, right, distances(T, S, query_start))
@@ -113,7 +116,7 @@ class Options(TypedDict, total=False):
     """The keywords that `attention`, its gradients, its weights and its explanation share."""
 
     causal: bool
-    right: npt.ArrayLike | None
+    right_slopes: npt.ArrayLike | None
     scale: float | None
     key_range: npt.ArrayLike | None
     query_start: npt.ArrayLike | None
@@ -130,7 +133,7 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = ...,
+    slopes: npt.ArrayLike | None = ...,
     *,
     num_heads: int | None = ...,
     return_lse: Literal[True],
@@ -141,7 +144,7 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = ...,
+    slopes: npt.ArrayLike | None = ...,
     *,
     num_heads: int | None = ...,
     return_lse: Literal[False] = ...,
@@ -151,10 +154,10 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     causal: bool = True,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
@@ -168,8 +171,8 @@ def attention(
     Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
     key, p = t + S - T:
 
-        score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
-        score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
+        score[t, s] = scale * (q[t] . k[s]) - slope       * (p - s)    for s <= p
+        score[t, s] = scale * (q[t] . k[s]) - right_slope * (s - p)    for s >  p
         out[t] = sum over s of softmax(score[t])[s] * v[s]       lse[t] = log sum exp(score[t])
 
     With causal=True only keys s <= p take part. T=2, S=4 and T=4, S=2 (x = takes part):
@@ -186,10 +189,10 @@ def attention(
         q: [..., H, T, D], any real dtype; leading axes are batch axes (none, one or more).
         k: [..., G, S, D]. H must be a multiple of G.
         v: [..., G, S, E].
-        left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys.
+        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys.
             None means `slopes(H)`; zeros mean no bias.
-        causal: Hide the keys after the query. With False and right=None the bias is symmetric.
-        right: Like left: slope towards later keys; needs causal=False.
+        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
+        right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
         key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of
             its key/value heads; keys outside are never used, whatever they hold.
@@ -223,8 +226,8 @@ def attention(
     if num_heads is not None:
         q, k, v = _split_heads(num_heads, q, k, v)
     inputs = prepare(
-        "attention", q, k, v, left,
-        causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start, mask=mask, **unknown,
+        "attention", q, k, v, slopes,
+        causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask, **unknown,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
@@ -237,13 +240,13 @@ def attention(
 def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     **options: Unpack[MaskedOptions],
 ) -> Float64:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
     Args:
-        q, k, left, options: As for `attention`.
+        q, k, slopes, options: As for `attention`.
 
     Returns:
         [..., H, T, S], float64. A query that sees no key has zeros.
@@ -255,18 +258,18 @@ def attention_weights(
         >>> attention_weights(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), [0.0]).tolist()
         [[[1.0, 0.0], [0.5, 0.5]]]
     """
-    inputs = prepare("attention_weights", q, k, k, left, **options)
+    inputs = prepare("attention_weights", q, k, k, slopes, **options)
     return inputs.restore(compute(inputs).weight)
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes of the arguments, float64; `dright` is None for causal attention."""
+    """Gradients in the shapes of the arguments, float64; `dright_slopes` is None for causal attention."""
 
     dq: Float64
     dk: Float64
     dv: Float64
-    dleft: Float64
-    dright: Float64 | None
+    dslopes: Float64
+    dright_slopes: Float64 | None
 
 
 def attention_backward(
@@ -274,7 +277,7 @@ def attention_backward(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     dlse: npt.ArrayLike | None = None,
     **options: Unpack[MaskedOptions],
@@ -285,18 +288,18 @@ def attention_backward(
 
         dscore = P * (dP - sum(dout * out) + dlse)
         dq = scale * dscore k      dk = scale * dscore^T q      dv = P^T dout
-        dleft = -sum dscore * (p - s) over s < p,   dright = -sum dscore * (s - p) over s > p
+        dslopes = -sum dscore * (p - s) over s < p,   dright_slopes = -sum dscore * (s - p) over s > p
 
-    The gradient of an infinite slope is 0. With causal=False and right=None, the one slope of both sides has
-    the gradient dleft + dright.
+    The gradient of an infinite slope is 0. With causal=False and right_slopes=None, the one slope of both sides
+    has the gradient dslopes + dright_slopes.
 
     Args:
         dout: [..., H, T, E], gradient of the loss with respect to the output.
-        q, k, v, left, options: As for `attention`.
+        q, k, v, slopes, options: As for `attention`.
         dlse: [..., H, T], gradient with respect to lse; None means zeros.
 
     Returns:
-        dq, dk, dv, dleft, dright.
+        dq, dk, dv, dslopes, dright_slopes.
 
     Raises:
         TypeError, ValueError: As `attention`; or dout or dlse has another shape than the output or lse.
@@ -306,7 +309,7 @@ def attention_backward(
         >>> attention_backward(np.ones((1, 2, 1)), q, k, v, [0.0]).dv.ravel().tolist()
         [1.5, 0.5]
     """
-    inputs = prepare("attention_backward", q, k, v, left, **options)
+    inputs = prepare("attention_backward", q, k, v, slopes, **options)
     rows = (*inputs.batch, *inputs.q.shape[1:3])
     given = {"dout": (dout, (*rows, inputs.v.shape[3]))}
     if dlse is not None:
@@ -336,8 +339,8 @@ def attention_backward(
         dq=inputs.restore(inputs.scale * dscore @ inputs.per_query_head(inputs.k)),
         dk=inputs.restore(inputs.per_key_head(inputs.scale * dscore.swapaxes(-1, -2) @ inputs.q)),
         dv=inputs.restore(inputs.per_key_head(steps.weight.swapaxes(-1, -2) @ dout)),
-        dleft=dleft,
-        dright=None if options.get("causal", True) else dright,
+        dslopes=dleft,
+        dright_slopes=None if options.get("causal", True) else dright,
     )
 
 
@@ -463,10 +466,10 @@ def prepare(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None,
+    slopes: npt.ArrayLike | None,
     *,
     causal: bool = True,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
@@ -475,9 +478,7 @@ def prepare(
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
     if unknown:
-        _checks.refuse_unknown(
-            function, unknown, ("q", "k", "v", "left", *get_type_hints(MaskedOptions))
-        )
+        _checks.refuse_unknown(function, unknown, prepare)
     # Every layout becomes [B, heads, length, size] in float64; `restore` gives the batch axes back.
     arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
@@ -485,7 +486,7 @@ def prepare(
     q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
     left, right = (
         None if slope is None else _checks.real_array(function, name, slope).astype(np.float64)
-        for name, slope in (("left", left), ("right", right))
+        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
     ranges, starts = (
         None if x is None else flatten_batch(_checks.as_array(function, name, x), batch)
@@ -508,10 +509,10 @@ def prepare(
     # last query at the last key.
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
     if left is None:
-        left = slopes(H) if H else np.zeros(0)
+        left = slopes_of_paper(H) if H else np.zeros(0)
     if right is None:
         right = np.full_like(left, np.inf) if causal else left
-    for name, slope in (("left", left), ("right", right)):
+    for name, slope in (("slopes", left), ("right_slopes", right)):
         _checks.check_slope_values(function, name, slope)
     if ranges is None:
         ranges = np.array([0, S])

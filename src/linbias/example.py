@@ -31,9 +31,9 @@ def trace(
     """Explain the book's example (slopes 1/2 and 1/4), or the arrays in a file.
 
     Args:
-        path: .npz with q, k, v, each [heads, length, size]; optional left and right [heads] and
-            tokens [keys]. Without left, the slopes are those of the paper for so many heads.
-        causal: hide the keys after the query, unless the file holds slopes for them (right).
+        path: .npz with q, k, v, each [heads, length, size]; optional slopes and right_slopes [heads] and
+            tokens [keys]. Without slopes they are those of the paper for so many heads.
+        causal: hide the keys after the query, unless the file holds slopes for them (right_slopes).
         slope: One for all heads, or one for each, instead of those on every side that is not
             hidden; 0 gives standard attention.
 
@@ -58,12 +58,15 @@ def trace(
         if q.ndim != 3:
             raise ValueError(f"explain: q must be [heads, length, size], got {list(q.shape)}")
         tokens = [str(token) for token in arrays.get("tokens", range(k.shape[-2]))]
-        left, right = arrays.get("left"), arrays.get("right")
+        for side, name in (("left", "slopes"), ("right", "right_slopes")):
+            if side in arrays:
+                raise ValueError(f"explain: arrays has {side}; say {name}, got {path}")
+        left, right = arrays.get("slopes"), arrays.get("right_slopes")
     if slope is not None:
         left = _override(slopes(len(q)) if left is None else left, slope)
         right = None if right is None else _override(right, slope)
     causal = causal and right is None
-    return explain(q, k, v, left, causal=causal, right=right, tokens=tokens), tokens
+    return explain(q, k, v, left, causal=causal, right_slopes=right, tokens=tokens), tokens
 
 
 def _override(side: Any, slope: Sequence[float]) -> Float64:
@@ -148,11 +151,11 @@ def to_json(
         }
         for query in queries
     ]
-    left, right = (_finite(side.tolist()) for side in (trace.left, trace.right))
+    left, right = (_finite(side.tolist()) for side in (trace.slopes, trace.right_slopes))
     return {
         "tokens": trace.names(),
-        "left": left,
-        "right": right,
+        "slopes": left,
+        "right_slopes": right,
         "rows": rows,
         "all_heads": together,
     }

@@ -27,7 +27,7 @@ class Explanation:
         weight: [..., H, T, S], softmax(biased).
         output: [..., H, T, E], weight @ v.
         lse: [..., H, T].
-        left, right: [H] or [B, H], the slopes (right is inf for causal attention).
+        slopes, right_slopes: [H] or [B, H] (right_slopes is inf for causal attention).
         query_start: [...], the position of query 0.
         tokens: S names for the keys, or None.
     """
@@ -39,8 +39,8 @@ class Explanation:
     weight: Float64
     output: Float64
     lse: Float64
-    left: Float64
-    right: Float64
+    slopes: Float64
+    right_slopes: Float64
     query_start: npt.NDArray[np.int64]
     tokens: tuple[str, ...] | None = None
 
@@ -57,7 +57,7 @@ class Explanation:
 
     def slopes_in_words(self, head: int) -> str:
         """The slopes of a head, without those of a hidden side."""
-        left, right = float(self.left[..., head]), float(self.right[..., head])
+        left, right = float(self.slopes[..., head]), float(self.right_slopes[..., head])
         if left == right or np.isinf(right):
             return f"slope {left:g}"
         return f"slope {right:g} to the right" if np.isinf(left) else f"slopes {left:g}, {right:g}"
@@ -142,7 +142,7 @@ def explain(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     tokens: Sequence[str] | None = None,
     **options: Unpack[Options],
@@ -150,7 +150,7 @@ def explain(
     """Compute `attention` and keep every step on the way.
 
     Args:
-        q, k, v, left, options: As for `attention`.
+        q, k, v, slopes, options: As for `attention`.
         tokens: S names for the keys, to be shown.
 
     Returns:
@@ -170,15 +170,15 @@ def explain(
 
     Source: the step-by-step trace of the book chapter among the project's seed documents.
     """
-    inputs = prepare("explain", q, k, v, left, **options)
+    inputs = prepare("explain", q, k, v, slopes, **options)
     S = inputs.k.shape[2]
     if tokens is not None and len(tokens) != S:
         raise ValueError(f"explain: tokens must name the {S} keys, got {len(tokens)}")
     steps = compute(inputs)
     return Explanation(
         **{name: inputs.restore(getattr(steps, name)) for name in steps._fields},
-        left=inputs.left,
-        right=inputs.right,
+        slopes=inputs.left,
+        right_slopes=inputs.right,
         query_start=inputs.restore(inputs.query_start),
         tokens=None if tokens is None else tuple(map(str, tokens)),
     )

@@ -77,7 +77,7 @@ def _first_of_batch(explanation: "Explanation") -> "Explanation":
             "query_start",
         )
     }
-    for name in ("left", "right"):
+    for name in ("slopes", "right_slopes"):
         side = getattr(explanation, name)
         changed[name] = side[0] if side.ndim == 2 else side
     return replace(explanation, **changed)

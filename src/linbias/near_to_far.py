@@ -40,7 +40,7 @@ def window(
 ) -> Float64:
     """Say how far a head can matter at all, from its slope and the norms of its queries and keys alone.
 
-    Scores without bias lie within b = |scale| q_norm k_norm of 0, and every query sees its own position. So keys at a
+    Scores without bias lie within `b = |scale| q_norm k_norm` of 0, and every query sees its own position. So keys at a
     distance of the window or more hold at most `tolerance` of any row's probability together, whatever their values:
 
         exp(b - slope * window) * min(num_keys, 1 / (1 - exp(-slope))) = tolerance * exp(-b)
@@ -112,7 +112,7 @@ def attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     tolerance: float = 2.0**-24,
     rows: int = 16,
@@ -122,7 +122,7 @@ def attention(
     """Run `linbias.attention` near to far, and keep what was read.
 
     Args:
-        q, k, v, left, options: As for `linbias.attention`.
+        q, k, v, slopes, options: As for `linbias.attention`.
         tolerance: Largest share of a row's probability that the keys never read may hold together; 0 reads all.
         rows: Query rows of a tile.
         keys: Keys of a block.
@@ -146,7 +146,7 @@ def attention(
             "near_to_far: tolerance must be in [0, 1), rows and keys at least 1,"
             f" got {tolerance}, {rows}, {keys}"
         )
-    inputs = prepare("near_to_far", q, k, v, left, **options)
+    inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)
     tiles: list[list[list[Tile]]] = [[[] for _ in range(H)] for _ in range(B)]
@@ -287,13 +287,13 @@ def share_outside(
     k: npt.ArrayLike,
     first: npt.ArrayLike,
     end: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     **options: Unpack[Options],
 ) -> Float64:
     """Compute the probability that keys outside an interval hold, for every row: what leaving them unread costs.
 
     Args:
-        q, k, left, options: As for `linbias.attention`.
+        q, k, slopes, options: As for `linbias.attention`.
         first, end: Integers that broadcast with [..., H, T]: the first key, and one past the last, that a row reads.
 
     Returns:
@@ -306,7 +306,7 @@ def share_outside(
         >>> share_outside(np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), 1, 4, [0.0]).tolist()
         [[0.25]]
     """
-    weight = attention_weights(q, k, left, **options)
+    weight = attention_weights(q, k, slopes, **options)
     keys = np.arange(weight.shape[-1])
     first, end = (np.asarray(x)[..., None] for x in (first, end))
     return np.where((keys < first) | (keys >= end), weight, 0.0).sum(-1)

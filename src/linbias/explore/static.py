@@ -17,7 +17,7 @@ DARKEST = 0.55  # opacity of the largest weight: its number stays readable, ligh
 def static_part() -> str:
     """HTML without scripts: the weights of both heads, their mean, the outputs, and the slopes of eight heads."""
     trace, tokens = example.trace(causal=False)
-    names = [f"Weights of head {h + 1} (slope {m:g})" for h, m in enumerate(trace.left)]
+    names = [f"Weights of head {h + 1} (slope {m:g})" for h, m in enumerate(trace.slopes)]
     output = np.concatenate(list(trace.output), axis=1)
     parts = [
         "<h1>Attention with linear biases</h1>",

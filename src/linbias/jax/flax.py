@@ -6,7 +6,7 @@ Flax gives an attention function neither positions nor lengths, only a mask, so 
 
 import math
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, Never, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from linbias import _extras
-from linbias.jax.functional import Slopes, prepare, run
+from linbias import _checks, _extras
+from linbias.jax.call import Slopes, prepare, run
 from linbias.variants import is_causal as is_causal_variant
 from linbias.variants import variant_slopes
 
@@ -25,25 +25,26 @@ _extras.require("linbias.jax.flax")
 def attention_fn(
     variant: str = "causal",
     *,
-    left: Slopes | None = None,
-    right: Slopes | None = None,
+    slopes: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     schedule: str = "paper",
     max_bias: float = 8.0,
     tolerance: float | None = None,
     implementation: str = "auto",
+    **unknown: Never,
 ) -> Callable[..., Array]:
     """Make the `attention_fn=` of a Flax multi-head attention: linear biases, and no bias in memory.
 
     For `flax.linen.MultiHeadDotProductAttention` (`MultiHeadAttention`) and `flax.nnx.MultiHeadAttention`. The
     variants are those of `linbias.torch.MultiheadAttention`:
 
-    | variant       | slopes (left, right)                                   | for                             |
+    | variant       | slopes, right_slopes                                    | for                             |
     |---------------|--------------------------------------------------------|---------------------------------|
     | `causal`      | (m, inf)                                               | language models (the paper)     |
     | `symmetric`   | (m, m)                                                 | encoders                        |
     | `directional` | (m', inf) for half of the heads, (inf, m') for the     | encoders whose heads look one   |
     |               | other half; m' are the slopes of H/2 heads             | way only                        |
-    | `asymmetric`  | (left, right), as given                                | encoders with learned slopes    |
+    | `asymmetric`  | as given                                              | encoders with learned slopes    |
     | `none`        | (0, 0)                                                 | cross-attention                 |
     | `none_causal` | (0, inf)                                               | comparison                      |
 
@@ -56,8 +57,8 @@ def attention_fn(
 
     Args:
         variant: See above.
-        left: [H] or [B, H], at least 0 or inf: slopes instead of the variant's, learned ones for example.
-        right: Likewise; only for a variant that is not causal.
+        slopes: [H] or [B, H], at least 0 or inf: slopes instead of the variant's, learned ones for example.
+        right_slopes: Likewise; only for a variant that is not causal.
         schedule: As for `linbias.slopes`.
         max_bias: As for `linbias.slopes`.
         tolerance: As for `linbias.jax.attention`.
@@ -81,11 +82,13 @@ def attention_fn(
 
     Source: Press, Smith and Lewis, ICLR 2022; the Flax exercise among the project's seed documents.
     """
+    if unknown:
+        _checks.refuse_unknown("attention_fn", unknown, attention_fn)
     variant_slopes("attention_fn", variant, 2, schedule, max_bias)  # refuses what is unknown
     causal = is_causal_variant(variant)
-    if causal and right is not None:
+    if causal and right_slopes is not None:
         raise ValueError(
-            f"attention_fn: right contradicts variant {variant!r}, which hides that side"
+            f"attention_fn: right_slopes contradicts variant {variant!r}, which hides that side"
         )
 
     def attend(
@@ -125,9 +128,9 @@ def attention_fn(
             q,
             k,
             v,
-            own[0] if left is None else left,
+            own[0] if slopes is None else slopes,
             causal=causal,
-            right=None if causal else own[1] if right is None else right,
+            right_slopes=None if causal else own[1] if right_slopes is None else right_slopes,
             dropout=dropout,
             dropout_key=dropout_rng,
             tolerance=tolerance,

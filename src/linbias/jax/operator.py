@@ -31,7 +31,9 @@ class Inputs:
     key_range: Array | None  # [B, G, 2], int32, within 0 and S; None: all keys
     query_start: Array | None  # [B], int32, the position of query 0; None: S - T
     key_bound: Array | None  # [B, G], wide; only forward may use it
-    mask: Array | None  # [B or 1, H or 1, T or 1, S], bool; False hides a key
+    mask: (
+        Array | None
+    )  # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
     seed: Array | None  # [], uint32; None: no dropout
     scale: float = _number()
     dropout: float = _number()
@@ -100,8 +102,11 @@ def define(
 def with_the_same_mesh_axes(arrays: Any) -> Any:
     """Let all arrays of a tree vary over the same mesh axes: inside shard_map a loop's state and a gradient must.
 
-    Only operations on several arrays bring them together in every version of JAX; the compiler removes these.
+    Only operations on several arrays bring them together in every version of JAX. The compiler removes these, but it
+    has to read them first: outside shard_map there are none.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
     leaves, tree = jax.tree.flatten(arrays)
     never = jnp.bool_(False)
     for x in leaves:

@@ -27,12 +27,7 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.positions import (
-    AttendOptions,
-    Position,
-    distances_of,
-    query_start_of,
-)
+from linbias.models.positions import AttendOptions, Position, distances_of, query_start_of
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights, merge
 from linbias.torch.constant import constant
@@ -81,7 +76,7 @@ class Sloped(Position):
             v,
             left,
             causal=False,
-            right=right,
+            right_slopes=right,
             key_range=options.key_range,
             query_start=options.query_start,
             dropout=options.dropout,
@@ -100,7 +95,7 @@ class Sloped(Position):
             k,
             left,
             causal=False,
-            right=right,
+            right_slopes=right,
             key_range=options.key_range,
             query_start=options.query_start,
             mask=mask,
@@ -188,14 +183,14 @@ class LittleBird(Asymmetric):
             implementation=self._implementation,
             return_lse=True,
         )
-        out, lse = run(q, left=left, right=right, query_start=start)
+        out, lse = run(q, slopes=left, right_slopes=right, query_start=start)
         flat, bias = torch.zeros_like(self.first), self.first.to(lse.dtype)[:, None]
 
         row = (first - start).clamp(0, T - 1)  # of the first token among the queries
         at_row = torch.arange(T, device=q.device) == row[:, None]
         is_first = (at_row & (start + row == first)[:, None])[:, None]  # [B, 1, T]
         own = q.take_along_dim(row[:, None, None, None], dim=2)
-        own_out, own_lse = run(own, left=flat, right=flat, query_start=first)
+        own_out, own_lse = run(own, slopes=flat, right_slopes=flat, query_start=first)
         out = torch.where(is_first[..., None], own_out, out)
         lse = torch.where(is_first, own_lse - bias, lse)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import linbias.definition
+from linbias import _checks
 from linbias.definition import Float64
 from linbias.explain import Explanation, printable
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, write_tokens
@@ -26,27 +27,28 @@ _LETTER = 0.055  # inches: the width of one in names
 
 
 def bias(
-    left: npt.ArrayLike,
+    slopes: npt.ArrayLike,
     T: int,
     S: int | None = None,
     *,
     causal: bool = True,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     heads: Sequence[int] | None = None,
     tokens: Sequence[str] | None = None,
     width: float | str = "double",
     ax: Axes | None = None,
+    **unknown: Never,
 ) -> Figure:
     """Draw what the bias adds to the scores: a matrix [T, S] for each head, hidden keys hatched.
 
     All panels share one scale of colours, so that steep heads and flat ones can be compared.
 
     Args:
-        left: [H], the slopes, as for `linbias.bias`.
+        slopes: [H], as for `linbias.bias`.
         T: Number of queries.
         S: Number of keys, at least 1; None means T.
         causal: Hide the keys after the query.
-        right: Like left: slopes towards later keys, with causal=False; None means symmetric.
+        right_slopes: Like slopes: slopes towards later keys, with causal=False; None means symmetric.
         heads: Only these, counted from 0.
         tokens: S names for the keys; written where there is room.
         width: Of the figure: "single" or "double" column, or inches.
@@ -56,19 +58,21 @@ def bias(
         The figure.
 
     Raises:
-        ValueError: A slope, head or width breaks its rule, or right contradicts causal.
+        ValueError: A slope, head or width breaks its rule, or right_slopes contradicts causal.
 
     Example:
         >>> figure = bias(linbias.slopes(4), 32, width="single")
         >>> [panel.get_title() for panel in figure.axes[:2]]
         ['head 0, slope 0.25', 'head 1, slope 0.0625']
     """
-    if causal and right is not None:
-        raise ValueError("plots.bias: right needs causal=False, got both")
-    slopes = np.asarray(left, np.float64)
+    if unknown:
+        _checks.refuse_unknown("plots.bias", unknown, bias)
+    if causal and right_slopes is not None:
+        raise ValueError("plots.bias: right_slopes needs causal=False, got both")
+    slopes = np.asarray(slopes, np.float64)
     if slopes.ndim != 1 or not len(slopes):
-        raise ValueError(f"plots.bias: left must be [H], got {list(slopes.shape)}")
-    sides = np.full_like(slopes, np.inf) if causal else right
+        raise ValueError(f"plots.bias: slopes must be [H], got {list(slopes.shape)}")
+    sides = np.full_like(slopes, np.inf) if causal else right_slopes
     values = linbias.definition.bias(slopes, T, T if S is None else S, sides)
     to_right = None if sides is None else np.broadcast_to(np.asarray(sides, float), slopes.shape)
     titles = [
@@ -117,7 +121,9 @@ def weights(
         values = np.where(np.isinf(weights.penalty), np.nan, weights.weight)
         titles = [
             f"head {h}, {_slopes(*pair)}"
-            for h, pair in enumerate(zip(weights.left.flat, weights.right.flat, strict=True))
+            for h, pair in enumerate(
+                zip(weights.slopes.flat, weights.right_slopes.flat, strict=True)
+            )
         ]
         tokens = weights.tokens if tokens is None else tokens
         first = int(weights.query_start) if weights.query_start.ndim == 0 else 0

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from linbias import near_to_far
+from linbias import _checks, near_to_far
 from linbias.definition import Array, Float64, attention_weights, distances
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
-from linbias.schedules import slopes
+from linbias.schedules import slopes as slopes_of_paper
 
 _COLOURS = ("#08519C", "#6BAED6", "#C6DBEF", "#E6EFF7")  # dark holds the nearest weight
 _READ = "#D55E00"
@@ -24,15 +24,16 @@ _TILES = 64  # of a head, that near to far runs in: the mark is as fine as they 
 def reach(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
-    left: npt.ArrayLike | None = None,
+    slopes: npt.ArrayLike | None = None,
     *,
     causal: bool = True,
-    right: npt.ArrayLike | None = None,
+    right_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     shares: Sequence[float] = (0.5, 0.9, 0.99),
     tolerance: float = 2.0**-24,
     width: float | str = "single",
     ax: Axes | None = None,
+    **unknown: Never,
 ) -> Figure:
     """Draw how near the keys are that hold 50, 90 and 99 percent of each head's weight, and how far it reads.
 
@@ -44,7 +45,7 @@ def reach(
     Args:
         q: [H, T, D].
         k: [G, S, D]; the last query stands at the last key.
-        left, causal, right, scale: As for `linbias.attention`.
+        slopes, causal, right_slopes, scale: As for `linbias.attention`.
         shares: Of the weight, rising, one to four of them in (0, 1).
         tolerance: As for `near_to_far.attention`; with 0 everything is read, and there is no mark.
         width: Of the figure: "single" or "double" column, or inches.
@@ -62,6 +63,8 @@ def reach(
         >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
         ['head 0, slope 0.25', 'head 1, slope 0.0625', 'head 2, slope 0.0156', 'head 3, slope 0.00391']
     """
+    if unknown:
+        _checks.refuse_unknown("plots.reach", unknown, reach)
     q, k = np.asarray(q), np.asarray(k)
     if q.ndim != 3 or not q.size:
         raise ValueError(f"plots.reach: q must be [H, T, D], got {list(q.shape)}")
@@ -69,12 +72,12 @@ def reach(
         raise ValueError(f"plots.reach: shares must be one to four, rising, got {shares}")
     if not (0 < shares[0] and shares[-1] < 1):
         raise ValueError(f"plots.reach: shares must be in (0, 1), got {shares}")
-    left = slopes(len(q)) if left is None else np.asarray(left, np.float64)
+    slopes = slopes_of_paper(len(q)) if slopes is None else np.asarray(slopes, np.float64)
     q = q[:, q.shape[1] // 2 :] if causal else q
-    options = {"causal": causal, "right": right, "scale": scale}
-    holding = tokens_that_hold(q, k, left, shares, options)
-    read = tokens_read(q, k, left, tolerance, options) if tolerance else None
-    names = [f"head {h}, slope {slope:.3g}" for h, slope in enumerate(left)]
+    options = {"causal": causal, "right_slopes": right_slopes, "scale": scale}
+    holding = tokens_that_hold(q, k, slopes, shares, options)
+    read = tokens_read(q, k, slopes, tolerance, options) if tolerance else None
+    names = [f"head {h}, slope {slope:.3g}" for h, slope in enumerate(slopes)]
     if ax is not None:
         _draw(ax, holding, read, shares, names, k.shape[1])
         return figure_of(ax)
@@ -86,10 +89,10 @@ def reach(
 
 
 def tokens_that_hold(
-    q: Array, k: Array, left: Array, shares: Sequence[float], options: dict[str, Any]
+    q: Array, k: Array, slopes: Array, shares: Sequence[float], options: dict[str, Any]
 ) -> Float64:
     """[shares, H]: how many tokens from the query outwards hold a share of its weight, in the median over queries."""
-    weight = attention_weights(q, k, left, **options)
+    weight = attention_weights(q, k, slopes, **options)
     H, T, S = weight.shape
     distance = np.abs(distances(T, S))
     found = np.empty((len(shares), H, T))
@@ -103,14 +106,14 @@ def tokens_that_hold(
 
 
 def tokens_read(
-    q: Array, k: Array, left: Array, tolerance: float, options: dict[str, Any]
+    q: Array, k: Array, slopes: Array, tolerance: float, options: dict[str, Any]
 ) -> Float64:
     """[H]: how many tokens from the query outwards near to far reads, in the median over queries."""
     T, S = q.shape[1], k.shape[1]
     size = max(1, T // _TILES)
     v = np.zeros((*k.shape[:2], 1))
     visit = near_to_far.attention(
-        q, k, v, left, tolerance=tolerance, rows=size, keys=size, **options
+        q, k, v, slopes, tolerance=tolerance, rows=size, keys=size, **options
     )
     position = np.arange(S - T, S)
     found = []

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, get_type_hints, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class Placement(TypedDict, total=False):
     """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
 
     causal: bool
-    right: Slopes | None
+    right_slopes: Slopes | None
     scale: float | None
     key_range: Tensor | None
     query_start: Tensor | None
@@ -45,7 +45,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None = ...,
+    slopes: Slopes | None = ...,
     *,
     return_lse: Literal[True],
     **options: Unpack[Options],
@@ -55,7 +55,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None = ...,
+    slopes: Slopes | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
@@ -64,10 +64,10 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
@@ -84,8 +84,8 @@ def attention(
     Key s stands at position s, and query t at p = query_start + t; by default the last query stands at the last
     key, p = t + S - T:
 
-        score[t, s] = scale * (q[t] . k[s]) - left  * (p - s)    for s <= p
-        score[t, s] = scale * (q[t] . k[s]) - right * (s - p)    for s >  p
+        score[t, s] = scale * (q[t] . k[s]) - slope       * (p - s)    for s <= p
+        score[t, s] = scale * (q[t] . k[s]) - right_slope * (s - p)    for s >  p
         out[t] = sum over s of softmax(score[t])[s] * v[s]       lse[t] = log sum exp(score[t])
 
     With causal=True only keys s <= p take part. T=2, S=4 and T=4, S=2 (x = takes part):
@@ -97,7 +97,7 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, left, right, through both out and lse; twice, and in forward mode, only by `dense`.
+    Differentiable in q, k, v, slopes, right_slopes, through both out and lse; twice, and in forward mode, only by `dense`.
     Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
     `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
 
@@ -105,11 +105,11 @@ def attention(
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
         k: [B, G, S, D], dtype and device of q. H must be a multiple of G.
         v: [B, G, S, E], dtype and device of q.
-        left: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A tensor, or anything
+        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A tensor, or anything
             that makes one. None means `linbias.slopes(H)`; zeros mean no bias. Values are checked on the CPU and
             in eager mode; elsewhere reading them would stall.
-        causal: Hide the keys after the query. With False and right=None the bias is symmetric.
-        right: Like left: slope towards later keys; needs causal=False.
+        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
+        right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
         key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
             key/value heads; keys outside are never used, whatever they hold. For left padding,
@@ -119,7 +119,7 @@ def attention(
             range that ends last, where heads have their own). For right padding with T = S, zeros.
         mask: Broadcasts to [B, H, T, S], bool: True takes part, as for `scaled_dot_product_attention`. It hides further
             keys, whose entries must still be finite. Taken by `sdpa` and `dense`, which know no far keys.
-        key_bound: [B, G], floating point: at least |k| of every key in the range, from a cache that keeps the
+        key_bound: [B, G], floating point: at least the norm of every key in the range, from a cache that keeps the
             largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
             every key once for its norm. It is a promise, not checked; an implementation may do without it.
         dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
@@ -148,13 +148,12 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if unknown:
-        known = ("q", "k", "v", "left", *get_type_hints(Options), "return_lse")
-        _checks.refuse_unknown("attention", unknown, known)
+        _checks.refuse_unknown("attention", unknown, attention)
     if _is_nested(q) or _is_nested(k) or _is_nested(v):
         from linbias.torch import nested  # which is made of this function
 
         return nested.attention(
-            q, k, v, left, causal=causal, right=right, scale=scale, key_range=key_range, query_start=query_start,
+            q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
             mask=mask, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
             implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
@@ -163,9 +162,9 @@ def attention(
         q,
         k,
         v,
-        left,
+        slopes,
         causal=causal,
-        right=right,
+        right_slopes=right_slopes,
         scale=scale,
         key_range=key_range,
         query_start=query_start,
@@ -184,21 +183,22 @@ def attention(
 def attention_weights(
     q: Tensor,
     k: Tensor,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
     mask: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
     The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
 
     Args:
-        q, k, left, causal, right, scale, key_range, query_start, mask: As for `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -212,14 +212,16 @@ def attention_weights(
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
     """
+    if unknown:
+        _checks.refuse_unknown("attention_weights", unknown, attention_weights)
     inputs, _ = prepare(
         "attention_weights",
         q,
         k,
         k,
-        left,
+        slopes,
         causal=causal,
-        right=right,
+        right_slopes=right_slopes,
         scale=scale,
         key_range=key_range,
         query_start=query_start,
@@ -233,7 +235,7 @@ def attention_added(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None,
+    slopes: Slopes | None,
     added: Tensor,
     *,
     need_weights: bool = False,
@@ -241,7 +243,7 @@ def attention_added(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`attention`, and its weights if wanted, where numbers that broadcast to [B, H, T, S] are added to the scores."""
-    inputs, problem = prepare("attention", q, k, v, left, **options)
+    inputs, problem = prepare("attention", q, k, v, slopes, **options)
     inputs, problem = inputs._replace(mask=added), dataclasses.replace(problem, mask=True)
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
     with without_autocast(inputs.q.device):
@@ -254,10 +256,10 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None,
+    slopes: Slopes | None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
@@ -266,18 +268,21 @@ def prepare(
     dropout: float = 0.0,
     tolerance: float | None = None,
     lse: bool = False,
+    **unknown: object,
 ) -> tuple[Inputs, _checks.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    if unknown:
+        _checks.refuse_unknown(function, unknown, prepare)
     given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
     for name, array in given:
         if not isinstance(array, Tensor):
             describe(name, array, function)  # which refuses it
     q, k, v = autocast(q, k, v)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if left is not None:
-        left = as_slopes(function, "left", left, wide, q.device)
-    if right is not None:
-        right = as_slopes(function, "right", right, wide, q.device)
+    left = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
+    right = None
+    if right_slopes is not None:
+        right = as_slopes(function, "right_slopes", right_slopes, wide, q.device)
     differentiated = torch.is_grad_enabled()
     slope_gradients = differentiated and (
         (left is not None and left.requires_grad) or (right is not None and right.requires_grad)
@@ -348,7 +353,17 @@ def _name(thing: torch.dtype | torch.device) -> str:
 _NAMES: dict[torch.dtype | torch.device, str] = {}
 
 
-_CHECKED = ("q", "k", "v", "left", "right", "key_range", "query_start", "key_bound", "mask")
+_CHECKED = (
+    "q",
+    "k",
+    "v",
+    "slopes",
+    "right_slopes",
+    "key_range",
+    "query_start",
+    "key_bound",
+    "mask",
+)
 
 
 def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Problem:
@@ -410,7 +425,7 @@ def _check_values(
         None if x is None or x.device.type != "cpu" else transforms.known_values(x)
         for x in (left, right, key_range, query_start)
     )
-    for name, slope in (("left", slopes_left), ("right", slopes_right)):
+    for name, slope in (("slopes", slopes_left), ("right_slopes", slopes_right)):
         if slope is not None:
             _checks.check_slope_values(function, name, slope)
     if ranges is not None:

@@ -19,7 +19,7 @@ class MultiheadAttention(nn.Module):
     It takes the place of one in `torch.nn.TransformerEncoderLayer`, `TransformerDecoderLayer` and `Transformer`;
     `replace_attention` does so for a whole model, and `from_torch` and `load_state_dict` take over the weights.
 
-    | variant       | slopes (left, right)                                 | for                             |
+    | variant       | slopes, right_slopes                                  | for                             |
     |---------------|------------------------------------------------------|---------------------------------|
     | `causal`      | (m, inf)                                             | language models (the paper)     |
     | `symmetric`   | (m, m)                                               | encoders                        |
@@ -33,7 +33,7 @@ class MultiheadAttention(nn.Module):
     sequences have no distance, and the author of the method recommends none there. Masks of a call hide further
     keys: with a causal one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
 
-    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (`.weight` [out, in], and `.bias`), and for
+    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
     learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
     positive (in `directional`, a hidden side stays hidden). Fixed slopes are not saved: `variant`, `schedule`
     and `max_bias` determine them.
@@ -138,12 +138,12 @@ class MultiheadAttention(nn.Module):
         return is_causal(self.variant)
 
     @property
-    def left(self) -> Tensor:
+    def slopes(self) -> Tensor:
         """[H]: slopes towards earlier keys."""
         return self._slopes("left")
 
     @property
-    def right(self) -> Tensor | None:
+    def right_slopes(self) -> Tensor | None:
         """[H]: slopes towards later keys; None for causal attention."""
         return None if self.causal else self._slopes("right")
 
@@ -305,7 +305,7 @@ class MultiheadAttention(nn.Module):
     def _options(self, causal: bool) -> dict[str, Any]:
         """Keywords of `attention`."""
         causal = causal or self.causal
-        return {"causal": causal, "right": None if causal else self.right}
+        return {"causal": causal, "right_slopes": None if causal else self.right_slopes}
 
     def _running(self) -> dict[str, Any]:
         return {
@@ -339,7 +339,7 @@ class MultiheadAttention(nn.Module):
                 q,
                 k,
                 v,
-                self.left,
+                self.slopes,
                 seen.mask,
                 need_weights=need_weights,
                 **options,
@@ -347,9 +347,9 @@ class MultiheadAttention(nn.Module):
             )
         else:
             options["mask"] = seen.mask
-            out = attention(q, k, v, self.left, **options, **self._running())
+            out = attention(q, k, v, self.slopes, **options, **self._running())
             if need_weights:
-                weights = attention_weights(q, k, self.left, **options)
+                weights = attention_weights(q, k, self.slopes, **options)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _attend_nested(
@@ -364,7 +364,7 @@ class MultiheadAttention(nn.Module):
         if strided:
             query, key, value = nested.as_jagged(query, key, value)
         q, k, v = self._project(query, key, value)
-        out = attention(q, k, v, self.left, **self._options(causal), **self._running())
+        out = attention(q, k, v, self.slopes, **self._options(causal), **self._running())
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
 

@@ -1,7 +1,7 @@
 """`attention_varlen`: packed sequences, put into batches of about the same length."""
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ def attention_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     causal: bool = True,
-    right: Slopes | None = None,
+    right_slopes: Slopes | None = None,
     scale: float | None = None,
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
@@ -33,6 +33,7 @@ def attention_varlen(
     tolerance: float | None = None,
     implementation: str = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `attention` on B sequences packed end to end; none sees another.
 
@@ -47,10 +48,10 @@ def attention_varlen(
         v: [total_k, G, E].
         cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
         cu_seqlens_k: [B + 1], likewise for k and v.
-        left: [H] or [B, H], as for `attention`.
+        slopes: [H] or [B, H], as for `attention`.
         key_range: [B, 2] or [B, G, 2], integers: as for `attention`, counted from the first key of each sequence.
         query_start: [B], integers: the position of each sequence's first query, counted likewise.
-        causal, right, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
+        causal, right_slopes, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
 
     Returns:
         [total_q, H, E]; with return_lse also lse [total_q, H].
@@ -64,6 +65,8 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, lengths, lengths).shape
         torch.Size([5, 2, 4])
     """
+    if unknown:
+        _checks.refuse_unknown("attention_varlen", unknown, attention_varlen)
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
         if len(shape) != 3:
@@ -73,7 +76,7 @@ def attention_varlen(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     left, right = (
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
-        for name, slope in (("left", left), ("right", right))
+        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
     rest: tuple[Any, ...] = (
         cu_seqlens_q, cu_seqlens_k, key_range, query_start, causal, scale, dropout, tolerance, implementation
@@ -111,7 +114,7 @@ def _run(
             f" but cu_seqlens_k {len(starts_k) - 1}"
         )
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for name, slope in (("left", left), ("right", right)):
+    for name, slope in (("slopes", left), ("right_slopes", right)):
         if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
             raise ValueError(
                 f"attention_varlen: {name} has {len(slope)} rows for {len(starts_q) - 1} sequences"
@@ -133,7 +136,7 @@ def _run(
             _take(v, keys, held),
             own[0],
             causal=causal,
-            right=own[1],
+            right_slopes=own[1],
             scale=scale,
             key_range=ranges,
             query_start=starts,

@@ -31,7 +31,7 @@ def visited(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    left: Slopes | None = None,
+    slopes: Slopes | None = None,
     *,
     tolerance: float | None = None,
     implementation: str = "auto",
@@ -40,7 +40,7 @@ def visited(
     """Find out which keys `attention` reads for these inputs, by running it.
 
     Args:
-        q, k, v, left, placement: As for `attention`.
+        q, k, v, slopes, placement: As for `attention`.
         tolerance: As for `attention`.
         implementation: One that leaves keys out, `triton`, `cpu` or `blocked`; "auto" is the first that can run the
             call.
@@ -56,7 +56,7 @@ def visited(
         >>> visited(q, k, v, [0.5, 0.0], implementation="blocked").work_kept[0, 1].item()
         1.0
     """
-    inputs, problem = prepare("visited", q, k, v, left, tolerance=tolerance, **placement)
+    inputs, problem = prepare("visited", q, k, v, slopes, tolerance=tolerance, **placement)
     near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.

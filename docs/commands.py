@@ -13,9 +13,8 @@ from sphinx.util.docutils import SphinxDirective
 from linbias import cli
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     app.add_directive("commands", Commands)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 class Commands(SphinxDirective):
@@ -45,29 +44,20 @@ def contexts(command: Any, name: str, parent: Any = None) -> Iterator[Any]:
 
 def describe(context: Any) -> Iterator[str]:
     """One command, as Markdown: what `--help` shows, without Rich's markup."""
-    command = context.command
-    for paragraph in re.split(r"\n\s*\n", command.help or ""):
+    for paragraph in re.split(r"\n\s*\n", context.command.help or ""):
         if paragraph.startswith("\b"):  # examples, one a line
-            yield from ("```sh", *_plain(paragraph.strip("\b\n")).split("\n"), "```", "")
+            yield from (
+                "```sh",
+                *re.sub(r"\[/?[a-z ]*\]", "", paragraph.strip("\b\n")).split("\n"),
+                "```",
+                "",
+            )
         else:
             yield from (_prose(" ".join(paragraph.split())), "")
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for parameter in command.get_params(context):
+    for parameter in context.command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and "--help" not in parameter.opts:
-            is_argument = parameter.param_type_name == "argument"
-            panel = getattr(parameter, "rich_help_panel", None)
-            panels.setdefault(panel or ("Arguments" if is_argument else "Options"), []).append(
-                record
-            )
-    for panel, records in panels.items():
-        yield from (f"**{panel}**", "")
-        for name, meaning in records:
-            yield from (f"`{name}`", f": {_prose(meaning)}", "")
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\[/?[a-z ]*\]", "", text)
+            yield from (f"`{record[0]}`", f": {_prose(record[1])}", "")
 
 
 def _prose(text: str) -> str:
