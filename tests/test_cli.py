@@ -467,8 +467,8 @@ ERRORS = [
         "text must hold two tokens or more, got 1 in",
     ),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
-    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got './absent'"),
-    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold an encoder, got a linbias model, which is a decoder"),
+    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: path must be a folder with a config.json, got './absent'"),
+    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must hold an encoder, got"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
     (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),
@@ -571,7 +571,7 @@ def test_a_real_process_ends_with_one_line_and_no_traceback():
     process = start("evaluate", "./absent")
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: load: path must be a folder")
+    assert stderr.startswith("error: evaluate: path must be a folder")
     assert stderr.count("\n") == 1
 
 

@@ -157,12 +157,13 @@ def evaluate(
         typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
     ] = None,
     stride: options.Stride = None,
-    fuse: Annotated[
+    fuse: Annotated[bool, typer.Option("--fuse", hidden=True)] = False,
+    no_fuse: Annotated[
         bool,
         typer.Option(
-            help="Run an existing BLOOM, Falcon or MPT model on linbias' attention, or on Transformers' own."
+            "--no-fuse", help="Run an existing BLOOM, Falcon or MPT model on Transformers' own attention."
         ),
-    ] = True,
+    ] = False,
     slope_scale: Annotated[
         str | None,
         typer.Option(
@@ -220,7 +221,7 @@ def evaluate(
             warnings.simplefilter("ignore")
         files = Files.at("evaluate", model)
         loaded = load(files, device=chosen)
-        if not fuse and loaded.config._attn_implementation == "linbias":
+        if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
             unfuse(loaded)
         text = read_text(files, corpus, split, max_bytes=max_bytes)
         if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):

@@ -179,7 +179,7 @@ def find_corpus(name: str) -> None:
     if not _is_data_set(name):
         raise _no_such_corpus(name)
     if not answers():  # else it shows when it is fetched
-        _open(name, stream=True, cache_dir=None)
+        _open(name, stream=True, cache_dir=None, reachable=False)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
@@ -313,9 +313,15 @@ def _is_data_set(name: str) -> bool:
     return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
 
 
-def _open(name: str, stream: bool, cache_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+def _open(
+    name: str,
+    stream: bool,
+    cache_dir: str | os.PathLike[str] | None,
+    reachable: bool | None = None,
+) -> dict[str, Any]:
+    id = TEXTS.get(name, name)
     try:
-        return open_data_set(TEXTS.get(name, name), stream=stream, cache_dir=cache_dir)
+        return open_data_set(id, stream=stream, cache_dir=cache_dir, reachable=reachable)
     except ValueError as error:
         raise _no_such_corpus(name, " that can be reached", f" ({error})") from error
 

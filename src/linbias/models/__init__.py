@@ -45,6 +45,7 @@ __all__ = [
     "fuse",
     "install",
     "load",
+    "load_tokenizer",
     "unfuse",
 ]
 
