@@ -11,14 +11,9 @@ from linbias.definition import Array, Options, flatten_batch, real_arrays
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
 
+__all__ = ["attention"]
+
 Floats = npt.NDArray[np.floating[Any]]
-
-
-class CoreOptions(Options, total=False):
-    """The keywords of `attention` but for return_lse."""
-
-    tolerance: float | None
-    num_threads: int
 
 
 @overload
@@ -28,8 +23,10 @@ def attention(
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = ...,
     *,
+    tolerance: float | None = ...,
+    num_threads: int = ...,
     return_lse: Literal[True],
-    **options: Unpack[CoreOptions],
+    **options: Unpack[Options],
 ) -> tuple[Floats, Floats]: ...
 @overload
 def attention(
@@ -38,8 +35,10 @@ def attention(
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = ...,
     *,
+    tolerance: float | None = ...,
+    num_threads: int = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[CoreOptions],
+    **options: Unpack[Options],
 ) -> Floats: ...
 def attention(
     q: npt.ArrayLike,

@@ -23,8 +23,10 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias._checks import check_slope_values
+from linbias import _checks
 from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
+
+__all__ = ["attention", "share_outside", "window"]
 
 LEFT, RIGHT = 0, 1
 
@@ -63,7 +65,7 @@ def window(
         [67.1, inf]
     """
     slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    check_slope_values("window", "slope", slope)
+    _checks.check_slope_values("window", "slope", slope)
     if not 0 < tolerance < 1:
         raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
@@ -103,9 +105,8 @@ class Visit(NamedTuple):
 
     out: Array  # [..., H, T, E]
     lse: Float64  # [..., H, T]
-    tiles: list[
-        list[list[Tile]]
-    ]  # of batch row b and head h: tiles[b][h], from the first query row on
+    # tiles[b][h]: of batch row b and head h, from the first query row on
+    tiles: list[list[list[Tile]]]
 
 
 def attention(
@@ -146,6 +147,8 @@ def attention(
             "near_to_far: tolerance must be in [0, 1), rows and keys at least 1,"
             f" got {tolerance}, {rows}, {keys}"
         )
+    if "mask" in options:
+        _checks.refuse_unknown("near_to_far", {"mask": None}, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)
@@ -262,9 +265,8 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
         num_left = nearest + 1 if side == LEFT else len(rows.k) - nearest
         slope, distance = rows.slopes[side], np.abs(rows.positions - nearest)
         tail = largest[side][:, nearest] - slope * distance + log_geometric(slope, num_left)
-        with np.errstate(
-            divide="ignore", invalid="ignore"
-        ):  # a row without keys yet: inf or nan, never a reason to stop
+        # A row without keys yet: inf or nan, never a reason to stop.
+        with np.errstate(divide="ignore", invalid="ignore"):
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
         # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
         stop = slope > 0 and share > 0 and bound <= math.log(share)

@@ -26,7 +26,7 @@ from linbias.models.fused.family import (
     keep_mask_for_generate,
     make_mask,
 )
-from linbias.torch.functional import IMPLEMENTATIONS
+from linbias.torch.choice import IMPLEMENTATIONS
 
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
