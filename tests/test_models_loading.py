@@ -170,8 +170,6 @@ def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ("from linbias.models import from_pretrained", r"from_pretrained is linbias.models.load"),
         ("from linbias.models import Padding", r"Padding is linbias.models.places.Places now"),
-        ("import linbias.transformers", r"its names are those of linbias.models"),
-        ("from linbias.transformers import fuse", r"its names are those of linbias.models"),
     ],
 )
 def test_names_that_moved_answer_with_the_new_one(name: str, message: str) -> None:
