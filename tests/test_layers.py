@@ -31,7 +31,6 @@ LAYERS = {
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
-    "transformers": set(),
     "models": {"data", "_run", "torch", "variants", "_checks"} | ANYONE,
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
