@@ -7,6 +7,7 @@ from types import ModuleType
 
 # An old module, which answers for what was below it too, and what to write in its place.
 MOVED = {
+    "linbias.data.hub": "linbias.data.data_sets",
     "linbias.data.reading": "linbias.lm.windows",
     "linbias.lm.methods": "linbias.methods",
     **{

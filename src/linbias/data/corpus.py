@@ -27,7 +27,7 @@ import numpy as np
 
 from linbias._run.hub import answers
 from linbias.data import SPLITS
-from linbias.data.hub import TEXTS, as_line, open_data_set
+from linbias.data.data_sets import TEXTS, as_line, open_data_set
 from linbias.data.tokenizers import (
     KINDS,
     TokenIds,
