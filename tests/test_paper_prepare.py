@@ -298,6 +298,7 @@ def data_set(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return fake.data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("linbias.data.data_sets.answers", lambda: True)
     return fake
 
 
