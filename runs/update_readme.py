@@ -4,7 +4,7 @@
     python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
                                                                 # page shows too
 
-Each part stands between <!-- name --> and <!-- /name --> in its document. The experiment is that of
+Each part stands between <!-- name: command --> and <!-- /name --> in its document; the command is the one that writes it. The experiment is that of
 linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
 """
 
@@ -245,8 +245,8 @@ def extrapolation_table() -> str:
 
 
 def fill(text: str, name: str, content: str) -> str:
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    assert re.search(pattern, text, re.DOTALL), f"there is no part <!-- {name} -->"
+    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
+    assert re.search(pattern, text, re.DOTALL), f"there is no part <!-- {name}: command -->"
     return re.sub(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
 
 

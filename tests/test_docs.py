@@ -183,7 +183,17 @@ def test_results_are_what_the_records_say():
     parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
-        assert f"<!-- {part} -->\n{text}\n<!-- /{part} -->" in written, f"{document}: {part}"
+        assert update.fill(written, part, text) == written, f"{document}: {part}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_a_table_from_records_names_the_command_that_writes_it(document):
+    text = document.read_text(encoding="utf-8")
+    written = re.findall(r"^<!-- ([\w ]+): python (runs/\w+\.py)[^>]* -->$", text, re.MULTILINE)
+    assert [part for part, _ in written] == re.findall(r"^<!-- /([\w ]+) -->$", text, re.MULTILINE)
+    for part, script in written:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        assert document.name in source or f'"{part}"' in source, f"{script} does not write {part}"
 
 
 def test_the_table_of_defects_is_that_of_its_record():
