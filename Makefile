@@ -12,16 +12,19 @@ OUTPUT ?= output/extrapolate
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
 
-test: $(VENV)/.dev  ## all tests (two at a time)
-	$(BIN)/python -m pytest -n 2
+# Each worker begins with half of the files, so that what tests share is made once, and takes over from the other at the end.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-check: $(VENV)/.dev  ## what CI runs: format, lint, types, tests
+test: $(VENV)/.dev  ## the tests, two at a time, in 5 minutes; those that start processes and kill them run in `make check`
+	$(PYTEST) -m 'not processes'
+
+check: $(VENV)/.dev  ## what CI runs: format, lint, types, the core's own test, every test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 	$(MAKE) core-test
-	$(MAKE) test
+	$(PYTEST)
 
 core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every target, a model of the matrix unit too, and no warnings
 	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON -DLINBIAS_EMULATE_AMX=ON

@@ -10,6 +10,16 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each worker, set before torch loads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Some hundred small JAX programs, of which compiling would take most of the tests' time: without optimisation and without
+# the newer emitters of fused loops XLA needs a third of it. JAX reads this at its first computation.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+    )
+)
+
 import hypothesis
 import pytest
 

@@ -280,6 +280,7 @@ def test_evaluate_computes_on_the_device_and_in_the_precision_that_are_asked_for
     assert result["nll"] == pytest.approx(plain["nll"], rel=0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:read_text")
 def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corpus):
     words = ["evaluate", model, "--corpus", corpus, "--length", 16, "--stride", 3, "-q", "--json"]
@@ -636,6 +637,7 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
 # Ctrl-C, as a person does it
 
 
+@pytest.mark.processes
 def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     folder = tmp_path / "run"
     words = [

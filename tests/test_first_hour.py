@@ -61,6 +61,7 @@ def environment(request, tmp_path_factory):
     return request.param, folder
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("environment", WORKING, indirect=True, ids=lambda extra: extra or "core")
 def test_the_first_hour(environment, tmp_path):
     extra, packages = environment

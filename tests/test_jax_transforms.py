@@ -146,6 +146,7 @@ np.testing.assert_allclose(out, linbias.jax.attention(q, q, q), atol=1e-5)
 """
 
 
+@pytest.mark.processes
 @needs_core
 def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"

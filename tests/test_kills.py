@@ -105,6 +105,7 @@ def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *argum
     run(*arguments)
 
 
+@pytest.mark.processes
 def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
+@pytest.mark.processes
 def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
         np.testing.assert_array_equal(*scores)
 
 
+@pytest.mark.processes
 def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
     config = LinbiasBertConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4

@@ -124,6 +124,7 @@ def test_importing_linbias_loads_numpy_and_nothing_else_of_size():
     assert foreign <= {"linbias", "numpy"}
 
 
+@pytest.mark.processes
 def test_submodules_load_when_they_are_named():
     code = """
 import sys, numpy, linbias
@@ -148,6 +149,7 @@ def test_a_module_that_moved_says_what_to_write_now(name):
             importlib.import_module(old)
 
 
+@pytest.mark.processes
 def test_each_front_end_loads_its_own_framework_only():
     for own, other in (("jax", "torch"), ("torch", "jax")):
         code = (

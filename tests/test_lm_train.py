@@ -105,6 +105,7 @@ def train_until_killed(text: str, output: Path, event: str, step: int) -> None:
         train(SETTINGS, load_corpus(text), output, progress=False, callbacks=[Kill(event, step)])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -326,6 +327,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)

@@ -96,6 +96,7 @@ def test_a_bad_saved_configuration_is_refused(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.processes
 def test_importing_the_models_does_not_load_data_sets_or_trainer() -> None:
     code = """
 import sys, linbias.models
@@ -128,6 +129,7 @@ def byte_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_one_import_is_enough_for_folders_of_both_families(
     byte_folder: Path, paper_folder: Path
 ) -> None:
@@ -185,6 +187,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.processes
 def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) -> None:
     """Registered for the Auto classes, it carries its code; after `import linbias.models` that is not run."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -44,6 +44,7 @@ def train_until_killed(paper_data: Path, output: Path, event: str, step: int) ->
     train(paper_data, output, RECIPE, progress=False, callbacks=callbacks)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -143,6 +144,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_two_processes_train_the_model_of_one(paper_data: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_EACH_PROCESS)

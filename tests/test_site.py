@@ -16,6 +16,8 @@ from sphinx.util.inventory import InventoryFile
 from documents import DOCUMENTS, ROOT
 from linbias import cli
 
+pytestmark = pytest.mark.processes
+
 # What a browser fetches without being asked, and what it fetches at a click.
 LOADED = {
     "audio": "src",

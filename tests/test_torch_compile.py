@@ -91,6 +91,7 @@ class Both(torch.nn.Module):
         return out, linbias.torch.attention_varlen(*packed, offsets, offsets)
 
 
+@pytest.mark.processes
 def test_a_saved_program_loads_where_linbias_is_imported_and_says_so_elsewhere(tmp_path):
     q, k, v = torch.randn(3, 1, 2, 9, 8)
     arguments = (q, k, v, torch.tensor([0, 4, 9]))

@@ -152,6 +152,7 @@ print(*{name.split(".")[0] if name[:5] != "torch" else name for name in set(sys.
 """
 
 
+@pytest.mark.processes
 def test_the_first_call_loads_no_compiler():
     """PyTorch's compiler takes a second to import."""
     done = subprocess.run(

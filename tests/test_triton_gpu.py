@@ -69,6 +69,7 @@ def test_auto_never_takes_the_interpreter(monkeypatch):
     assert linbias.torch.attention(q, q, q).shape == q.shape
 
 
+@pytest.mark.processes
 def test_every_kernel_compiles_without_a_gpu():
     """What the interpreter does not see: types, layouts, shared memory. A process of its own, as this one interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

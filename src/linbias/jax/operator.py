@@ -100,8 +100,11 @@ def define(
 def with_the_same_mesh_axes(arrays: Any) -> Any:
     """Let all arrays of a tree vary over the same mesh axes: inside shard_map a loop's state and a gradient must.
 
-    Only operations on several arrays bring them together in every version of JAX; the compiler removes these.
+    Only operations on several arrays bring them together in every version of JAX. The compiler removes these, but it
+    has to read them first: outside shard_map there are none.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
     leaves, tree = jax.tree.flatten(arrays)
     never = jnp.bool_(False)
     for x in leaves:
