@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linbias._run.files import write_json, write_whole
-from linbias.explore import results as explorer_results
+from linbias.explore import read_results
 from linbias.lm import figures
 from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord
@@ -202,9 +202,7 @@ def jax_table() -> str:
 
 def keep_experiment(folder: Path) -> None:
     """Take over a run of `linbias extrapolate`, which the explorer shows too."""
-    write_json(
-        EXPERIMENT, {**explorer_results.read([folder])["runs"][0], "name": "the run of the README"}
-    )
+    write_json(EXPERIMENT, {**read_results([folder])["runs"][0], "name": "the run of the README"})
 
 
 def experiment_figure() -> bytes:

@@ -25,7 +25,7 @@ from documents import (
     write_existing_models,
     write_paper_model,
 )
-from linbias import cli
+from linbias import cli, explore
 
 MODULES = sorted(
     name
@@ -68,6 +68,7 @@ PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "m
 PUBLIC += [
     (linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "save", "weights")
 ]
+PUBLIC += [(explore, name) for name in explore.__all__]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 
 

@@ -81,13 +81,8 @@ def test_the_chapters_steps_are_in_the_page(open_state):
         "mat": ("0.0790", "0.2509"),
     }
     page.choose_row("cat")
-    assert [row[3] for row in page.table("Step by step")] == [
-        "0.5000",
-        "0.0000",
-        "0.5000",
-        "1.0000",
-        "1.5000",
-    ]
+    penalties = [row[3] for row in page.table("Step by step")]
+    assert penalties == ["0.5000", "0.0000", "0.5000", "1.0000", "1.5000"]
 
 
 def test_the_chapters_slopes_are_in_the_page(open_state):
@@ -115,40 +110,12 @@ def test_the_chapters_inputs_are_in_the_page(open_state):
 
 STATES = [
     {},
-    {
-        "variant": "causal",
-        "schedule": "paper",
-        "heads": 3,
-        "head": 3,
-        "row": 4,
-        "text": " ".join(WORDS[:9]),
-    },
-    {
-        "variant": "directional",
-        "schedule": "mpt",
-        "heads": 6,
-        "head": 5,
-        "row": 2,
-        "text": " ".join(WORDS[:7]),
-    },
-    {
-        "variant": "asymmetric",
-        "schedule": "geometric",
-        "heads": 5,
-        "head": 2,
-        "left": "2:0.3",
-        "right": "2:1.7",
-    },
+    {"variant": "causal", "schedule": "paper", "heads": 3, "head": 3, "row": 4, "text": " ".join(WORDS[:9])},
+    {"variant": "directional", "schedule": "mpt", "heads": 6, "head": 5, "row": 2, "text": " ".join(WORDS[:7])},
+    {"variant": "asymmetric", "schedule": "geometric", "heads": 5, "head": 2, "left": "2:0.3", "right": "2:1.7"},
     {"variant": "symmetric", "left": "1:0 2:0", "row": 3},
-    {
-        "variant": "causal",
-        "schedule": "paper",
-        "heads": 16,
-        "head": 7,
-        "row": 64,
-        "text": " ".join(WORDS),
-    },
-]
+    {"variant": "causal", "schedule": "paper", "heads": 16, "head": 7, "row": 64, "text": " ".join(WORDS)},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.get("variant", "start"))
@@ -204,34 +171,12 @@ def test_slope_0_is_standard_attention(open_state):
 
 def test_numbers_are_rounded_as_python_rounds(functions):
     rng = np.random.default_rng(0)
-    values = [
-        0.0,
-        -0.0,
-        0.5,
-        1 / 32,
-        3 / 32,
-        -1 / 32,
-        2.0**-9,
-        3 * 2.0**-9,
-        0.1,
-        9.99995,
-        999999.5,
-        1e-5,
-        1e22,
-    ]
+    values = [0.0, -0.0, 0.5, 1 / 32, 3 / 32, -1 / 32, 2.0**-9, 3 * 2.0**-9, 0.1, 9.99995, 999999.5, 1e-5, 1e22]  # fmt: skip
+    values += [123456789.0, 1e6, 1e5, 0.00001234565, -2.5, 0.96875, *rng.normal(size=200)]
     values += [
-        123456789.0,
-        1e6,
-        1e5,
-        0.00001234565,
-        -2.5,
-        0.96875,
-        *rng.normal(size=200),
         *(2.0 ** -np.arange(16)),
-    ]
-    values += (
-        rng.integers(-500, 500, 200) / 64
-    ).tolist()  # many lie halfway between two numbers of four digits
+        *(rng.integers(-500, 500, 200) / 64),
+    ]  # many of these lie halfway
     # NaN and infinity are no JSON, but Playwright carries them.
     values += [float("inf"), -float("inf"), float("nan")]
     values = [float(value) for value in values]

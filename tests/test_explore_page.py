@@ -107,19 +107,17 @@ def test_tokens_are_edited_counted_and_cut(open_state):
 
 
 NAUGHTY = [
-    "<img src=x onerror=alert(1)>",
+    "<img/src=x/onerror=alert(1)>",
     "</script><b>",
     '"quotes"',
     "'&amp;",
     "\u05e9\u05dc\u05d5\u05dd",
-    "e\u0301\u0301\u0301",
-    "$data",
 ]
+NAUGHTY += ["e\u0301\u0301\u0301", "$data"]
 
 
 def test_tokens_are_text_and_never_markup(open_state):
-    tokens = [token.replace(" ", "\u2007") for token in NAUGHTY]  # a figure space would split them
-    tokens = [token.replace("\u2007", "/") for token in tokens]
+    tokens = NAUGHTY
     page = open_state(text=" ".join(tokens))
     text = page.page.get_by_role("textbox", name=re.compile("^Text"))
     for _ in range(2):
@@ -129,9 +127,8 @@ def test_tokens_are_text_and_never_markup(open_state):
         assert page.page.locator(".row-panel h3").inner_text() == f"Query {tokens[1]}"
         tokens = tokens[::-1]
         text.fill(" ".join(tokens))
-    assert (
-        page.page.locator("img, b:not(.track b), script:not(#data)").count() == 1
-    )  # the page's own script
+    own = page.page.locator("img, b:not(.track b), script:not(#data)")
+    assert own.count() == 1  # the page's script
 
 
 def test_data_cannot_leave_their_element(visit, tmp_path):
@@ -180,13 +177,7 @@ def test_the_matrix_is_walked_by_keyboard(open_state):
     assert rows.nth(5).get_attribute("aria-selected") == "true"
     page.page.keyboard.press("Home")
     assert rows.nth(1).get_attribute("aria-selected") == "true"
-    assert [row.get_attribute("tabindex") for row in rows.all()[1:]] == [
-        "0",
-        "-1",
-        "-1",
-        "-1",
-        "-1",
-    ]
+    assert [row.get_attribute("tabindex") for row in rows.all()[1:]] == ["0", *["-1"] * 4]
     assert rows.nth(1).get_attribute("aria-label") == "The: largest 0.3541 at cat"
 
 
@@ -216,18 +207,9 @@ def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
         "symmetric",
         "halving",
         "Number of heads",
-        "weights",
     )
-    wanted = (
-        *wanted,
-        "Without bias",
-        "Step by step",
-        "Outputs",
-        "Slopes",
-        "In Python",
-        "The matrix",
-        "Inputs",
-    )
+    wanted += ("weights", "Without bias", "Step by step", "Outputs", "Slopes", "In Python")
+    wanted += ("The matrix", "Inputs")
     for words in wanted:
         assert any(words in name for name in found), (words, found)
 
@@ -352,6 +334,19 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     page.evaluate("model.set('state', 'row=2')")
     assert shown.cells() == heads[0]
     assert page.locator(".row-panel h3").inner_text() == "Query cat"
+    # Keys stay in the widget: JupyterLab listens before it and heeds an attribute, other notebooks listen after it.
+    page.evaluate("""() => {
+      globalThis.heard = [];
+      const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
+      document.addEventListener("keydown", hear, { capture: true });
+      document.addEventListener("keydown", ({ key }) => heard.push(key));
+    }""")
+    page.get_by_role("slider", name="Slope").press("a")
+    page.get_by_role("textbox", name=re.compile("^Text")).press("x")
+    assert page.evaluate("heard") == []
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("b")
+    assert page.evaluate("heard") == ["b", "b"]
     page.close()
 
 

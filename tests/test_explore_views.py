@@ -110,13 +110,6 @@ def number(text: str) -> float:
     return float(re.sub(r"\s\u00d7\s10(.+)", lambda m: "e" + m[1].translate(raised), text.replace(",", "")))  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("explore") / "explore.html"
-    path.write_text(explore.page(), encoding="utf-8")
-    return path
-
-
 def open_view(visit, file: Path, name: str, **options: Any) -> tuple[Any, Any]:
     """The page, and the panel of one view."""
     page = visit(file, **options)
@@ -145,8 +138,8 @@ def assert_shows(panel, length, position, left, tolerance, block, causal=True) -
     assert share == pytest.approx(100 * read / (visible * len(left)), abs=0.5)
 
 
-def test_every_control_of_near_to_far(visit, file):
-    page, panel = open_view(visit, file, "Near to far")
+def test_every_control_of_near_to_far(visit, explorer_file):
+    page, panel = open_view(visit, explorer_file, "Near to far")
     left = linbias.slopes(8).tolist()
     assert_shows(panel, 2048, 2047, left, 2.0**-24, 16)
 
@@ -180,8 +173,8 @@ def test_every_control_of_near_to_far(visit, file):
     assert_shows(panel, 512, 300, left, 0.0, 32, causal=False)
 
 
-def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file):
-    _, panel = open_view(visit, file, "Near to far")
+def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, explorer_file):
+    _, panel = open_view(visit, explorer_file, "Near to far")
     field = panel.get_by_label("Tolerance, exact")
     for text in ("-1", "0.5", "2^9", "x", ""):
         field.fill("2^-24")
@@ -191,8 +184,8 @@ def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, file):
     assert_shows(panel, 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)
 
 
-def test_the_steps_of_a_head_are_the_oracles(visit, file):
-    page, panel = open_view(visit, file, "Near to far")
+def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
+    page, panel = open_view(visit, explorer_file, "Near to far")
     panel.get_by_role("radio", name="Head 3").press("ArrowUp")
     assert panel.get_by_role("radio", name="Head 2").get_attribute("aria-checked") == "true"
     assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 2")
@@ -217,8 +210,8 @@ def test_the_steps_of_a_head_are_the_oracles(visit, file):
     assert chart.get_attribute("aria-valuetext") != before
 
 
-def test_the_share_falls_as_the_text_grows(visit, file):
-    _, panel = open_view(visit, file, "Near to far")
+def test_the_share_falls_as_the_text_grows(visit, explorer_file):
+    _, panel = open_view(visit, explorer_file, "Near to far")
     chart = panel.get_by_role("slider", name=re.compile("^Keys read by the last query"))
     for key, length in (("Home", 256), ("End", 4096)):
         chart.press(key)
@@ -244,8 +237,8 @@ def test_the_package_holds_the_run_of_the_readme():
     assert {line["method"]: line["limit"] for line in group["lines"]}["learned"] == 128
 
 
-def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
-    page, panel = open_view(visit, file, "Lengths")
+def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_file):
+    page, panel = open_view(visit, explorer_file, "Lengths")
     (group,) = results.default()["runs"][0]["groups"]
     chart, positions = (
         panel.get_by_role("slider", name=re.compile(f"^Loss by {what}"))
@@ -283,9 +276,7 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
     assert shown() == ("at 512 tokens", expected(512))
 
     learned = "learned table: no rows past 128"
-    assert (
-        panel.get_by_text(learned, exact=True).count() == 2
-    )  # the chapter's crash, in both charts
+    assert panel.get_by_text(learned, exact=True).count() == 2  # the chapter's crash, in both
     rotary = next(line for line in group["lines"] if line["method"] == "rotary")
     positions.press("Home")
     text = positions.get_attribute("aria-valuetext")
@@ -293,8 +284,8 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, file):
     assert f"rotary {rotary['positions'][0]['y']:.2f}" in text
 
 
-def test_the_table_of_losses(visit, file):
-    _, panel = open_view(visit, file, "Lengths")
+def test_the_table_of_losses(visit, explorer_file):
+    _, panel = open_view(visit, explorer_file, "Lengths")
     (group,) = results.default()["runs"][0]["groups"]
     rows = panel.get_by_role("row").all()[1:]
     for row, line in zip(rows, group["lines"], strict=True):
@@ -347,7 +338,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_means_and_ranges_over_seeds(run_folder):
-    (run,) = results.read([run_folder])["runs"]
+    (run,) = explore.read_results([run_folder])["runs"]
     bit = 1 / np.log(2)
     first, second = run["groups"]
     assert (run["name"], run["num_seeds"]) == ("<b>run", 2)
@@ -364,7 +355,9 @@ def test_runs_are_means_and_ranges_over_seeds(run_folder):
 
 def test_several_runs_are_chosen_by_name(visit, run_folder, tmp_path):
     path = tmp_path / "page.html"
-    path.write_text(explore.page(results=results.read([run_folder, run_folder])), encoding="utf-8")
+    path.write_text(
+        explore.page(results=explore.read_results([run_folder, run_folder])), encoding="utf-8"
+    )
     _, panel = open_view(visit, path, "Lengths")
     names = panel.get_by_role("group", name="Run").get_by_role("radio").all()
     assert len(names) == 2
@@ -393,7 +386,7 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"^explore: results must be a folder.*{reason}"):
-        results.read([tmp_path])
+        explore.read_results([tmp_path])
 
 
 # A model
@@ -486,10 +479,7 @@ def test_reach_is_measured_over_the_later_half_of_the_rows():
         bands[0, 0, t, t] = 1.0  # looks at itself
         bands[0, 1, t, max(0, t - 3)] = 0.8
         bands[0, 1, t, t] += 0.2
-    assert model.reach(bands) == {
-        "mean": [[0.0, pytest.approx(0.8 * 3)]],
-        "within": [[0, 3]],
-    }
+    assert model.reach(bands) == {"mean": [[0.0, pytest.approx(0.8 * 3)]], "within": [[0, 3]]}
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])

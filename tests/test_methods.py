@@ -23,7 +23,7 @@ from linbias.explore import results as explorer_results
 from linbias.lm import page
 from linbias.lm.records import ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
-from linbias.lm.train import LanguageModelMetrics
+from linbias.lm.training import LanguageModelMetrics
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.positions import Position
 from test_lm_findings import record

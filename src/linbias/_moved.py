@@ -8,6 +8,7 @@ from types import ModuleType
 # An old module, which answers for what was below it too, and what to write in its place.
 MOVED = {
     "linbias.data.reading": "linbias.lm.windows",
+    "linbias.lm.methods": "linbias.methods",
     **{
         f"linbias.data.{name}": f"linbias.lm.paper.{name}"
         for name in ("batches", "blocks", "prepare", "ranges", "store")

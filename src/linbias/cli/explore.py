@@ -45,8 +45,7 @@ def explore(
     [dim]linbias explore --no-open -o explore.html[/]
     """
     from linbias._run.files import write_whole
-    from linbias.explore import page
-    from linbias.explore.results import read as read_results
+    from linbias.explore import page, read_model, read_results
 
     if output.is_dir():
         raise ValueError(f"explore: --output must be a file, got the folder {output}")
@@ -56,8 +55,6 @@ def explore(
         )
     shown = None
     if model is not None and text is not None:
-        from linbias.explore.model import read as read_model  # loads torch
-
         shown = read_model(model, text, limit_tokens=limit_tokens)
     content = page(results=read_results(results) if results else None, model=shown).encode()
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import base64
 import hashlib
 import json
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +25,22 @@ from linbias import _extras
 from linbias.explore import data
 from linbias.explore.bundle import bundle, style
 from linbias.explore.results import default
+from linbias.explore.results import read as read_results
 from linbias.explore.static import static_part
 from linbias.explore.vectors import vectors
 
 if TYPE_CHECKING:
     from linbias.explore.notebook import Explorer
 
-__all__ = ["page", "vectors", "widget"]
+__all__ = ["page", "read_model", "read_results", "vectors", "widget"]
 
 
 def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> str:
     """Write the explorer as one HTML file: text, data, style and script, with nothing left to load.
 
     Args:
-        results: What the comparison of methods shows, from `results.read`; None shows the README's.
-        model: What the view of a trained model shows, from `model.read`; None leaves that view out.
+        results: What the comparison of methods shows, from `read_results`; None shows the README's.
+        model: What the view of a trained model shows, from `read_model`; None leaves that view out.
 
     Returns:
         The page, below 1 MB without a model.
@@ -87,14 +89,39 @@ def widget(
     return Explorer(data=_data(results, model), state=state)
 
 
-def to_json(value: Any) -> str:
+def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
+    """Run a model on a text and pack its attention weights for `page` and `widget`; this loads PyTorch.
+
+    A model without linear biases is shown without slopes, and one that is not causal with whole matrices; the page
+    says so. A text with more tokens than the page holds is cut, and the page says that too.
+
+    Args:
+        model: A folder or the name of a model on the hub.
+        text: File of UTF-8 text.
+        limit_tokens: Show at most this many tokens, in [1, 1024].
+
+    Returns:
+        JSON values.
+
+    Raises:
+        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no weights.
+
+    Example:
+        >>> page(model=read_model("output/train", Path("README.md")))  # doctest: +SKIP
+    """
+    from linbias.explore.model import read
+
+    return read(model, text, limit_tokens=limit_tokens)
+
+
+def _to_json(value: Any) -> str:
     """JSON that stands inside a script element whatever its strings hold."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _data(results: dict[str, Any] | None, model: dict[str, Any] | None) -> str:
     shown = default() if results is None else results
-    return to_json(
+    return _to_json(
         {"example": data.example(), "methods": data.methods(), "results": shown, "model": model}
     )
 

@@ -34,24 +34,12 @@ Weights = npt.NDArray[np.float32]
 
 
 def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
-    """Run a model on a text and pack its attention weights for the page.
+    """Do what `linbias.explore.read_model` says.
 
-    A model without linear biases is shown without slopes, and one that is not causal with whole matrices; `note` says
-    so on the page. A text with more tokens than the page holds is cut, which `cut` says.
-
-    Args:
-        model: As for `linbias.models.load.load_model`.
-        text: File of UTF-8 text.
-        limit_tokens: Show at most this many tokens, in [1, 1024].
-
-    Returns:
-        JSON values: `name`, `text`, `note` and `cut` (sentences, or None); `tokens` and the `separator` between them;
-        `num_layers`, `num_heads`, `causal`; `slopes` [H] or None; `weights`, in base64 the little-endian 16-bit rows
-        of layer 0, head 0, then head 1 and so on; `reach` of each layer and head, and `alone`, that of each head's
-        bias without any content, or None.
-
-    Raises:
-        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no weights.
+    The values: `name`, `text`, `note` and `cut` (sentences, or None); `tokens` and the `separator` between them;
+    `num_layers`, `num_heads`, `causal`; `slopes` [H] or None; `weights`, in base64 the little-endian 16-bit rows
+    of layer 0, head 0, then head 1 and so on; `reach` of each layer and head, and `alone`, that of each head's
+    bias without any content, or None.
     """
     if not 1 <= limit_tokens <= MAX_TOKENS:
         raise ValueError(f"explore: limit_tokens must be in [1, {MAX_TOKENS}], got {limit_tokens}")

@@ -32,10 +32,13 @@ def read(folders: Sequence[Path]) -> dict[str, Any]:
         folders: One or more.
 
     Returns:
-        JSON values: `runs`, a `summary` of each.
+        JSON values, for `page` and `widget`: `runs`, of each what its charts show.
 
     Raises:
         ValueError: A folder holds no finished run, or one that cannot be read.
+
+    Example:
+        >>> page(results=read_results(["output/extrapolate"]))  # doctest: +SKIP
     """
     paths = [Path(folder) for folder in folders]
     return {"runs": [summary(_read_one(path), path.resolve().name) for path in paths]}

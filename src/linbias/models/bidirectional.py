@@ -27,12 +27,7 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.positions import (
-    AttendOptions,
-    Position,
-    distances_of,
-    query_start_of,
-)
+from linbias.models.positions import AttendOptions, Position, distances_of, query_start_of
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights, merge
 from linbias.torch.constant import constant

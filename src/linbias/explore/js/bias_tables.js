@@ -1,7 +1,7 @@
 // The tables below the picture: each in a part that can be folded, and filled only while it is open.
 
 import { MEAN, openSides, QUANTITIES, slopeText } from "./bias_state.js";
-import { element, setText } from "./dom.js";
+import { element, note, setText } from "./dom.js";
 import { fixed, general, headName } from "./numbers.js";
 import { dataTable } from "./table.js";
 
@@ -104,7 +104,7 @@ function slopePart({ characters }) {
       "div",
       {},
       table.element,
-      element("p", { class: "note" }, `Characters by the penalty at distance 10: ${rule}; without a slope, Global.`),
+      note(`Characters by the penalty at distance 10: ${rule}; without a slope, Global.`),
     ),
     fill({ state, heads, slopes }) {
       const rows = heads.flatMap((_, h) =>

@@ -11,7 +11,7 @@
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
-import { element, setText, svgElement } from "./dom.js";
+import { element, setText, svgElement, walked } from "./dom.js";
 import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
@@ -89,13 +89,8 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   }
 
   function walk(event) {
-    const here = stops.indexOf(at);
-    const last = stops.length - 1;
-    const steps = { ArrowRight: here + 1, ArrowUp: here + 1, ArrowLeft: here - 1, ArrowDown: here - 1, Home: 0, End: last };
-    const to = steps[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    moveTo(stops[Math.min(Math.max(to, 0), last)]);
+    const to = walked(event, stops.indexOf(at), stops.length - 1, { down: -1 });
+    if (to !== null) moveTo(stops[to]);
   }
 
   function buildLegend() {

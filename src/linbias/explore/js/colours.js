@@ -6,7 +6,7 @@ const READABLE = 0.179; // a ground of this luminance is as far from black as fr
 
 // The value of a colour variable such as "--accent" where `node` stands, as [red, green, blue]; black for a node that
 // was taken out of the page.
-export function colour(node, name) {
+function colour(node, name) {
   const probe = element("span", { style: { color: `var(${name})`, display: "none" } });
   node.append(probe);
   const numbers = (getComputedStyle(probe).color.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number);
@@ -14,11 +14,25 @@ export function colour(node, name) {
   return numbers;
 }
 
-// 256 steps from one colour to another.
-export function ramp(from, to) {
-  return Array.from({ length: 256 }, (_, i) =>
-    from.map((start, c) => Math.round(start + ((to[c] - start) * i) / 255)),
-  );
+// 256 steps from one colour variable to another, where `node` stands.
+export function ramp(node, from, to) {
+  const [start, end] = [colour(node, from), colour(node, to)];
+  return Array.from({ length: 256 }, (_, i) => start.map((low, c) => Math.round(low + ((end[c] - low) * i) / 255)));
+}
+
+// Paints cells, row by row, a pixel each: shadeOf(i) is [red, green, blue], or null for a cell that stays open.
+export function paintCells(canvas, width, height, shadeOf) {
+  if (canvas.width !== width) canvas.width = width;
+  if (canvas.height !== height) canvas.height = height;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(width, height);
+  for (let i = 0; i < width * height; i += 1) {
+    const shade = shadeOf(i);
+    if (shade === null) continue;
+    image.data.set(shade, 4 * i);
+    image.data[4 * i + 3] = 255;
+  }
+  context.putImageData(image, 0, 0);
 }
 
 // Whether text on this ground should be light.

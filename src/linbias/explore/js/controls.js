@@ -47,9 +47,6 @@ export function toggle({ label, value, onChange }) {
     set(to) {
       input.checked = to;
     },
-    setDisabled(to) {
-      input.disabled = to;
-    },
   };
 }
 

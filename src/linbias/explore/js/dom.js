@@ -9,6 +9,15 @@ export function svgElement(name, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 
+// A quiet remark, and a section of a view under its title.
+export function note(...words) {
+  return element("p", { class: "note" }, ...words);
+}
+
+export function section(title, ...children) {
+  return element("section", {}, element("h3", {}, title), ...children);
+}
+
 function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
@@ -29,6 +38,15 @@ function fill(made, attributes, children) {
 // Writing a text that is there already would still cost the browser a layout.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
+}
+
+// Where a key takes a cursor that stands at `here` among 0 .. last; null if the key is none of those that walk.
+export function walked(event, here, last, { down = 1 } = {}) {
+  const steps = { ArrowRight: 1, ArrowDown: down, ArrowLeft: -1, ArrowUp: -down, PageDown: 10, PageUp: -10, Home: -last, End: last };
+  const step = steps[event.key];
+  if (step === undefined) return null;
+  event.preventDefault();
+  return Math.min(Math.max(here + step, 0), last);
 }
 
 let numIds = 0;

@@ -1,6 +1,6 @@
 // The choice of a head: a small picture of each head's weights, and one of their mean.
 
-import { colour, onThemeChange, ramp } from "./colours.js";
+import { onThemeChange, paintCells, ramp } from "./colours.js";
 import { element, setText, uniqueId } from "./dom.js";
 import { headName } from "./numbers.js";
 
@@ -28,16 +28,9 @@ export function headPicker({ mean, onChange }) {
 
   function paint({ canvas }, matrix) {
     const { size, power } = shown;
-    colours ??= ramp(colour(box, "--surface"), colour(box, "--accent"));
-    if (canvas.width !== size) canvas.width = canvas.height = size;
-    const context = canvas.getContext("2d");
-    const image = context.createImageData(size, size);
+    colours ??= ramp(box, "--surface", "--accent");
     const high = matrix.reduce((a, b) => Math.max(a, b), 0);
-    matrix.forEach((value, i) => {
-      image.data.set(colours[Math.round(255 * (value / high) ** power)], 4 * i);
-      image.data[4 * i + 3] = 255;
-    });
-    context.putImageData(image, 0, 0);
+    paintCells(canvas, size, size, (i) => colours[Math.round(255 * (matrix[i] / high) ** power)]);
   }
 
   function draw(changed) {

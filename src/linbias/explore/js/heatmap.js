@@ -4,7 +4,7 @@
 // millisecond. What a screen reader meets is a grid of rows: each says its largest number, the cell under the cursor
 // is announced, and small matrices have their numbers in cells.
 
-import { colour, onThemeChange, ramp, wantsLightText } from "./colours.js";
+import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
 import { announcer, element, setText } from "./dom.js";
 import { scaleLegend } from "./legend.js";
 
@@ -64,16 +64,10 @@ export function heatmap({ onSelect }) {
   }
 
   function paint() {
-    const { columns, values, hidden } = shown;
-    ramps ??= ["--accent", "--negative"].map((name) => ramp(colour(grid, "--surface"), colour(grid, name)));
-    const context = canvas.getContext("2d");
-    const image = context.createImageData(canvas.width, canvas.height);
-    values.forEach((value, i) => {
-      if (hidden?.[i]) return; // transparent: the hatching behind shows
-      image.data.set(shade(value), 4 * i);
-      image.data[4 * i + 3] = 255;
-    });
-    context.putImageData(image, 0, 0);
+    const { rows, columns, values, hidden } = shown;
+    ramps ??= ["--accent", "--negative"].map((name) => ramp(grid, "--surface", name));
+    // Where a cell is hidden, the hatching behind it shows.
+    paintCells(canvas, columns.length, rows.length, (i) => (hidden?.[i] ? null : shade(values[i])));
     if (columns.length <= MOST_NUMBERS) writeNumbers();
   }
 

@@ -2,7 +2,7 @@
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
-import { element } from "./dom.js";
+import { element, note, section } from "./dom.js";
 import { grouped } from "./scales.js";
 import { dataTable } from "./table.js";
 
@@ -50,13 +50,9 @@ export function mountLengths(root, data) {
     element("h2", {}, "Train short, test long"),
     lede,
     element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
-    element(
-      "section",
-      {},
-      element("h3", {}, "Loss by test length"),
-      element(
-        "p",
-        { class: "note" },
+    section(
+      "Loss by test length",
+      note(
         "The same text in ever longer segments. A model that makes use of more context gets better to the right; one that " +
           "meets positions it was not trained on gets worse; a learned table has no row for them at all.",
       ),
@@ -64,13 +60,9 @@ export function mountLengths(root, data) {
       table.element,
       seeds,
     ),
-    element(
-      "section",
-      {},
-      element("h3", {}, "Loss by position"),
-      element(
-        "p",
-        { class: "note" },
+    section(
+      "Loss by position",
+      note(
         "The loss by the number of tokens that a prediction can read. On the left there is little context yet; right of the " +
           "dashed line there is more than the model was ever trained on.",
       ),

@@ -2,7 +2,7 @@
 
 import { lineChart } from "./chart.js";
 import { choice, parseWhole, slider } from "./controls.js";
-import { debounce, element } from "./dom.js";
+import { debounce, element, note, section } from "./dom.js";
 import { heatmap } from "./heatmap.js";
 import { fixed } from "./numbers.js";
 import { reachTable } from "./reach_table.js";
@@ -54,13 +54,13 @@ export function mountModel(root, { model }, memory) {
       { class: "lede" },
       `${model.name}: ${count(model.num_layers, "layer")} of ${count(model.num_heads, "head")}, reading ${count(T, "token")} of ${model.text}.`,
     ),
-    ...[model.note, model.cut].filter(Boolean).map((note) => element("p", { class: "note" }, note)),
+    ...[model.note, model.cut].filter(Boolean).map((words) => note(words)),
     element("div", { class: "abreast" }, layerControl.element, headControl.element),
     element(
       "section",
       {},
       title,
-      element("p", { class: "note" }, "The text, each token coloured by the weight that the framed one gives it. Choose another by click or arrow keys."),
+      note("The text, each token coloured by the weight that the framed one gives it. Choose another by click or arrow keys."),
       text.element,
       story,
     ),
@@ -70,23 +70,15 @@ export function mountModel(root, { model }, memory) {
       element("div", {}, element("h3", {}, "All queries"), picture.element),
       element("div", {}, element("h3", {}, "This query"), scale.element, chart.element),
     ),
-    element(
-      "section",
-      {},
-      element("h3", {}, "Reach"),
-      element(
-        "p",
-        { class: "note" },
+    section(
+      "Reach",
+      note(
         "How far each head looks, in tokens, over the later half of the queries" +
           (model.alone ? "; below, how far its bias alone would make it look." : "."),
       ),
       reach.element,
     ),
-    element(
-      "p",
-      { class: "note" },
-      "Weights are kept in 16 bits: what is shown is within 0.00001 of what the model computed. Nothing is sent anywhere.",
-    ),
+    note("Weights are kept in 16 bits: what is shown is within 0.00001 of what the model computed. Nothing is sent anywhere."),
   );
 
   const later = debounce(() => memory.write(savedText(state, saved)), 80);

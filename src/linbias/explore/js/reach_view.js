@@ -1,7 +1,7 @@
 // Near to far: which keys one query reads in each head, where the bound lets it stop, and what that leaves out.
 
 import { lineChart } from "./chart.js";
-import { debounce, element } from "./dom.js";
+import { debounce, element, note, section } from "./dom.js";
 import { headSlopeControl, reachControls } from "./reach_controls.js";
 import { certificateChart, stepRows, storyOf } from "./reach_head.js";
 import { headReader, totalOf } from "./reach_reader.js";
@@ -51,18 +51,14 @@ export function mountReach(root, data, memory) {
     controls.element,
     element("p", { class: "headline" }, share, " ", sum),
     rows.element,
-    element(
-      "p",
-      { class: "note" },
+    note(
       "Each strip is the text as one head sees it, from the first key to the last. The stronger a key\u2019s colour, the more it weighs (on " +
         "a logarithmic scale); the frame holds the blocks that are read, the triangle is the query. Random queries and keys of size 16.",
     ),
     element("section", {}, title, slopeControl.element, story, certificate.element, steps),
-    element(
-      "section",
-      {},
-      element("h3", {}, "The longer the text, the smaller the share"),
-      element("p", { class: "note" }, "Keys that the last query of a text reads, in all heads, with the same tolerance and slopes."),
+    section(
+      "The longer the text, the smaller the share",
+      note("Keys that the last query of a text reads, in all heads, with the same tolerance and slopes."),
       work.element,
     ),
   );

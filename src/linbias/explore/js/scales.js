@@ -2,16 +2,11 @@
 
 import { general } from "./numbers.js";
 
-// scaleOf({ low, high, from, to, log }): a function from numbers to pixels; its `invert` goes back.
+// scaleOf({ low, high, from, to, log }): a function from numbers to pixels.
 export function scaleOf({ low, high, from, to, log = false }) {
   const start = log ? Math.log(low) : low;
   const width = (log ? Math.log(high) : high) - start || 1;
-  const place = (value) => from + (((log ? Math.log(value) : value) - start) / width) * (to - from);
-  place.invert = (pixel) => {
-    const value = start + ((pixel - from) / (to - from)) * width;
-    return log ? Math.exp(value) : value;
-  };
-  return place;
+  return (value) => from + (((log ? Math.log(value) : value) - start) / width) * (to - from);
 }
 
 // About `count` round numbers (1, 2 or 5 times a power of ten apart) within low .. high.

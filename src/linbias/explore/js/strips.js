@@ -1,8 +1,8 @@
 // A strip of keys for each head: how much each key weighs, a frame around the blocks that are read, and the query.
 // Each strip is a button that chooses its head; together they are one stop of the tab key, walked by arrows.
 
-import { colour, onThemeChange, ramp } from "./colours.js";
-import { element, setText } from "./dom.js";
+import { onThemeChange, paintCells, ramp } from "./colours.js";
+import { element, setText, walked } from "./dom.js";
 
 const FAINTEST = 1e-9; // the weight that is drawn as nothing: colours go by its logarithm
 const MOST_COLUMNS = 1024;
@@ -43,38 +43,22 @@ export function strips({ label, onSelect }) {
   }
 
   function walk(event) {
-    const last = shown.rows.length - 1;
-    const to = {
-      ArrowDown: shown.selected + 1,
-      ArrowRight: shown.selected + 1,
-      ArrowUp: shown.selected - 1,
-      ArrowLeft: shown.selected - 1,
-      Home: 0,
-      End: last,
-    }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    choose(Math.min(Math.max(to, 0), last));
+    const to = walked(event, shown.selected, shown.rows.length - 1);
+    if (to !== null) choose(to);
   }
 
   function paint() {
-    const steps = ramp(colour(list, "--paper"), colour(list, "--accent"));
+    const steps = ramp(list, "--paper", "--accent");
     shown.rows.forEach(({ visit }, head) => {
       const canvas = list.children[head].querySelector("canvas");
       const width = Math.min(visit.numKeys, MOST_COLUMNS);
-      if (canvas.width !== width) canvas.width = width;
-      const context = canvas.getContext("2d");
-      const image = context.createImageData(width, 1);
-      for (let column = 0, s = 0; column < width; column++) {
+      let s = 0;
+      paintCells(canvas, width, 1, (column) => {
         const end = Math.floor(((column + 1) * visit.numKeys) / width);
         let most = 0;
         for (; s < end; s++) most = Math.max(most, visit.weights[s]);
-        const share = Math.max(0, 1 - Math.log(most) / Math.log(FAINTEST));
-        const shade = steps[Math.round(255 * share)];
-        for (let c = 0; c < 3; c++) image.data[4 * column + c] = shade[c];
-        image.data[4 * column + 3] = 255;
-      }
-      context.putImageData(image, 0, 0);
+        return steps[Math.round(255 * Math.max(0, 1 - Math.log(most) / Math.log(FAINTEST)))];
+      });
     });
   }
 

@@ -1,6 +1,6 @@
 // A text whose tokens are coloured by the weight that one of them gives to the others.
 
-import { element } from "./dom.js";
+import { element, walked } from "./dom.js";
 
 // A token in one line: blanks can be seen, and its own direction does not reach the words around it.
 export function readableToken(token) {
@@ -26,20 +26,8 @@ export function tokenText({ tokens, names, separator, onSelect }) {
     if (span) onSelect(Number(span.dataset.token));
   });
   box.addEventListener("keydown", (event) => {
-    const last = tokens.length - 1;
-    const to = {
-      ArrowRight: chosen + 1,
-      ArrowDown: chosen + 1,
-      ArrowLeft: chosen - 1,
-      ArrowUp: chosen - 1,
-      PageDown: chosen + 10,
-      PageUp: chosen - 10,
-      Home: 0,
-      End: last,
-    }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    onSelect(Math.min(Math.max(to, 0), last));
+    const to = walked(event, chosen, tokens.length - 1);
+    if (to !== null) onSelect(to);
   });
 
   // Scrolls the box, and not the page, to the token.

@@ -8,6 +8,10 @@ export function renderWidget({ model, el }) {
   const app = element("div", { class: "explore notebook" });
   const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
   if (jpThemeLight === "false" || vscodeThemeKind === "vscode-dark") app.dataset.theme = "dark";
+  // Keys typed here are no shortcuts of the notebook: JupyterLab, which sees them first, asks for this attribute; others
+  // listen further out.
+  el.dataset.lmSuppressShortcuts = "true";
+  el.addEventListener("keydown", (event) => event.stopPropagation());
   const root = el.attachShadow({ mode: "open" });
   root.append(element("style", {}, model.get("style")), app);
   let written = null;
