@@ -1,6 +1,6 @@
 """Check and measure the Triton kernels on one CUDA GPU, peers interleaved; stages with time limits of their own, 10 minutes in all.
 
-    python benchmarks/bench_gpu.py                          # all but tiles; records to benchmarks/results
+    python benchmarks/bench_gpu.py                          # all but tiles; records to records
     PYTHONPATH=src:tests:benchmarks python3 benchmarks/bench_gpu.py --output DIR      # on a bare machine, nothing installed
     python benchmarks/bench_gpu.py --stages model speed --shapes 16x64 --lengths 4096 16384
     python benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/kernels/triton/sizes.py

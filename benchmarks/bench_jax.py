@@ -1,6 +1,6 @@
 """Time linbias.jax and what a JAX user can write today, interleaved in one run; and memory, each in a fresh process.
 
-    python benchmarks/bench_jax.py                          # every case below, records to benchmarks/results
+    python benchmarks/bench_jax.py                          # every case below, records to records
     python benchmarks/bench_jax.py --cases jax-forward-8192 --repeats 3
 
 The peer is jax.nn.dot_product_attention with the bias [1, H, T, T] made beforehand. Float32, H=8, D=64, causal.

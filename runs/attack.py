@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from update_readme import fill_document  # noqa: E402
+from markers import fill  # noqa: E402
 
 import record  # noqa: E402
 from attack_calls import try_call  # noqa: E402
@@ -68,7 +68,7 @@ def main() -> None:
             record.write({**numbers, **found, **record.here()}, RECORD)
         print(json.dumps(found, indent=1))
     if not options.no_record:
-        fill_document("docs/numerics.md", "attack", table())
+        fill("docs/numerics.md", {"attack": table()})
     sys.exit(1 if bad else 0)
 
 

@@ -30,7 +30,7 @@ from linbias import _machine
 from linbias._run.files import JsonLog, Record
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.masked import MaskTokens
-from linbias.lm.masked import evaluate_masked
+from linbias.lm.hidden import evaluate_hidden
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models.config import ENCODER_POSITIONS
@@ -124,7 +124,7 @@ def test_model(place: str, home: Path, plan: Plan) -> list[Record]:
     for margin, length in product((0, plan.margin), plan.test_lengths):
         if length > limit:
             continue
-        result = evaluate_masked(
+        result = evaluate_hidden(
             model,
             corpus.test,
             length=length,

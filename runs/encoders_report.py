@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from markers import fill
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from paper_report import Verdict, judge, table, unique
-from update_readme import fill
 
 from linbias._run.files import write_whole
 from linbias.methods import METHODS
@@ -271,17 +271,15 @@ def write(records: Path, document: Path) -> None:
     found = Found([json.loads(line) for line in records.read_text().splitlines()])
     if not found.seeds:
         raise SystemExit(f"encoders_report: {records} must have tests of a whole seed, got none")
-    text = document.read_text(encoding="utf-8")
-    for name, content in {
+    parts = {
         "summary": f"{summary(found)}\n\n![bits per masked token by test length](encoders.png)",
         "made": description(found),
         "blocks": loss_tables(found, amid=False),
         "amid": loss_tables(found, amid=True),
         "claims": claims_table(found),
         "slopes": slope_tables(found),
-    }.items():
-        text = fill(text, name, content)
-    write_whole(document, text.encode())
+    }
+    fill(document, parts)
     image = io.BytesIO()
     figure(found).savefig(image, dpi=100)
     write_whole(document.with_name("encoders.png"), image.getvalue())

@@ -41,7 +41,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from update_readme import fill  # noqa: E402
+from markers import fill  # noqa: E402
 
 import linbias  # noqa: E402
 import record  # noqa: E402
@@ -293,7 +293,7 @@ def main() -> None:
         measured["versions"]["transformers"] = transformers.__version__
         RECORD.write_text(json.dumps(measured, indent=1) + "\n")
     written = table(json.loads(RECORD.read_text()))
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "defects", written))
+    fill(DOCUMENT, {"defects": written})
     print(written)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from update_readme import fill
+from markers import fill
 
 from linbias import _machine
 
@@ -33,7 +33,7 @@ def main() -> None:
         f"{lines}\n\n{record['machine']}, {record['cores']} cores, {record['seconds'] / 60:.1f} minutes, "
         f"{record['date']}, `python runs/flax_example.py`."
     )
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "example", text))
+    fill(DOCUMENT, {"example": text})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from update_readme import fill
+from markers import fill
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,8 +33,8 @@ def main() -> None:
             if name in KERNELS:
                 records.append({**done._asdict(), "kernel": name, "D": D, "tile": tiles[name]})
     record = {"capability": CAPABILITY, "triton": version("triton"), "kernels": records}
-    DOCUMENT.with_name("kernel_code.json").write_text(json.dumps(record, indent=1) + "\n")
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "code", table(record)))
+    (ROOT / "records" / "kernel_code.json").write_text(json.dumps(record, indent=1) + "\n")
+    fill(DOCUMENT, {"code": table(record)})
 
 
 def table(record: dict) -> str:

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from update_readme import fill  # noqa: E402
+from markers import fill  # noqa: E402
 
 import linbias.torch  # noqa: E402
 import record  # noqa: E402
@@ -93,8 +93,7 @@ def main() -> None:
     lines.append(
         f"{here['machine']}, torch {here['versions']['torch']}, {here['date']}, `python runs/kernel_ladder.py`."
     )
-    document = ROOT / "docs" / "kernels.md"
-    document.write_text(fill(document.read_text(), "ladder", "\n".join(lines)))
+    fill("docs/kernels.md", {"ladder": "\n".join(lines)})
     print("\n".join(lines))
 
 

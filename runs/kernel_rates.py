@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from update_readme import fill  # noqa: E402
+from markers import fill  # noqa: E402
 
 import linbias  # noqa: E402
 import record  # noqa: E402
@@ -99,13 +99,12 @@ def note(case: str, length: int, dtype: str, spread: dict[str, float], kept: flo
 def main() -> None:
     torch.manual_seed(0)
     slopes = torch.tensor(linbias.slopes(HEADS), dtype=torch.float32)
-    page = ROOT / "docs" / "kernels.md"
     here = record.here()
     source = f"\n\n{here['machine']}, {here['date']}, `python runs/kernel_rates.py`."
     for name, make in (("growth", growth), ("rates", rates)):
         content = make(slopes) + source
         print(content, flush=True)
-        page.write_text(fill(page.read_text(), name, content))
+        fill("docs/kernels.md", {name: content})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from update_readme import fill  # noqa: E402
+from markers import fill  # noqa: E402
 
 import linbias.torch  # noqa: E402
 import record  # noqa: E402
@@ -59,8 +59,7 @@ def main() -> None:
         "",
         f"{here['machine']}, torch {here['versions']['torch']}, {here['date']}, `python runs/numerics.py`.",
     ]
-    document = ROOT / "docs" / "numerics.md"
-    document.write_text(fill(document.read_text(), "numerics", "\n".join(lines)))
+    fill("docs/numerics.md", {"numerics": "\n".join(lines)})
     print("\n".join(lines))
 
 

@@ -12,10 +12,10 @@ from operator import gt, lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markers import fill
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
-from update_readme import fill
 
 from linbias._run.files import write_whole
 from linbias.methods import METHODS
@@ -403,10 +403,7 @@ def write(results: Path, document: Path) -> None:
     found = read_kept()
     if not any(found.seeds.values()):
         raise SystemExit(f"paper_report: {KEPT} must have tests of a whole seed, got none")
-    text = document.read_text(encoding="utf-8")
-    for name, content in parts(found).items():
-        text = fill(text, name, content)
-    write_whole(document, text.encode())
+    fill(document, parts(found))
     for name, figure in {"length": length_figure(found), "curse": curse_figure(found)}.items():
         image = io.BytesIO()
         figure.savefig(image, dpi=100)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from update_readme import fill
+from markers import fill
 
 from linbias import _machine
 
@@ -40,7 +40,7 @@ def main() -> None:
         **json.loads(done.stdout),
     }
     RECORDS.joinpath("paper_run.json").write_text(json.dumps(record, indent=1) + "\n")
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), "run", table(record)))
+    fill(DOCUMENT, {"run": table(record)})
 
 
 def table(record: dict) -> str:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from markers import fill
 from numpy.typing import NDArray
-from update_readme import fill
 
 from linbias import _machine
 from linbias.lm.paper.checkpoint import load
@@ -70,8 +70,7 @@ def main() -> None:
         **{"versions": _machine.versions(), "date": _machine.now()},
     }
     RECORDS.joinpath("paper_windows.json").write_text(json.dumps(record, indent=1) + "\n")
-    text = fill(DOCUMENT.read_text(encoding="utf-8"), "windows", sentence(speeds))
-    DOCUMENT.write_text(text, encoding="utf-8")
+    fill(DOCUMENT, {"windows": sentence(speeds)})
 
 
 def sentence(speeds: dict[str, list[float]]) -> str:

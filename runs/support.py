@@ -6,16 +6,16 @@ python runs/support.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from update_readme import fill_document
+from markers import fill
 
-import linbias.jax.functional
+import linbias.jax.call
 import linbias.torch.functional
 from linbias._checks import FLOATS
 from linbias._dispatch import Implementation
 
 DOCUMENTS = {
     "docs/torch.md": linbias.torch.functional.IMPLEMENTATIONS,
-    "docs/jax.md": linbias.jax.functional.IMPLEMENTATIONS,
+    "docs/jax.md": linbias.jax.call.IMPLEMENTATIONS,
 }
 
 
@@ -47,7 +47,7 @@ def table(implementations: Sequence[Implementation]) -> str:
 
 def main() -> None:
     for document, implementations in DOCUMENTS.items():
-        fill_document(document, "support", table(implementations))
+        fill(document, {"support": table(implementations)})
         print(Path(document).name)
 
 

@@ -4,7 +4,7 @@
     python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
                                                                 # page shows too
 
-Each part stands between <!-- name: command --> and <!-- /name --> in its document; the command is the one that writes it. The experiment is that of
+The experiment is that of
 linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
 """
 
@@ -14,6 +14,8 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+
+from markers import fill
 
 from linbias._run.files import write_json, write_whole
 from linbias.explore import read_results
@@ -242,17 +244,6 @@ def extrapolation_table() -> str:
     return "\n".join([*lines, "", text])
 
 
-def fill(text: str, name: str, content: str) -> str:
-    pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"
-    assert re.search(pattern, text, re.DOTALL), f"there is no part <!-- {name}: command -->"
-    return re.sub(pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.DOTALL)
-
-
-def fill_document(name: str, part: str, content: str) -> None:
-    path = ROOT / name
-    path.write_text(fill(path.read_text(encoding="utf-8"), part, content), encoding="utf-8")
-
-
 def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
@@ -276,7 +267,7 @@ def main() -> None:
         keep_experiment(options.experiment)
     write_whole(ROOT / "docs" / "extrapolation.png", experiment_figure())
     for (document, part), content in written_parts().items():
-        fill_document(document, part, content)
+        fill(document, {part: content})
 
 
 if __name__ == "__main__":

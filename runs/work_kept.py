@@ -18,7 +18,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from update_readme import fill  # noqa: E402
+from markers import fill  # noqa: E402
 
 import linbias  # noqa: E402
 from bench_attention import trained_inputs  # noqa: E402
@@ -80,9 +80,8 @@ def main() -> None:
         f"{options.length:,} tokens, float32, tolerance 2^-24, tiles of {ROWS} x {KEYS};"
         f" heads in the order of `linbias.slopes`. `python runs/work_kept.py`; the model: `make run`, ALiBi."
     )
-    page = ROOT / "docs" / "kernels.md"
     content = "\n\n".join([table(noise), table(layers), text])
-    page.write_text(fill(page.read_text(), "work kept", content))
+    fill("docs/kernels.md", {"work kept": content})
 
 
 if __name__ == "__main__":

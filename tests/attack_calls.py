@@ -411,11 +411,11 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
     import jax.numpy as jnp
 
     import linbias.jax
-    from linbias.jax import functional as jax_functional
+    from linbias.jax import call as jax_call
 
     wide = "float64" if call.dtype == "float64" else "float32"
-    original = jax_functional.draw_seed
-    jax_functional.draw_seed = lambda _: jnp.uint32(call.seed)
+    original = jax_call.draw_seed
+    jax_call.draw_seed = lambda _: jnp.uint32(call.seed)
     with jax.enable_x64(call.dtype == "float64"):
         try:
             arrays = {
@@ -447,7 +447,7 @@ def run_jax(call: RandomCall, implementation: str) -> Results:
             )
             gradients = pull((dout, dlse))[0] if call.wanted else {}
         finally:
-            jax_functional.draw_seed = original
+            jax_call.draw_seed = original
     results = {"out": out, "lse": lse, **{f"d{n}": g for n, g in gradients.items()}}
     results = {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
     return {

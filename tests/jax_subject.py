@@ -13,7 +13,7 @@ import linbias
 from cases import arguments
 from contract import SEED
 from linbias import _checks
-from linbias.jax import attention, cpu, functional
+from linbias.jax import attention, call, cpu
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
@@ -22,10 +22,10 @@ HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, 
 @contextmanager
 def known_dropout():
     """Draw SEED for the dropout mask, so that the mask is known."""
-    original = functional.draw_seed
-    functional.draw_seed = lambda _: jnp.uint32(SEED)
+    original = call.draw_seed
+    call.draw_seed = lambda _: jnp.uint32(SEED)
     yield
-    functional.draw_seed = original
+    call.draw_seed = original
 
 
 @dataclass(frozen=True)

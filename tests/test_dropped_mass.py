@@ -18,7 +18,7 @@ from contract import check_where_attained
 from jax_subject import jax
 from linbias import near_to_far
 from linbias.jax import blocked as jax_blocked
-from linbias.jax import functional as jax_functional
+from linbias.jax import call as jax_call
 from linbias.torch import blocked
 from linbias.torch.functional import prepare
 
@@ -150,7 +150,7 @@ def test_the_bound_of_blocked_allows_for_rounding(seed):
 @functools.partial(jax.jit, static_argnames="tolerance")
 def summands_of_jax(q, k, v, tolerance):
     options = {"causal": True, "right_slopes": None, "scale": 1.0, "tolerance": tolerance}
-    inputs, _ = jax_functional.prepare("test", q, k, v, np.array([1 / 150]), **options)
+    inputs, _ = jax_call.prepare("test", q, k, v, np.array([1 / 150]), **options)
     return jax_blocked._forward(inputs)[2][1:3]
 
 

@@ -15,8 +15,8 @@ from flax.linen.attention import dot_product_attention, make_attention_mask, mak
 
 import linbias
 import linbias.jax.flax as flax_module
+from linbias.jax.call import prepare
 from linbias.jax.flax import attention_fn, mha_alibi
-from linbias.jax.functional import prepare
 from linbias.torch import MultiheadAttention
 from linbias.variants import VARIANTS, is_causal, variant_slopes
 

@@ -24,7 +24,7 @@ from jax_subject import (
 from linbias import _dispatch
 from linbias._checks import TOLERANCE
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
-from linbias.jax.functional import prepare
+from linbias.jax.call import prepare
 
 # Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
 # `linbias.torch` ask too, and one has no tiles.
@@ -161,6 +161,53 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation, query_star
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.parametrize("shape", ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13)), ids=str)
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+def test_a_mask_hides_what_it_hides_in_the_definition(implementation, shape):
+    """Also all keys of a query, which then gives zeros, and with gradients."""
+    rng = np.random.default_rng(1)
+    mask = rng.random(shape) < 0.6
+    q, dout, (k, v) = random(2, 9, 4, 8)[0], random(2, 9, 4, 8)[1], random(2, 13, 2, 8)[:2]
+    options = {"causal": False, "mask": mask}
+
+    def run(q, k, v):
+        return attention(q, k, v, **options, implementation=implementation, return_lse=True)
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
+    heads_second = [x.astype(float).swapaxes(1, 2) for x in (q, k, v)]
+    expected_out, expected_lse = linbias.attention(*heads_second, **options, return_lse=True)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected_out, atol=1e-5)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), expected_lse, rtol=1e-5, atol=1e-5)
+    gradients = linbias.attention_backward(
+        dout.astype(float).swapaxes(1, 2), *heads_second, **options
+    )
+    for found, truth in zip(pull((dout, jnp.zeros_like(lse))), gradients, strict=False):
+        np.testing.assert_allclose(found.swapaxes(1, 2), truth, atol=1e-5)
+
+
+def test_a_mask_of_numbers_is_added_to_the_scores_and_learns():
+    """As the bias of `jax.nn.dot_product_attention` is, beside the linear one, with -inf for what it hides."""
+    q, k, v = random(2, 9, 4, 8)
+    numbers = np.random.default_rng(1).normal(size=(4, 9, 9)).astype(np.float32)
+    numbers[:, :, 2] = -np.inf
+    linear = linbias.bias(linbias.slopes(4), 9, 9).astype(np.float32)
+
+    def ours(numbers, **options):
+        return (attention(q, k, v, causal=False, mask=numbers, **options) ** 2).sum()
+
+    def theirs(numbers):
+        return (jax.nn.dot_product_attention(q, k, v, bias=(numbers + linear)[None]) ** 2).sum()
+
+    found, expected = (jax.value_and_grad(f)(numbers) for f in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for name, words in (("blocked", "none of numbers"), ("cpu", "a key_range but no mask")):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} cannot run this call: it .*{words}"
+        ):
+            ours(numbers, implementation=name)
+
+
 def test_dropout_obeys_its_key_and_keeps_the_mean():
     q = k = jnp.zeros((1, 64, 1, 4))
     run = functools.partial(
@@ -232,6 +279,12 @@ MESSAGES = [
     (dict(query_start=np.zeros(2)), TypeError, "query_start must hold integers, got float64"),
     (dict(query_start=np.zeros(3, int)), ValueError, r"query_start must have shape \[B\] = \[2\], got \[3\]"),
     (dict(query_start=np.array([0, 2**30 + 1])), ValueError, r"within 2\^30 of key 0, got 1073741825 in batch row 1"),
+    (dict(mask=np.ones((2, 4, 5, 7), int)), TypeError, "mask must hold bool, True for what takes part, got int64"),
+    (dict(mask=np.ones((3, 7), bool)), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[3, 7\]"),
+    (dict(mask=[[True]]), TypeError, "mask must be a jax.Array or numpy.ndarray, got list"),
+    (dict(attn_mask=None), TypeError, "there is no argument attn_mask; say mask, or key_range and query_start"),
+    (dict(key_value_seq_lengths=None), TypeError, r"no argument key_value_seq_lengths; say key_range, \[\[0, length\]"),
+    (dict(query_seq_lengths=None), TypeError, "no argument query_seq_lengths; queries beyond a length may stay"),
     (dict(key_bound=np.ones((2, 3))), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\]"),
     (dict(dropout=1 - 2**-33), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 0.99999999988"),
     (dict(slopes=[1j] * 4), TypeError, "attention: slopes must hold real numbers, got complex128"),

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.lm.evaluation import evaluate
-from linbias.lm.masked import blocks, evaluate_masked, masked_positions
+from linbias.lm.hidden import evaluate_hidden, masked_blocks, masked_positions
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models import LinbiasConfig, LinbiasForMaskedLM
@@ -47,7 +47,7 @@ def test_sequences_hold_every_token_once_a_pass_and_mask_others_each_time() -> N
 @pytest.mark.parametrize("num_tokens", [1, 9, 10, 11, 40])
 def test_every_token_is_scored_once_amid_others(num_tokens: int, stride: int | None) -> None:
     width = min(9, num_tokens)
-    found = list(blocks(num_tokens, width, stride and min(stride, width)))
+    found = list(masked_blocks(num_tokens, width, stride and min(stride, width)))
     assert [t for b in found for t in range(b.first, b.end)] == list(range(num_tokens))
     assert all(b.stop - b.start == width and 0 <= b.start <= b.first for b in found)
     margin = (9 - (stride or 9)) // 2
@@ -72,13 +72,13 @@ def test_the_same_tokens_are_scored_at_every_length(
     assert np.array_equal(masked_positions(30), masked[:30])
     losses = {}
     for length in (8, 21, 51, 200):
-        result = evaluate_masked(
+        result = evaluate_hidden(
             model, ids, length=length, tokens=TOKENS, stride=stride, batch_tokens=30
         )
         assert (result.num_tokens, result.num_scored) == (50, masked.sum())
         losses[length] = result.nll
         total, right = 0.0, 0
-        for block in blocks(50, min(length - 1, 50), stride):
+        for block in masked_blocks(50, min(length - 1, 50), stride):
             read = np.where(masked, 26, ids)[block.start : block.stop]
             logits = model(torch.tensor([[2, *read]])).logits[0, 1:].detach()
             for token in range(block.first, block.end):
@@ -89,7 +89,7 @@ def test_the_same_tokens_are_scored_at_every_length(
         assert result.nll == pytest.approx(total / masked.sum(), rel=1e-5)
         assert result.accuracy == pytest.approx(right / masked.sum())
     assert losses[51] == pytest.approx(losses[200], rel=1e-6) and losses[8] != losses[51]
-    short = evaluate_masked(model, ids, length=8, tokens=TOKENS, limit_tokens=30)
+    short = evaluate_hidden(model, ids, length=8, tokens=TOKENS, limit_tokens=30)
     assert (short.num_tokens, short.num_scored) == (30, masked[:30].sum())
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_scored_is_refused(
 ) -> None:
     ids = np.full(50, 97)
     with pytest.raises(ValueError, match=f"evaluate: {message}"):
-        evaluate_masked(model, ids, **{"length": 8, "tokens": TOKENS, **changes})
+        evaluate_hidden(model, ids, **{"length": 8, "tokens": TOKENS, **changes})
     with pytest.raises(ValueError, match="evaluate: model must be causal"):
         evaluate(model, ids, length=8)
 

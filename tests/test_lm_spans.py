@@ -24,9 +24,9 @@ from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from linbias.explore import model as explored
 from linbias.lm import generate
 from linbias.lm.evaluation import evaluate
+from linbias.lm.hidden import evaluate_hidden, span_blocks, spans_of_text
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
-from linbias.lm.spans import evaluate_spans, span_blocks, spans_of_text
 from linbias.lm.training import train
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.load import load_model
@@ -144,7 +144,7 @@ def test_the_same_tokens_are_scored_at_every_length(
     num_scored = (spans.stops - spans.starts).sum()
     losses = {}
     for length in (21, 64, 251, 900):
-        result = evaluate_spans(
+        result = evaluate_hidden(
             model, ids, length=length, tokens=TOKENS, stride=stride, batch_tokens=150
         )
         assert (result.num_tokens, result.num_scored) == (250, num_scored)
@@ -189,12 +189,12 @@ def test_what_cannot_be_scored_is_refused(
 ) -> None:
     ids = np.full(50, 97)
     with pytest.raises(ValueError, match=f"evaluate: {message}"):
-        evaluate_spans(model, ids, **{"length": 20, "tokens": TOKENS, **changes})
+        evaluate_hidden(model, ids, **{"length": 20, "tokens": TOKENS, **changes})
     with pytest.raises(ValueError, match="evaluate: model must be causal, got one that reads one"):
         evaluate(model, ids, length=8)
     config = LinbiasSeq2SeqConfig(**TINY, encoder_position="learned", train_length=16)
     with pytest.raises(ValueError, match="evaluate: length must be at most 16, the rows"):
-        evaluate_spans(LinbiasForConditionalGeneration(config), ids, length=17, tokens=TOKENS)
+        evaluate_hidden(LinbiasForConditionalGeneration(config), ids, length=17, tokens=TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

@@ -153,7 +153,7 @@ def test_checkpoint_of_the_original_is_evaluated_and_converted(tmp_path: Path) -
 
 ERRORS = [
     (["prepare", "-o", "{tmp}/x"], "prepare: give either texts or --dataset, and not both"),
-    (["prepare", "--dataset", "x", "-o", "{tmp}/x"], "name must be one of wikitext-2"),
+    (["prepare", "--dataset", "x", "-o", "{tmp}/x"], "data set must be one of wikitext-2"),
     (["prepare", "--train", "{tmp}/none", "-o", "{tmp}/x"], "no such file"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "preset must be one of L64, L128"),
     (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),

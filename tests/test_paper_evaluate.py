@@ -150,7 +150,7 @@ def test_every_evaluation_of_the_original_is_reproduced(run):
     assert scores.loss_base2 == pytest.approx(run["float64_loss_base2"], rel=1e-6)
     assert scores.perplexity == pytest.approx(run["float64_perplexity"], rel=1e-6)
     printed = "Loss (base 2): {repo_loss_base2:.4f}, Perplexity: {repo_perplexity:.2f}"
-    assert scores.original_line == printed.format(**run)
+    assert scores.line == printed.format(**run)
 
 
 @needs_shared
@@ -173,28 +173,28 @@ def test_the_originals_scores_add_up_to_the_line_it_prints(run):
     golden = np.load(original.SHARED / "eval" / run["scores_file"])
     scores = Scores(golden, run["l"], run["context_window"], 0.0, 0)
     printed = "Loss (base 2): {repo_loss_base2:.4f}, Perplexity: {repo_perplexity:.2f}"
-    assert scores.original_line == printed.format(**run)
+    assert scores.line == printed.format(**run)
 
 
 def test_the_printed_line_adds_up_in_float32_block_by_block():
     lost, kept = -(2.0**24), np.full(2**10, -1.0, np.float32)
     one_by_one = Scores(np.append(np.float32(lost), kept), 2, 1, 0.0, 0)  # 2^24 + 1 is 2^24
-    assert one_by_one.original_line.startswith(f"Loss (base 2): {2**24 / 1025 / math.log(2):.0f}")
+    assert one_by_one.line.startswith(f"Loss (base 2): {2**24 / 1025 / math.log(2):.0f}")
     assert one_by_one.loss_base2 == pytest.approx((2**24 + 2**10) / 1025 / math.log(2), rel=1e-12)
     assert one_by_one.perplexity == math.inf
     short_block_first = Scores(np.append(kept, np.float32(lost)), 2**10, 0, 0.0, 0)
     assert short_block_first.loss_base2 == one_by_one.loss_base2
-    assert short_block_first.original_line != one_by_one.original_line
+    assert short_block_first.line != one_by_one.line
     # Four blocks of one id each, of which the original's order puts the first last: 3 + 2^24 is 2^24 + 4.
     shuffled = Scores(np.array([lost, -1, -1, -1], np.float32), 1, 0, 0.0, 0)
-    assert shuffled.original_line.startswith("Loss (base 2): 6051103")
+    assert shuffled.line.startswith("Loss (base 2): 6051103")
 
 
 def test_perplexity_is_two_to_the_mean_bits():
     scores = Scores(np.log(np.array([0.5, 0.125], np.float32)), 2, 0, 0.0, 0)
     assert scores.loss_base2 == pytest.approx(2.0, rel=1e-7)
     assert scores.perplexity == pytest.approx(4.0, rel=1e-7)
-    assert scores.original_line == "Loss (base 2): 2.0000, Perplexity: 4.00"
+    assert scores.line == "Loss (base 2): 2.0000, Perplexity: 4.00"
     for bits, perplexity in ((np.nan, np.nan), (2000.0, np.inf)):
         scores = Scores(np.array([-bits * np.log(2.0)], np.float32), 1, 0, 0.0, 0)
         assert np.array_equal(scores.perplexity, perplexity, equal_nan=True)

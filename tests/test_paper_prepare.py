@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from linbias.data.dictionary import Dictionary
 from linbias.lm.paper import ranges
-from linbias.lm.paper.prepare import Split, prepare, prepare_dataset
+from linbias.lm.paper.prepare import Split, prepare
 from linbias.lm.paper.store import read_data
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -303,7 +303,7 @@ def data_set(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_data_set_is_prepared_like_its_text(data_set: SimpleNamespace, tmp_path: Path) -> None:
     progress: list[tuple[int, int | None]] = []
-    prepare_dataset(
+    prepare(
         "wikitext-103",
         tmp_path / "out",
         nwords=6,
@@ -332,15 +332,17 @@ def test_data_set_that_breaks_off_leaves_nothing(
 
     data_set.data["test"] = breaks_off()
     with pytest.raises(ValueError, match=r"can be reached, got 'wikitext-2' \(no network\)"):
-        prepare_dataset("wikitext-2", tmp_path / "out")
+        prepare("wikitext-2", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_data_set_is_not_fetched_for_nothing(data_set: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name must be one of wikitext-2, wikitext-103, got 'c4'"):
-        prepare_dataset("c4", tmp_path / "out")
+    with pytest.raises(
+        ValueError, match="prepare: data set must be one of wikitext-2, wikitext-103, got 'c4'"
+    ):
+        prepare("c4", tmp_path / "out")
     with pytest.raises(ValueError, match="output must be a new or empty folder"):
-        prepare_dataset("wikitext-2", write(tmp_path / "out", "file"))
+        prepare("wikitext-2", write(tmp_path / "out", "file"))
     assert not data_set.calls
 
 

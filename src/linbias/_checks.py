@@ -59,6 +59,9 @@ OTHER_NAMES = {
     "cache_seqlens": "say key_range, [[0, filled], ...]",
     "return_attn_probs": "say return_lse, and call attention_weights for the weights",
     "need_weights": "call attention_weights for the weights",
+    "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
+    "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
+    "return_residual": "say return_lse",
     "query": "say q",
     "key": "say k",
     "value": "say v",
@@ -100,6 +103,7 @@ class Problem:
     key_range: bool = False
     query_start: bool = False
     mask: bool = False  # a mask hides further keys
+    added: bool = False  # the mask holds numbers, which are added to the scores
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -128,9 +132,13 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
+    added: bool = False,
     **asked: bool,
 ) -> Problem:
-    """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
+    """Return the problem that arrays of this layout pose, or raise for the first rule that they break.
+
+    added: The mask is one of numbers, which the front end takes and adds to the scores.
+    """
     if not isinstance(causal, (bool, np.bool_)):
         raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -182,7 +190,7 @@ def check(
             f" got {key_bound.dtype} {key_bound}"
         )
     if mask is not None:
-        _check_mask(function, mask, (B, H, T, S), q.device)
+        _check_mask(function, mask, (B, H, T, S), q.device, added)
     return Problem(
         B,
         H,
@@ -200,6 +208,7 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
         mask=mask is not None,
+        added=added,
         **asked,
     )
 
@@ -214,9 +223,11 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
-    """A mask holds truth values, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool":
+def _check_mask(
+    function: str, mask: Described, full: tuple[int, ...], device: str, added: bool
+) -> None:
+    """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
+    if mask.dtype != "bool" and not added:
         raise TypeError(
             f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
         )

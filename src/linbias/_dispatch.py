@@ -24,6 +24,7 @@ class Abilities:
     dtypes: tuple[str, ...] = FLOATS
     largest_head: int | None = None
     mask: bool = False
+    added: bool = False  # a mask of numbers, too, which are added to the scores
     dropout: bool = True
     transforms: bool = True
     higher_derivatives: bool = False
@@ -38,6 +39,8 @@ class Abilities:
             return f"head sizes go up to {self.largest_head}, got {max(problem.D, problem.E)}"
         if problem.mask and not self.mask:
             return "it takes a key_range but no mask"
+        if problem.added and not self.added:
+            return "it takes a mask of bool, but none of numbers that are added to the scores"
         if problem.dropout and not self.dropout:
             return "its dropout would draw another mask"
         if problem.transformed and not self.transforms:

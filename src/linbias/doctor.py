@@ -76,7 +76,7 @@ def explain_call(call: str) -> Any:
 def _of_jax(devices: list[str]) -> dict[str, dict[str, str | None]]:
     import jax
 
-    from linbias.jax.functional import IMPLEMENTATIONS
+    from linbias.jax.call import IMPLEMENTATIONS
 
     backend = jax.default_backend()
     seen = {"cpu", "cuda" if backend == "gpu" else backend}

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from linbias.cli import options
 from linbias.cli.console import bar, out, print_json, print_path
-from linbias.cli.options import BatchTokens, Device, Json, NewFolder, Quiet, parse_slope_scale
 
 
 def embed(
@@ -43,14 +43,14 @@ def embed(
             help="none, 'interpolate' or a factor on the slopes. Default: as the model says."
         ),
     ] = None,
-    batch_tokens: BatchTokens = 16384,
-    device: Device = "auto",
+    batch_tokens: options.BatchTokens = 16384,
+    device: options.Device = "auto",
     precision: Annotated[
         str | None,
         typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Turn long documents into vectors, each read whole. The same command continues a run that was stopped.
 
@@ -66,7 +66,9 @@ def embed(
     from linbias.models import embed as run
     from linbias.models import read_documents
 
-    changes = {} if slope_scale is None else {"slope_scale": parse_slope_scale(slope_scale)}
+    changes = (
+        {} if slope_scale is None else {"slope_scale": options.parse_slope_scale(slope_scale)}
+    )
     documents = read_documents(files)
     with bar(f"embedding {len(documents):,} documents", quiet) as advance:
         result = run(
@@ -109,7 +111,7 @@ def convert(
         Path,
         typer.Argument(help="Folder of jina-embeddings-v2, MosaicBERT or DNABERT-2."),
     ],
-    output: NewFolder,
+    output: options.NewFolder,
     back: Annotated[
         bool, typer.Option("--back", help="Write the form that the original code reads.")
     ] = False,

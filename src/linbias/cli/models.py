@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from linbias.cli import presets
+from linbias.cli import options, presets
 from linbias.cli.console import (
     bar,
     err,
@@ -19,50 +19,6 @@ from linbias.cli.console import (
     out,
     print_json,
     print_path,
-)
-from linbias.cli.options import (
-    BatchSize,
-    BatchTokens,
-    ContinuedPrompt,
-    Corpus,
-    Device,
-    Epochs,
-    Experiment,
-    Fields,
-    Fsdp,
-    Init,
-    Json,
-    LearningRate,
-    LengthOrKept,
-    LimitTokens,
-    MaxBytes,
-    Model,
-    PositionOrKept,
-    Precision,
-    Quiet,
-    RunFolder,
-    SaveSteps,
-    Seconds,
-    Seed,
-    Steps,
-    Stride,
-    Task,
-    Tensorboard,
-    Threads,
-    TokenizerOrKept,
-    Tokens,
-    ValidateLengths,
-    ValidateSteps,
-    VocabSizeOrKept,
-    budget,
-    given_or,
-    parse_fields,
-    parse_numbers,
-    parse_slope_scales,
-    read_prompt,
-    refuse_with_init,
-    text_option,
-    training_option,
 )
 from linbias.data import SPLITS
 
@@ -75,37 +31,37 @@ _TOKEN = {"masked": "masked token", "seq2seq": "written token"}
 
 
 def train(
-    output: RunFolder = Path("output/train"),
-    preset: Experiment = None,
-    task: Task = "causal",
-    init: Init = None,
-    position: PositionOrKept = None,
-    fields: Fields = None,
-    corpus: Corpus = "stdlib",
-    tokenizer: TokenizerOrKept = None,
-    vocab_size: VocabSizeOrKept = None,
-    max_bytes: MaxBytes = None,
-    length: LengthOrKept = None,
-    steps: Steps = None,
-    tokens: Tokens = None,
-    seconds: Seconds = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = 32,
+    output: options.RunFolder = Path("output/train"),
+    preset: options.Experiment = None,
+    task: options.Task = "causal",
+    init: options.Init = None,
+    position: options.PositionOrKept = None,
+    fields: options.Fields = None,
+    corpus: options.Corpus = "stdlib",
+    tokenizer: options.TokenizerOrKept = None,
+    vocab_size: options.VocabSizeOrKept = None,
+    max_bytes: options.MaxBytes = None,
+    length: options.LengthOrKept = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    seconds: options.Seconds = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = 32,
     accumulation: Annotated[
-        int, training_option("Parts of a batch computed one after another.")
+        int, options.training_option("Parts of a batch computed one after another.")
     ] = 1,
-    learning_rate: LearningRate = 1e-3,
-    precision: Precision = "fp32",
-    save_steps: SaveSteps = 100,
-    validate_steps: ValidateSteps = 0,
-    validate_lengths: ValidateLengths = None,
-    prompt: ContinuedPrompt = None,
-    seed: Seed = 0,
-    threads: Threads = None,
-    tensorboard: Tensorboard = False,
-    fsdp: Fsdp = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    learning_rate: options.LearningRate = 1e-3,
+    precision: options.Precision = "fp32",
+    save_steps: options.SaveSteps = 100,
+    validate_steps: options.ValidateSteps = 0,
+    validate_lengths: options.ValidateLengths = None,
+    prompt: options.ContinuedPrompt = None,
+    seed: options.Seed = 0,
+    threads: options.Threads = None,
+    tensorboard: options.Tensorboard = False,
+    fsdp: options.Fsdp = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a language model, for 1,000 steps unless another budget is given.
 
@@ -129,31 +85,31 @@ def train(
     from linbias.lm.settings import TrainSettings
 
     chosen = presets.named(preset)
-    model = {**chosen.model, **parse_fields(fields)}
+    model = {**chosen.model, **options.parse_fields(fields)}
     method, default = ("position", "alibi") if task == "causal" else _ENCODER
     if init is None:
-        model[method] = given_or(position, default)
-        length = given_or(length, TrainSettings.length)
+        model[method] = options.given_or(position, default)
+        length = options.given_or(length, TrainSettings.length)
     else:
         from linbias.lm.initial import config_of
 
-        refuse_with_init(
+        options.refuse_with_init(
             {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size}
         )
         model |= {} if position is None else {method: position}
-        length = given_or(length, config_of(str(init)).train_length)
-    options: dict[str, Any] = {
+        length = options.given_or(length, config_of(str(init)).train_length)
+    given: dict[str, Any] = {
         "model": model,
         "length": length,
         "task": task,
         "batch_size": batch_size,
         "accumulation": accumulation,
-        **budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
+        **options.budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
         "learning_rate": learning_rate,
         "precision": precision,
         "save_steps": save_steps,
         "validate_steps": validate_steps,
-        "validate_lengths": parse_numbers("--validate-lengths", validate_lengths) or (),
+        "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
         "prompt": prompt,
         "seed": seed,
         "threads": threads,
@@ -161,16 +117,16 @@ def train(
         "fsdp": {} if fsdp else None,
         "init": None if init is None else str(init),
     }
-    settings = TrainSettings(**{**chosen.training, **options})
+    settings = TrainSettings(**{**chosen.training, **given})
     if preset is not None and is_first_process() and not quiet:
-        read = {"corpus": corpus, "tokenizer": given_or(tokenizer, "bytes")}
+        read = {"corpus": corpus, "tokenizer": options.given_or(tokenizer, "bytes")}
         err.print(presets.describe(preset, read, settings), soft_wrap=True, markup=False)
     from linbias.lm import train as run  # loads torch: the settings are known to be good
 
     text = load_corpus(
         corpus,
-        tokenizer=given_or(tokenizer, "bytes"),
-        vocab_size=given_or(vocab_size, 4096),
+        tokenizer=options.given_or(tokenizer, "bytes"),
+        vocab_size=options.given_or(vocab_size, 4096),
         max_bytes=max_bytes,
     )
     if init is not None:
@@ -195,12 +151,12 @@ def train(
 
 
 def evaluate(
-    model: Model,
+    model: options.Model,
     length: Annotated[
         str | None,
         typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
     ] = None,
-    stride: Stride = None,
+    stride: options.Stride = None,
     fuse: Annotated[
         bool,
         typer.Option(
@@ -219,23 +175,23 @@ def evaluate(
             help="For 'interpolate': tokens per training sequence. Default: as the model says."
         ),
     ] = None,
-    limit_tokens: LimitTokens = None,
-    batch_tokens: BatchTokens = 16384,
-    corpus: Corpus = "stdlib",
+    limit_tokens: options.LimitTokens = None,
+    batch_tokens: options.BatchTokens = 16384,
+    corpus: options.Corpus = "stdlib",
     split: Annotated[
         str | None,
-        text_option(
+        options.text_option(
             f"One of {', '.join(SPLITS)}. Default: the whole of a file, the test split of all else."
         ),
     ] = None,
-    max_bytes: MaxBytes = None,
-    device: Device = "auto",
+    max_bytes: options.MaxBytes = None,
+    device: options.Device = "auto",
     precision: Annotated[
         str | None,
         typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
     train --task masked and --task seq2seq made.
@@ -255,8 +211,8 @@ def evaluate(
     from linbias.models.load import load_model
     from linbias.models.scale import with_slopes
 
-    lengths = parse_numbers("--length", length)
-    scales = parse_slope_scales(slope_scale)
+    lengths = options.parse_numbers("--length", length)
+    scales = options.parse_slope_scales(slope_scale)
     chosen = choose_device("evaluate", device)
     speaks = is_first_process()
     with warnings.catch_warnings(), joined(chosen):
@@ -363,8 +319,7 @@ def _evaluate_in_blocks(
     from linbias.data.masked import MaskTokens
     from linbias.data.spans import SpanTokens
     from linbias.data.tokenizers import Tokenizer
-    from linbias.lm.masked import evaluate_masked
-    from linbias.lm.spans import evaluate_spans
+    from linbias.lm.hidden import evaluate_hidden
     from linbias.models import LinbiasForMaskedLM
 
     masked, tokenizer, speaks = (
@@ -372,13 +327,12 @@ def _evaluate_in_blocks(
         Tokenizer.load(model),
         is_first_process(),
     )
-    measure: Any = evaluate_masked if masked else evaluate_spans
     tokens = (MaskTokens if masked else SpanTokens).of(tokenizer)
     results = []
     for length in lengths:
         with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
             results.append(
-                measure(
+                evaluate_hidden(
                     loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
                 )
             )
@@ -411,7 +365,7 @@ def _evaluate_in_blocks(
 
 
 def generate(
-    model: Model,
+    model: options.Model,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -428,7 +382,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: among all.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Continue a text with a model. A prompt of more than 200 characters is not shown again. A model that train
     --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand for.
@@ -438,7 +392,7 @@ def generate(
     [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
     [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
-    text_before = read_prompt(prompt, prompt_file, default="def ")
+    text_before = options.read_prompt(prompt, prompt_file, default="def ")
     from linbias.lm import generate as run
 
     text = run(

@@ -3,16 +3,18 @@
 One thing has one name, in all commands; tests/test_cli_options.py lists them.
 """
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.lm.paper.recipe import PRESETS
+from linbias.lm.paper.recipe import PRESETS, Recipe
 from linbias.methods import DECODER, ENCODER, PAPER, methods_of
 
 T = TypeVar("T")
@@ -26,11 +28,6 @@ def text_option(help: str, *names: str) -> Any:
 def training_option(help: str, *names: str) -> Any:
     """An option in the panel of those about training."""
     return typer.Option(*names, help=help, rich_help_panel="Training")
-
-
-def recipe_option(help: str, original: str) -> Any:
-    """An option of the paper's recipe, with the flag of its code."""
-    return training_option(f"{help} [dim]({original})[/]")
 
 
 # For every command
@@ -274,3 +271,54 @@ def parse_slope_scale(word: str) -> float | str | None:
             f"--slope-scale: must be none, interpolate or a positive number, got {word!r}"
         )
     return scale
+
+
+# Options of `linbias paper train`: fields of `Recipe`, their meaning, and the flags of the original's commands.
+_RECIPE_FIELDS = {
+    "length": ("Tokens per block.", "--tokens-per-sample"),
+    "max_tokens": ("Most tokens in a batch.", "--max-tokens"),
+    "rows_multiple": (
+        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August 2021, 1 as in later ones.",
+        "--required-batch-size-multiple",
+    ),
+    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs"),
+    "steps": ("Updates of the weights; warmup and cosine keep their shares.", ""),
+    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates"),
+    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021"),
+    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr"),
+    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
+    "period": ("Steps of the first cosine.", "--lr-period-updates"),
+    "t_mult": ("Factor on the length of each further cosine.", "--t-mult"),
+    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink"),
+    "clip": ("Largest norm of the gradient.", "--clip-norm"),
+    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum"),
+    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay"),
+    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", ""),
+    "seed": ("Fixes weights, order of the text and dropout.", ""),
+    "validate_steps": ("Steps between validations; 0: none.", ""),
+    "save_steps": ("Steps between checkpoints.", ""),
+    "log_steps": ("Steps between lines of log.jsonl.", ""),
+    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", ""),
+}
+
+
+def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**recipe_fields` an option for each of them; None keeps the preset's value."""
+    own = inspect.signature(command, eval_str=True)
+    kinds = get_type_hints(Recipe)
+    shown = [
+        parameter
+        for parameter in own.parameters.values()
+        if parameter.kind != parameter.VAR_KEYWORD
+    ]
+    for name, (help, original) in _RECIPE_FIELDS.items():
+        words = f"{help} [dim]({original})[/]" if original else help
+        option = typer.Option(None, help=words, rich_help_panel="Training")
+        kind = kinds[name] | None
+        shown.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind
+            )
+        )
+    command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return command

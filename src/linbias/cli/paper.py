@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from linbias.cli import options
 from linbias.cli.console import (
     bar,
     err,
@@ -21,30 +22,10 @@ from linbias.cli.console import (
     print_json,
     print_path,
 )
-from linbias.cli.options import (
-    BatchTokens,
-    CheckpointPosition,
-    Fields,
-    Fsdp,
-    Json,
-    NewFolder,
-    PaperData,
-    PaperPosition,
-    Preset,
-    PresetSteps,
-    Quiet,
-    RunFolder,
-    Split,
-    Workers,
-    parse_fields,
-    recipe_option,
-    text_option,
-    training_option,
-)
 from linbias.lm.paper.recipe import recipe_from_preset
 
 if TYPE_CHECKING:  # these modules load torch
-    from linbias.lm.paper.evaluate import PaperEvaluation
+    from linbias.lm.paper.score import Scores
     from linbias.lm.paper.train import PaperMetrics
 
 ALL_CORES = os.cpu_count() or 1
@@ -66,22 +47,22 @@ def _text_file(help: str) -> Any:
 
 @app.command()
 def prepare(
-    output: NewFolder,
-    train: Annotated[Path | None, text_option("Text to train on.")] = None,
-    valid: Annotated[Path | None, text_option("Text to validate on.")] = None,
-    test: Annotated[Path | None, text_option("Text to test on.")] = None,
+    output: options.NewFolder,
+    train: Annotated[Path | None, options.text_option("Text to train on.")] = None,
+    valid: Annotated[Path | None, options.text_option("Text to validate on.")] = None,
+    test: Annotated[Path | None, options.text_option("Text to test on.")] = None,
     dataset: Annotated[
         str | None,
-        text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
+        options.text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
     ] = None,
     dictionary: Annotated[
-        Path | None, text_option("A dict.txt to use. Default: count the words.", "--dict")
+        Path | None, options.text_option("A dict.txt to use. Default: count the words.", "--dict")
     ] = None,
-    workers: Workers = ALL_CORES,
-    nwords: Annotated[int, text_option("Size of the dictionary; -1: all words.")] = -1,
-    threshold: Annotated[int, text_option("Leave out words that are rarer.")] = -1,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    workers: options.Workers = ALL_CORES,
+    nwords: Annotated[int, options.text_option("Size of the dictionary; -1: all words.")] = -1,
+    threshold: Annotated[int, options.text_option("Leave out words that are rarer.")] = -1,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Turn texts into ids: dict.txt, and .bin and .idx files as fairseq makes and reads them.
 
@@ -89,13 +70,15 @@ def prepare(
     [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
     [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
     """
-    from linbias.lm.paper.prepare import prepare_any
+    from linbias.lm.paper.prepare import prepare as run
 
-    texts = {"train": train, "valid": valid, "test": test}
+    files = {"train": train, "valid": valid, "test": test}
+    texts = {split: path for split, path in files.items() if path}
+    if bool(texts) == bool(dataset):
+        raise ValueError("prepare: give either texts or --dataset, and not both")
     with bar("reading text", quiet) as advance:
-        made = prepare_any(
-            {split: path for split, path in texts.items() if path},
-            dataset,
+        made = run(
+            dataset or texts,
             output,
             dictionary=dictionary,
             workers=workers,
@@ -115,80 +98,17 @@ def prepare(
 
 
 @app.command()
+@options.with_recipe_fields
 def train(
-    data: PaperData,
-    output: RunFolder,
-    preset: Preset = "L512",
-    position: PaperPosition = "alibi",
-    length: Annotated[
-        int | None, recipe_option("Tokens per block.", "--tokens-per-sample")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, recipe_option("Most tokens in a batch.", "--max-tokens")
-    ] = None,
-    rows_multiple: Annotated[
-        int | None,
-        recipe_option(
-            "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of"
-            " August 2021, 1 as in later ones.",
-            "--required-batch-size-multiple",
-        ),
-    ] = None,
-    batches_per_step: Annotated[
-        int | None,
-        recipe_option("Batches per step, over all processes.", "--update-freq x GPUs"),
-    ] = None,
-    steps: PresetSteps = None,
-    warmup_steps: Annotated[
-        int | None, recipe_option("Steps that raise the learning rate.", "--warmup-updates")
-    ] = None,
-    learning_rate: Annotated[
-        float | None, recipe_option("Peak of the schedule.", "--lr, or --max-lr in 2021")
-    ] = None,
-    initial_learning_rate: Annotated[
-        float | None, recipe_option("Where the warmup starts.", "--warmup-init-lr")
-    ] = None,
-    min_learning_rate: Annotated[
-        float | None,
-        recipe_option("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
-    ] = None,
-    period: Annotated[
-        int | None, recipe_option("Steps of the first cosine.", "--lr-period-updates")
-    ] = None,
-    t_mult: Annotated[
-        float | None, recipe_option("Factor on the length of each further cosine.", "--t-mult")
-    ] = None,
-    shrink: Annotated[
-        float | None, recipe_option("Factor on the height of each further cosine.", "--lr-shrink")
-    ] = None,
-    clip: Annotated[
-        float | None, recipe_option("Largest norm of the gradient.", "--clip-norm")
-    ] = None,
-    momentum: Annotated[
-        float | None, recipe_option("Of Nesterov's accelerated gradient.", "--momentum")
-    ] = None,
-    weight_decay: Annotated[
-        float | None,
-        recipe_option("Share of a weight that a step takes away.", "--weight-decay"),
-    ] = None,
-    fields: Fields = None,
-    precision: Annotated[
-        str | None, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")
-    ] = None,
-    seed: Annotated[
-        int | None, training_option("Fixes weights, order of the text and dropout.")
-    ] = None,
-    validate_steps: Annotated[
-        int | None, training_option("Steps between validations; 0: none.")
-    ] = None,
-    save_steps: Annotated[int | None, training_option("Steps between checkpoints.")] = None,
-    log_steps: Annotated[int | None, training_option("Steps between lines of log.jsonl.")] = None,
-    device: Annotated[
-        str | None, training_option("'auto' takes a GPU where there is one; or 'cpu'.")
-    ] = None,
-    fsdp: Fsdp = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    data: options.PaperData,
+    output: options.RunFolder,
+    preset: options.Preset = "L512",
+    position: options.PaperPosition = "alibi",
+    fields: options.Fields = None,
+    fsdp: options.Fsdp = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+    **recipe_fields: Any,
 ) -> None:
     """Train with the paper's recipe. Interrupted, the same command continues the run.
 
@@ -203,33 +123,9 @@ def train(
     [dim]linbias paper train data -o wt103 --preset L512 --precision bf16[/]
     [dim]torchrun --nproc-per-node 8 -m linbias paper train data -o wt103[/]
     """
-    model = parse_fields(fields)
+    model = options.parse_fields(fields)
     recipe = recipe_from_preset(
-        preset,
-        steps=steps,
-        model=model,
-        position=position,
-        length=length,
-        max_tokens=max_tokens,
-        rows_multiple=rows_multiple,
-        batches_per_step=batches_per_step,
-        warmup_steps=warmup_steps,
-        learning_rate=learning_rate,
-        initial_learning_rate=initial_learning_rate,
-        min_learning_rate=min_learning_rate,
-        period=period,
-        t_mult=t_mult,
-        shrink=shrink,
-        clip=clip,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        precision=precision,
-        seed=seed,
-        validate_steps=validate_steps,
-        save_steps=save_steps,
-        log_steps=log_steps,
-        device=device,
-        fsdp={} if fsdp else None,
+        preset, model=model, position=position, fsdp={} if fsdp else None, **recipe_fields
     )
     from linbias.lm.paper.train import train as run  # loads torch: the recipe is known to be good
 
@@ -246,7 +142,7 @@ def train(
 @app.command()
 def translate(
     command: Annotated[str, typer.Argument(help="A command of the original, in quotes.")],
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Print our command for one of the original's README, and name what it leaves out.
 
@@ -270,12 +166,14 @@ def translate(
 @app.command()
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="The original's .pt file.")],
-    output: NewFolder,
+    output: options.NewFolder,
     dictionary: Annotated[
         Path | None,
-        text_option("The dict.txt that the model was trained with, to go along.", "--dict"),
+        options.text_option(
+            "The dict.txt that the model was trained with, to go along.", "--dict"
+        ),
     ] = None,
-    position: CheckpointPosition = None,
+    position: options.CheckpointPosition = None,
 ) -> None:
     """Turn a checkpoint of the paper's code into a folder that Transformers loads.
 
@@ -295,8 +193,8 @@ def evaluate(
     model: Annotated[
         Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
     ],
-    data: PaperData,
-    split: Split = "valid",
+    data: options.PaperData,
+    split: options.Split = "valid",
     length: Annotated[
         int | None, typer.Option(help="Tokens read at a time. Default: as trained.")
     ] = None,
@@ -306,13 +204,13 @@ def evaluate(
             help="Tokens of the blocks before that are read again; length - 1: a sliding window."
         ),
     ] = 0,
-    batch_tokens: BatchTokens = 16384,
+    batch_tokens: options.BatchTokens = 16384,
     resume: Annotated[
         Path | None, typer.Option(help="Keep scores in this file, and continue from it.")
     ] = None,
-    position: CheckpointPosition = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    position: options.CheckpointPosition = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score a text as the original does, and print what it prints.
 
@@ -347,15 +245,15 @@ def run(
     train: Annotated[Path, _text_file("Text to train on.")],
     valid: Annotated[Path, _text_file("Text to validate on.")],
     test: Annotated[Path, _text_file("Text to test on.")],
-    output: RunFolder,
-    preset: Preset = "tiny",
-    position: PaperPosition = "alibi",
-    steps: PresetSteps = None,
-    fields: Fields = None,
-    workers: Workers = ALL_CORES,
-    batch_tokens: BatchTokens = 16384,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    output: options.RunFolder,
+    preset: options.Preset = "tiny",
+    position: options.PaperPosition = "alibi",
+    steps: options.PresetSteps = None,
+    fields: options.Fields = None,
+    workers: options.Workers = ALL_CORES,
+    batch_tokens: options.BatchTokens = 16384,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Do it all: prepare, train, evaluate without overlap and with a sliding window.
 
@@ -367,7 +265,7 @@ def run(
     """
     from linbias.lm.paper.pipeline import run as run_path
 
-    model = parse_fields(fields)
+    model = options.parse_fields(fields)
     results = run_path(
         {"train": train, "valid": valid, "test": test},
         output,
@@ -399,7 +297,7 @@ def _training_summary(metrics: PaperMetrics) -> str:
     )
 
 
-def _evaluation_table(results: Sequence[PaperEvaluation]) -> Table:
+def _evaluation_table(results: Sequence[Scores]) -> Table:
     table = number_table(
         *("split", "length", "context", "tokens", "bits", "perplexity", "tokens/s", "memory")
     )

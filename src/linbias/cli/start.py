@@ -11,36 +11,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from linbias.cli import presets
+from linbias.cli import options, presets
 from linbias.cli.console import err, out, print_json, print_path
-from linbias.cli.options import (
-    BatchSize,
-    Corpus,
-    Epochs,
-    Experiment,
-    Fields,
-    Json,
-    LearningRate,
-    LimitTokens,
-    MaxBytes,
-    Methods,
-    Precision,
-    Quiet,
-    RunFolder,
-    SaveSteps,
-    Seconds,
-    Steps,
-    Stride,
-    Tensorboard,
-    Threads,
-    Tokenizer,
-    Tokens,
-    VocabSize,
-    budget,
-    parse_fields,
-    parse_floats,
-    parse_numbers,
-)
 
 
 def explain(
@@ -67,7 +39,7 @@ def explain(
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print all numbers as CSV, one in a line.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show the weights and the output of attention, with the bias and without; or every step of one row.
 
@@ -80,7 +52,7 @@ def explain(
     from linbias import example
     from linbias.cli import matrices
 
-    slopes = None if slope is None else parse_floats("--slope", slope)
+    slopes = None if slope is None else options.parse_floats("--slope", slope)
     trace, tokens = example.trace(arrays, causal=not symmetric, slope=slopes)
     plain, _ = example.trace(arrays, causal=not symmetric, slope=[0.0])
     queries = example.find(query, trace, tokens)
@@ -101,33 +73,33 @@ def explain(
 
 
 def extrapolate(
-    output: RunFolder = Path("output/extrapolate"),
-    preset: Experiment = None,
-    methods: Methods = "alibi,sinusoidal,rotary",
+    output: options.RunFolder = Path("output/extrapolate"),
+    preset: options.Experiment = None,
+    methods: options.Methods = "alibi,sinusoidal,rotary",
     train_lengths: Annotated[str, typer.Option(help="Tokens per training sequence.")] = "128",
     test_lengths: Annotated[
         str | None, typer.Option(help="Default: 1, 2, 4, 8, 16 x each training length.")
     ] = None,
     seeds: Annotated[str, typer.Option(help="One model of each kind per seed.")] = "0",
-    stride: Stride = None,
-    limit_tokens: LimitTokens = 32768,
-    fields: Fields = None,
-    corpus: Corpus = "stdlib",
-    tokenizer: Tokenizer = "bytes",
-    vocab_size: VocabSize = 4096,
-    max_bytes: MaxBytes = None,
-    steps: Steps = None,
-    tokens: Tokens = None,
-    seconds: Seconds = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = 8,
-    learning_rate: LearningRate = 1e-3,
-    precision: Precision = "fp32",
-    save_steps: SaveSteps = 100,
-    threads: Threads = None,
-    tensorboard: Tensorboard = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
+    stride: options.Stride = None,
+    limit_tokens: options.LimitTokens = 32768,
+    fields: options.Fields = None,
+    corpus: options.Corpus = "stdlib",
+    tokenizer: options.Tokenizer = "bytes",
+    vocab_size: options.VocabSize = 4096,
+    max_bytes: options.MaxBytes = None,
+    steps: options.Steps = None,
+    tokens: options.Tokens = None,
+    seconds: options.Seconds = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = 8,
+    learning_rate: options.LearningRate = 1e-3,
+    precision: options.Precision = "fp32",
+    save_steps: options.SaveSteps = 100,
+    threads: options.Threads = None,
+    tensorboard: options.Tensorboard = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train short, test long: the paper's experiment, with plots and a report.
 
@@ -147,9 +119,9 @@ def extrapolate(
     chosen = presets.named(preset)
     default: dict[str, float | None] = {"steps": ExtrapolateSettings().training.steps}
     training: dict[str, Any] = {
-        "model": {**chosen.model, **parse_fields(fields)},
+        "model": {**chosen.model, **options.parse_fields(fields)},
         "batch_size": batch_size,
-        **budget(steps, tokens, seconds, epochs, default=chosen.budget or default),
+        **options.budget(steps, tokens, seconds, epochs, default=chosen.budget or default),
         "learning_rate": learning_rate,
         "precision": precision,
         "save_steps": save_steps,
@@ -158,9 +130,9 @@ def extrapolate(
     }
     settings = ExtrapolateSettings(
         methods=tuple(methods.split(",")),
-        train_lengths=parse_numbers("--train-lengths", train_lengths) or (),
-        test_lengths=parse_numbers("--test-lengths", test_lengths),
-        seeds=parse_numbers("--seeds", seeds) or (),
+        train_lengths=options.parse_numbers("--train-lengths", train_lengths) or (),
+        test_lengths=options.parse_numbers("--test-lengths", test_lengths),
+        seeds=options.parse_numbers("--seeds", seeds) or (),
         corpus=corpus,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -196,7 +168,7 @@ def doctor(
             help="B,H,T,S,D,dtype[,backward]: tell instead which implementation such a call takes."
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Tell what this machine can run, and why not the rest.
 

@@ -9,7 +9,7 @@ visits the same bands: the exact gradient of the function that forward computed.
 data, shapes do not.
 
 Memory: wide copies of one head's arrays, keys with a padding of T or 2 T; scores of [B, T, BLOCK]; in backward wide
-gradients of k and v. Measured: docs/LOG.md, benchmarks/results.
+gradients of k and v. Measured: docs/LOG.md, records.
 """
 
 from dataclasses import dataclass

@@ -23,6 +23,7 @@ ABILITIES = Abilities(
     how="the whole score matrix, for reading and checking",
     memory="length x length",
     mask=True,
+    added=True,
     higher_derivatives=True,
 )
 
@@ -64,8 +65,10 @@ def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
     if inside is not None:
         inside = _per_query_head(inside, inputs)  # [B, S, H]
         visible = visible & inside.swapaxes(1, 2)[:, :, None]
-    if inputs.mask is not None:
+    if inputs.mask is not None and inputs.mask.dtype == bool:
         visible = visible & inputs.mask
+    elif inputs.mask is not None:
+        score = score + inputs.mask
     return _softmax(jnp.where(visible, score, -jnp.inf))
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from linbias import _checks, _extras
-from linbias.jax.functional import Slopes, prepare, run
+from linbias.jax.call import Slopes, prepare, run
 from linbias.variants import is_causal as is_causal_variant
 from linbias.variants import variant_slopes
 

@@ -1,46 +1,12 @@
-"""`attention`: check, choose an implementation, call it."""
+"""`attention` and `attention_weights`, the functions that a program calls."""
 
-import types
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from linbias import _checks, _dispatch
-from linbias.jax import blocked, cpu, dense
-from linbias.jax.dropout import draw_seed
-from linbias.jax.operator import Inputs
-from linbias.schedules import slopes as slopes_of_paper
-
-# In the order in which "auto" asks them.
-IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (cpu, blocked, dense)
-
-ArrayLike = Array | np.ndarray[Any, Any]
-Slopes = ArrayLike | Sequence[float]
-
-
-class Placement(TypedDict, total=False):
-    """The keywords of `attention` that say which keys a query sees, and how their scores fall."""
-
-    causal: bool
-    right_slopes: Slopes | None
-    scale: float | None
-    key_range: ArrayLike | None
-    query_start: ArrayLike | None
-
-
-class Options(Placement, total=False):
-    """The keywords of `attention` but for return_lse."""
-
-    key_bound: ArrayLike | None
-    dropout: float
-    dropout_key: Array | None
-    tolerance: float | None
-    implementation: str
+from linbias import _checks
+from linbias.jax import dense
+from linbias.jax.call import ArrayLike, Options, Slopes, prepare, run
 
 
 @overload
@@ -74,6 +40,7 @@ def attention(
     scale: float | None = None,
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     key_bound: ArrayLike | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
@@ -120,6 +87,9 @@ def attention(
         query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
             the keys or beyond them too. None means that the last query stands at the last key of the range (of the
             range that ends last, where heads have their own). For right padding with T = S, zeros.
+        mask: Broadcasts to [B, H, T, S]. Of bool, True takes part, as for `jax.nn.dot_product_attention`; of floating point,
+            it is added to the scores (its `bias`). Keys that it hides must still be finite, unless it hides them from
+            every query. `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
             without it.
@@ -143,6 +113,7 @@ def attention(
             jit, JAX raises a TypeError of its own).
 
     Example:
+        >>> from jax import numpy as jnp
         >>> q = k = v = jnp.ones((1, 3, 2, 4))
         >>> attention(q, k, v).shape
         (1, 3, 2, 4)
@@ -162,6 +133,7 @@ def attention(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
         key_bound=key_bound,
         dropout=dropout,
         dropout_key=dropout_key,
@@ -181,6 +153,7 @@ def attention_weights(
     scale: float | None = None,
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     **unknown: Never,
 ) -> Array:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
@@ -188,7 +161,7 @@ def attention_weights(
     The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
 
     Args:
-        q, k, slopes, causal, right_slopes, scale, key_range, query_start: As for `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -197,6 +170,7 @@ def attention_weights(
         TypeError, ValueError: As `attention`.
 
     Example:
+        >>> from jax import numpy as jnp
         >>> q = k = jnp.zeros((1, 2, 1, 4))
         >>> attention_weights(q, k, [0.0])[0, 0].tolist()
         [[1.0, 0.0], [0.5, 0.5]]
@@ -214,195 +188,6 @@ def attention_weights(
         scale=scale,
         key_range=key_range,
         query_start=query_start,
+        mask=mask,
     )
     return dense.attention_weights(inputs)[0]
-
-
-def prepare(
-    function: str,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    slopes: Slopes | None,
-    *,
-    causal: bool,
-    right_slopes: Slopes | None,
-    scale: float | None = None,
-    key_range: ArrayLike | None = None,
-    query_start: ArrayLike | None = None,
-    key_bound: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    dropout: float = 0.0,
-    dropout_key: Array | None = None,
-    tolerance: float | None = None,
-) -> tuple[Inputs, _checks.Problem]:
-    """Check the arguments of a call and fill in what they leave open: what the implementations take.
-
-    mask is [B or 1, H or 1, T or 1, S], bool, already checked; False hides a key.
-    """
-    described = describe_all(function, q, k, v)
-    wide = np.float64 if described[0].dtype == "float64" else np.float32
-    left, right = (
-        None if slope is None else _as_slopes(function, name, slope, wide)
-        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
-    )
-    optional = [
-        None if array is None else describe(name, array, function)
-        for name, array in (
-            ("slopes", left),
-            ("right_slopes", right),
-            ("key_range", key_range),
-            ("query_start", query_start),
-            ("key_bound", key_bound),
-        )
-    ]
-    problem = _checks.check(
-        function,
-        *described,
-        *optional,
-        causal=causal,
-        scale=scale,
-        dropout=dropout,
-        tolerance=tolerance,
-        layout="BTHD",
-    )
-    problem = replace(problem, mask=mask is not None)
-    _checks.warn_of_layout(function, problem, "BTHD")
-    _check_values(function, left, right, key_range, query_start, problem.S)
-    if problem.dropout and dropout_key is None:
-        raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
-    if left is None:
-        left = np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide)
-    if not causal and right is None:
-        right = left
-    of_heads = problem.B, problem.H
-    key_range, query_start = _positions(key_range, query_start, problem)
-    inputs = Inputs(
-        q=jnp.asarray(q),
-        k=jnp.asarray(k),
-        v=jnp.asarray(v),
-        left=jnp.broadcast_to(left, of_heads),
-        right=None if right is None else jnp.broadcast_to(right, of_heads),
-        key_range=key_range,
-        query_start=query_start,
-        key_bound=None if key_bound is None else jnp.asarray(key_bound).astype(wide),
-        mask=None if mask is None else jnp.asarray(mask, bool),
-        seed=draw_seed(dropout_key) if problem.dropout and dropout_key is not None else None,
-        scale=problem.scale,
-        dropout=problem.dropout,
-        tolerance=problem.tolerance,
-    )
-    return inputs, problem
-
-
-def run(
-    function: str, inputs: Inputs, problem: _checks.Problem, implementation: str
-) -> tuple[Array, Array]:
-    """Choose an implementation and call it: out [B, T, H, E] and lse [B, T, H]."""
-    chosen = _dispatch.choose(function, implementation, problem, IMPLEMENTATIONS)
-    if 0 in (problem.B, problem.T, problem.H):
-        lse = jnp.zeros((problem.B, problem.T, problem.H), inputs.left.dtype)
-        return jnp.zeros((*lse.shape, problem.E), inputs.q.dtype), lse
-    out, lse = chosen.attention(inputs)
-    return out, lse
-
-
-def _positions(
-    key_range: ArrayLike | None, query_start: ArrayLike | None, problem: _checks.Problem
-) -> tuple[Array | None, Array | None]:
-    """The range [B, G, 2] and the start [B] as the implementations take them, int32, or None.
-
-    Traced values are unchecked: limits keep every index among the keys and every loop short.
-    """
-    if key_range is not None:
-        key_range = _clamp(key_range, 0, problem.S)
-        if key_range.ndim == 2:
-            key_range = key_range[:, None]
-        key_range = jnp.broadcast_to(key_range, (problem.B, problem.G, 2))
-        if query_start is None:
-            query_start = key_range[..., 1].max(1, initial=0) - problem.T
-    if query_start is not None:
-        query_start = _clamp(query_start, -_checks.LARGEST_START, _checks.LARGEST_START)
-    return key_range, query_start
-
-
-def _clamp(integers: ArrayLike, low: int, high: int) -> Array:
-    integers = jnp.asarray(integers)
-    limits = jnp.iinfo(integers.dtype)
-    clamped = jnp.clip(integers, max(low, limits.min), min(high, limits.max))
-    return clamped.astype(jnp.int32)
-
-
-def describe_all(function: str, *arrays: Any) -> list[_checks.Described]:
-    """Describe q, k and v. Where one lies in parts on several devices, so does the call; the rest is JAX's to check."""
-    found = [describe(name, x, function) for name, x in zip("qkv", arrays, strict=True)]
-    device = max((x.device for x in found), key=lambda name: " " in name)
-    return [x._replace(device=device) for x in found]
-
-
-def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
-    """Describe an array to the argument rules; raise for what is none, or needs 64 bits that JAX has switched off."""
-    if not isinstance(array, Array | np.ndarray):
-        raise TypeError(
-            f"{function}: {name} must be a jax.Array or numpy.ndarray, got {_kind(array)}"
-        )
-    if (
-        name in "qkv"
-        and array.dtype == np.float64
-        and jax.dtypes.canonicalize_dtype(np.float64) != np.float64
-    ):
-        raise TypeError(
-            f"{function}: {name} must be at most float32 while jax_enable_x64 is off, got float64"
-        )
-    return _checks.Described(tuple(array.shape), array.dtype.name, _device(array))
-
-
-def _device(array: ArrayLike) -> str:
-    """The platform, or "n platform devices" for an array known to lie in parts on several."""
-    if isinstance(array, Array) and not isinstance(array, jax.core.Tracer):
-        devices = array.devices()
-        platform = next(iter(devices)).platform
-        if len(devices) > 1 and not array.is_fully_replicated:
-            return f"{len(devices)} {platform} devices"
-        return platform
-    default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if default is None:
-        return jax.default_backend()
-    return default if isinstance(default, str) else str(default.platform)
-
-
-def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
-    """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
-    if not isinstance(values, Array):
-        return _checks.real_array(function, name, values).astype(wide)
-    if jnp.iscomplexobj(values):
-        raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
-    return values.astype(wide)
-
-
-def _check_values(
-    function: str,
-    left: ArrayLike | None,
-    right: ArrayLike | None,
-    key_range: ArrayLike | None,
-    query_start: ArrayLike | None,
-    S: int,
-) -> None:
-    """Check what only the values tell, where they are known and reading them does not wait for a device."""
-    for name, slope in (("slopes", left), ("right_slopes", right)):
-        if slope is not None and _is_known(slope):
-            _checks.check_slope_values(function, name, np.asarray(slope))
-    if key_range is not None and _is_known(key_range):
-        _checks.check_key_range_values(function, np.asarray(key_range), S)
-    if query_start is not None and _is_known(query_start):
-        _checks.check_query_start_values(function, np.asarray(query_start))
-
-
-def _is_known(array: ArrayLike) -> bool:
-    if isinstance(array, jax.core.Tracer):
-        return False
-    return isinstance(array, np.ndarray) or _device(array) == "cpu"
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

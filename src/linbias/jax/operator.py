@@ -31,7 +31,9 @@ class Inputs:
     key_range: Array | None  # [B, G, 2], int32, within 0 and S; None: all keys
     query_start: Array | None  # [B], int32, the position of query 0; None: S - T
     key_bound: Array | None  # [B, G], wide; only forward may use it
-    mask: Array | None  # [B or 1, H or 1, T or 1, S], bool; False hides a key
+    mask: (
+        Array | None
+    )  # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
     seed: Array | None  # [], uint32; None: no dropout
     scale: float = _number()
     dropout: float = _number()

@@ -45,8 +45,8 @@ from linbias.models.paper import PaperForCausalLM
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
 _OTHERS = {
-    LinbiasForMaskedLM: "sees later tokens (evaluate_masked scores it)",
-    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_spans scores it)",
+    LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
+    LinbiasForConditionalGeneration: "reads one text to write another (evaluate_hidden scores it)",
 }
 # Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
 MAX_LOGITS = 2**24
@@ -200,35 +200,28 @@ def evaluate(
     Source: Press, Smith and Lewis, ICLR 2022, section 2.1 and appendix B.
     """
     ids = np.asarray(ids)
-    _check(model, ids, length, stride, batch_tokens, limit_tokens)
+    for kind, advice in _OTHERS.items():
+        if isinstance(model, kind):
+            raise ValueError(f"evaluate: model must be causal, got one that {advice}")
+    check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
+    check_call(model, length, batch_tokens, limit_tokens)
+    if stride is not None and not 1 <= stride <= length:
+        raise ValueError(f"evaluate: stride must lie in [1, length = {length}], got {stride}")
     num_tokens = min(len(ids) - 1, limit_tokens or len(ids))
-    if device is not None:
-        model.to(device)
-    was_training = model.training
-    model.eval()
-
     loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
     num_done, start_time = 0, time.perf_counter()
-    try:
-        with (
-            PeakMemory(model.device) as memory,
-            computing_in(model, precision),
-            able_to_read(model, min(length, num_tokens)),
-            torch.inference_mode(),
-        ):
-            separate = _head_is_separate(model, ids[:8])
-            batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
-            for inputs, targets in islice(batches, rank(), None, num_processes()):
-                losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
-                rows, keep = targets.shape
-                scored = slice(inputs.shape[1] - keep, inputs.shape[1])
-                loss_sum[scored] += losses
-                count[scored] += rows
-                num_done += rows * keep
-                if progress is not None:
-                    progress(min(num_done * num_processes(), num_tokens), num_tokens)
-    finally:
-        model.train(was_training)
+    with computing(model, device, precision, min(length, num_tokens)) as memory:
+        separate = _head_is_separate(model, ids[:8])
+        batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
+        for inputs, targets in islice(batches, rank(), None, num_processes()):
+            losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
+            rows, keep = targets.shape
+            scored = slice(inputs.shape[1] - keep, inputs.shape[1])
+            loss_sum[scored] += losses
+            count[scored] += rows
+            num_done += rows * keep
+            if progress is not None:
+                progress(min(num_done * num_processes(), num_tokens), num_tokens)
     loss_sum, count = sum_over_all(loss_sum, model.device), sum_over_all(count, model.device)
     seconds = time.perf_counter() - start_time
 
@@ -247,27 +240,18 @@ def evaluate(
     )
 
 
-def _check(
-    model: PreTrainedModel,
-    ids: NDArray[Any],
-    length: int,
-    stride: int | None,
-    batch_tokens: int,
-    limit_tokens: int | None,
+def check_call(
+    model: PreTrainedModel, length: int, batch_tokens: int, limit_tokens: int | None
 ) -> None:
-    for kind, advice in _OTHERS.items():
-        if isinstance(model, kind):
-            raise ValueError(f"evaluate: model must be causal, got one that {advice}")
-    check_tokens("evaluate", ids, model.config.get_text_config().vocab_size, at_least=2)
-    for name, value in [
-        ("length", length),
-        ("batch_tokens", batch_tokens),
-        ("limit_tokens", 1 if limit_tokens is None else limit_tokens),
-    ]:
-        if value < 1:
+    """Refuses a length or another number that a model cannot be evaluated with.
+
+    Raises:
+        ValueError: A number is below 1, or `length` is beyond the model's table of positions.
+    """
+    least_one = {"length": length, "batch_tokens": batch_tokens, "limit_tokens": limit_tokens}
+    for name, value in least_one.items():
+        if value is not None and value < 1:
             raise ValueError(f"evaluate: {name} must be at least 1, got {value}")
-    if stride is not None and not 1 <= stride <= length:
-        raise ValueError(f"evaluate: stride must lie in [1, length = {length}], got {stride}")
     limit = position_limit(model)
     if limit is not None and length > limit:
         raise ValueError(
@@ -277,7 +261,38 @@ def _check(
 
 
 @contextmanager
-def computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
+def computing(
+    model: PreTrainedModel,
+    device: torch.device | str | None,
+    precision: str | None,
+    longest: int,
+) -> Iterator[PeakMemory]:
+    """Within the block, the model is in evaluation mode, on a device, without gradients; memory is measured.
+
+    Args:
+        model: To be evaluated.
+        device: Where it is moved; None leaves it where it is.
+        precision: As for `evaluate`.
+        longest: Tokens of its longest input.
+    """
+    if device is not None:
+        model.to(device)
+    was_training = model.training
+    model.eval()
+    try:
+        with (
+            PeakMemory(model.device) as memory,
+            _computing_in(model, precision),
+            able_to_read(model, longest),
+            torch.inference_mode(),
+        ):
+            yield memory
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _computing_in(model: PreTrainedModel, precision: str | None) -> Iterator[None]:
     """Computes matrix products in a precision, on float32 weights; None changes nothing."""
     if precision is None:
         yield

@@ -70,7 +70,7 @@ class Prepared:
 
 
 def prepare(
-    texts: Mapping[str, str | Path],
+    texts: Mapping[str, str | Path] | str,
     output: str | Path,
     *,
     dictionary: str | Path | None = None,
@@ -87,7 +87,8 @@ def prepare(
     an interrupted run leaves nothing.
 
     Args:
-        texts: Files of UTF-8 text by split: any of "train", "valid" and "test".
+        texts: Files of UTF-8 text by split: any of "train", "valid" and "test". Or a Hugging Face data set,
+            "wikitext-103" or "wikitext-2", whose lines are streamed to a temporary folder.
         output: The folder to make; it must not exist, or be empty.
         dictionary: A dict.txt to use; None makes one from the train text.
         workers: Processes that read text. With more than one, a script must call this under
@@ -96,10 +97,11 @@ def prepare(
         threshold: See there.
         padding_factor: See there.
         progress: Called with the bytes read and the bytes to read. The train text is read twice
-            where its words are counted.
+            where its words are counted. While a data set is fetched, called with the bytes so far and None.
 
     Raises:
-        ValueError: An argument breaks a rule above, or a text is missing, empty or not UTF-8.
+        ValueError: An argument breaks a rule above; a text is missing, empty or not UTF-8; or a data set cannot be
+            reached.
 
     Example:
         >>> from linbias.lm.paper.store import read_ids
@@ -111,15 +113,23 @@ def prepare(
         >>> made.dictionary_size, ids.sizes.tolist(), ids.tokens.tolist()
         (8, [3, 1, 3], [4, 5, 2, 2, 4, 6, 2])
     """
-    paths = {split: Path(path) for split, path in texts.items()}
-    _check_texts(paths, dictionary)
+    source: Mapping[str, Path] | str
+    if isinstance(texts, str):
+        source = texts
+        if texts not in WIKITEXT_WORDS:
+            raise ValueError(
+                f"prepare: data set must be one of {', '.join(WIKITEXT_WORDS)}, got {texts!r}"
+            )
+    else:
+        source = {split: Path(path) for split, path in texts.items()}
+        _check_texts(source, dictionary)
     _check_settings(output, dictionary, workers, nwords, threshold, padding_factor)
     output = Path(output).resolve()
     words = None if dictionary is None else Dictionary.read(dictionary)
-    ranges = {split: cut_into_ranges(paths[split]) for split in SPLITS if split in paths}
-    counting = ranges["train"] if words is None else []
-    reporter = _Reporter(progress, [*counting, *itertools.chain(*ranges.values())])
-    with _temporary_folder(output, "partial") as folder:
+    with _files(source, output, progress) as paths, _temporary_folder(output, "partial") as folder:
+        ranges = {split: cut_into_ranges(paths[split]) for split in SPLITS if split in paths}
+        counting = ranges["train"] if words is None else []
+        reporter = _Reporter(progress, [*counting, *itertools.chain(*ranges.values())])
         if words is None:
             counts: Counter[str] = Counter()
             with in_processes(_count, workers) as count:
@@ -138,77 +148,6 @@ def prepare(
             output.rmdir()
         os.replace(folder, output)
     return Prepared(output, len(words), splits)
-
-
-def prepare_dataset(
-    name: str,
-    output: str | Path,
-    *,
-    dictionary: str | Path | None = None,
-    workers: int = 1,
-    nwords: int = -1,
-    threshold: int = -1,
-    padding_factor: int = 8,
-    progress: Progress | None = None,
-) -> Prepared:
-    """As `prepare`, for a Hugging Face data set, whose lines are streamed to a temporary folder.
-
-    Args:
-        name: "wikitext-103" or "wikitext-2".
-        output: As for `prepare`, as is all that follows.
-        dictionary: See there.
-        workers: See there.
-        nwords: See there.
-        threshold: See there.
-        padding_factor: See there.
-        progress: See there; while the text is fetched, called with the bytes so far and None.
-
-    Raises:
-        ValueError: As `prepare`; or the data set is another, or cannot be reached.
-    """
-    if name not in WIKITEXT_WORDS:
-        raise ValueError(
-            f"prepare_dataset: name must be one of {', '.join(WIKITEXT_WORDS)}, got {name!r}"
-        )
-    _check_settings(output, dictionary, workers, nwords, threshold, padding_factor)
-    with _temporary_folder(Path(output).resolve(), "text") as folder:
-        try:
-            texts = _fetch(name, folder, progress)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"prepare_dataset: name must be a data set that can be reached, got {name!r} "
-                f"({error})"
-            ) from error
-        return prepare(
-            texts,
-            output,
-            dictionary=dictionary,
-            workers=workers,
-            nwords=nwords,
-            threshold=threshold,
-            padding_factor=padding_factor,
-            progress=progress,
-        )
-
-
-def prepare_any(
-    texts: Mapping[str, str | Path], dataset: str | None, output: str | Path, **options: Any
-) -> Prepared:
-    """`prepare` for texts, or `prepare_dataset` for the name of a data set.
-
-    Args:
-        texts: As for `prepare`; empty where `dataset` is given.
-        dataset: As for `prepare_dataset`, or None.
-        output: As for `prepare`, as are the options.
-
-    Raises:
-        ValueError: As these functions; or both are given, or neither.
-    """
-    if bool(texts) == bool(dataset):
-        raise ValueError("prepare: give either texts or --dataset, and not both")
-    if dataset:
-        return prepare_dataset(dataset, output, **options)
-    return prepare(texts, output, **options)
 
 
 class _Encoded(NamedTuple):
@@ -266,6 +205,24 @@ def _write_split(prefix: Path, parts: Iterable[_Encoded], dictionary_size: int) 
 
     write_ids(prefix, sizes, chunks(), ids_dtype(dictionary_size))
     return Split(len(sizes), sum(sizes), num_replaced)
+
+
+@contextmanager
+def _files(
+    texts: Mapping[str, Path] | str, output: Path, progress: Progress | None
+) -> Iterator[Mapping[str, Path]]:
+    """The files of texts by split; those of a data set are there while the block lasts."""
+    if not isinstance(texts, str):
+        yield texts
+        return
+    with _temporary_folder(output, "text") as folder:
+        try:
+            files = _fetch(texts, folder, progress)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"prepare: data set must be one that can be reached, got {texts!r} ({error})"
+            ) from error
+        yield files
 
 
 def _fetch(name: str, folder: Path, progress: Progress | None) -> dict[str, Path]:

@@ -54,6 +54,7 @@ class Scores:
         context_window: Inputs among them that belong to the blocks before.
         tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
         peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
+        split: "train", "valid" or "test"; None for other text.
     """
 
     log_probs: NDArray[np.float32]
@@ -61,6 +62,12 @@ class Scores:
     context_window: int
     tokens_per_second: float
     peak_memory_bytes: int
+    split: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that were scored: all."""
+        return len(self.log_probs)
 
     @property
     def loss_base2(self) -> float:
@@ -72,8 +79,14 @@ class Scores:
         """2^loss_base2; infinite where that is beyond a float."""
         return math.inf if self.loss_base2 >= 1024.0 else 2.0**self.loss_base2
 
+    def to_dict(self) -> Record:
+        """All but the ids' own scores, as JSON values."""
+        names = ("split", "length", "context_window", "num_tokens", "loss_base2", "perplexity")
+        measured = ("line", "tokens_per_second", "peak_memory_bytes")
+        return {name: getattr(self, name) for name in (*names, *measured)}
+
     @property
-    def original_line(self) -> str:
+    def line(self) -> str:
         """The line that the original prints, to its last digit.
 
         The original adds up in float32, each block and then the blocks, in the order of its

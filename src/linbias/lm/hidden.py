@@ -1,0 +1,309 @@
+"""How well a model tells tokens that are hidden from it when it reads `length` tokens of a text at a time.
+
+A masked model tells masked tokens from those on both sides; a sequence-to-sequence model writes spans that were taken
+out. Which tokens are hidden is decided once for all of the text, before it is cut: at every length, and for every model
+of the same tokenizer, the same tokens are hidden and scored, each exactly once. How much of the text around them is
+read at a time differs.
+
+    text            t t m t t t m t t t t m             t(s s)t t t t(s)t t t(s s s)t t
+    in blocks       t t m t|t t m t|t t t m             t(s s)t t t|t(s)t t t|.(s s s)t t
+    with a stride   . . m t                             t(s s). . .
+                        . t t .                               t t t .(.)
+                            . m t .  ...                            t(s)t . .     ...     (. read, the others scored)
+
+Blocks (stride=None) are the cheap mode: a token at the end of one is told from one side alone, and longer blocks have
+fewer ends. With a stride, only the middle `stride` tokens of a block are scored, so that each has at least
+(length - 1 - stride) / 2 tokens on either side, but at the ends of the text. The token that begins a sequence comes
+before every block and counts in its length.
+
+No block is cut inside a span, and the spans that begin in its middle are scored: their tokens, given those before them.
+Sentinels and the end are written too, and not scored: how many there are depends on the cuts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from linbias._run.files import Record
+from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
+from linbias.data.masked import MASK_SHARE, MaskTokens, masked_rows
+from linbias.data.spans import (
+    LONGEST_SPAN,
+    Spans,
+    SpanTokens,
+    draw_spans,
+    span_batch,
+    span_row,
+)
+from linbias.lm.evaluation import MAX_LOGITS, check_call, computing
+from linbias.lm.windows import check_tokens
+
+
+@dataclass(frozen=True)
+class HiddenEvaluation:
+    """What `evaluate_hidden` measured.
+
+    Attributes:
+        length: Tokens of the text read at a time.
+        stride: Tokens by which the blocks move; None for blocks without overlap.
+        num_tokens: Tokens of the text.
+        num_scored: Hidden ones, all of which were scored.
+        nll: Mean negative log likelihood, nats per hidden token.
+        accuracy: Share of the hidden tokens that the model held for the likeliest.
+        tokens_per_second: Tokens of the text per second of wall time.
+        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile; of several processes,
+            the highest.
+        num_spans: Spans that were taken out; None where tokens were masked.
+    """
+
+    length: int
+    stride: int | None
+    num_tokens: int
+    num_scored: int
+    nll: float
+    accuracy: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    num_spans: int | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll); infinite where that is beyond a float."""
+        return math.exp(self.nll) if self.nll < 709.0 else math.inf
+
+    def to_dict(self) -> Record:
+        """All fields that are known, and the perplexity, as JSON values."""
+        spans = {} if self.num_spans is None else {"num_spans": self.num_spans}
+        known = {name: value for name, value in asdict(self).items() if name != "num_spans"}
+        return {**known, **spans, "perplexity": self.perplexity}
+
+    @classmethod
+    def from_dict(cls, record: Record) -> HiddenEvaluation:
+        """The reverse of `to_dict`; entries that are no fields are ignored."""
+        return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
+
+
+class Block(NamedTuple):
+    """The model reads tokens [start, stop) of the text; those of [first, end) are scored."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+
+def masked_blocks(num_tokens: int, width: int, stride: int | None = None) -> Iterator[Block]:
+    """The blocks that score each token once, as drawn above; the last one reaches back so as to be whole.
+
+    Example:
+        >>> [tuple(block) for block in masked_blocks(7, width=3)]
+        [(0, 3, 0, 3), (3, 6, 3, 6), (4, 7, 6, 7)]
+        >>> [tuple(block) for block in masked_blocks(6, width=4, stride=2)]
+        [(0, 4, 0, 3), (2, 6, 3, 6)]
+    """
+    stride = stride or width
+    behind = width - stride - (width - stride) // 2
+    scored = start = 0
+    while scored < num_tokens:
+        stop = min(start + width, num_tokens)
+        end = num_tokens if stop == num_tokens else stop - behind
+        yield Block(max(0, stop - width), stop, scored, end)
+        scored, start = end, start + stride
+
+
+def masked_positions(num_tokens: int) -> NDArray[np.bool_]:
+    """Which tokens of a text are masked: [num_tokens]. Those of a longer text begin with those of a shorter one.
+
+    Example:
+        >>> masked_positions(5).tolist()
+        [False, False, True, True, False]
+    """
+    return np.random.default_rng(0).random(num_tokens) < MASK_SHARE
+
+
+def spans_of_text(num_tokens: int) -> Spans:
+    """The spans that are taken out of a text, to be scored."""
+    return draw_spans(num_tokens, seed=(0,))
+
+
+def span_blocks(num_tokens: int, width: int, stride: int, spans: Spans) -> Iterator[Block]:
+    """The blocks that score each span once: up to `width` tokens, of which up to `stride` in the middle are scored.
+
+    Example:
+        >>> spans = Spans(np.array([3]), np.array([6]))
+        >>> [tuple(block) for block in span_blocks(9, width=4, stride=4, spans=spans)]
+        [(0, 3, 0, 3), (3, 7, 3, 7), (6, 9, 7, 9)]
+    """
+    scored = 0
+    while scored < num_tokens:
+        end = spans.cut_before(min(scored + stride, num_tokens))
+        ahead = (width - (end - scored)) // 2
+        start = max(0, min(scored - ahead, num_tokens - width))
+        stop = min(start + width, num_tokens)
+        yield Block(spans.cut_after(start), spans.cut_before(stop), scored, end)
+        scored = end
+
+
+def evaluate_hidden(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    *,
+    length: int,
+    tokens: MaskTokens | SpanTokens,
+    stride: int | None = None,
+    batch_tokens: int = 16384,
+    limit_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> HiddenEvaluation:
+    """Scores a masked or a sequence-to-sequence model on a text, `length` tokens at a time.
+
+        nll = mean over the hidden i of -log p(ids[i] | what is read of its block, what was written before i)
+
+    Where a process group of torch.distributed is initialised, every process calls this with the same arguments
+    but for the device: they share the batches, and all return the same result.
+
+    Args:
+        model: A Transformers masked or sequence-to-sequence language model.
+        ids: [N], integers, N >= 1: the text as the model's tokens.
+        length: Tokens of the text read at a time, before any is hidden, and the one that begins a sequence: 2 or
+            more, with spans 11 or more, so that the longest one fits.
+        tokens: The ids that are not of the text: `MaskTokens` for a masked model, `SpanTokens` for one that writes
+            spans.
+        stride: None for blocks without overlap, else 1 <= stride < length, with spans 10 <= stride < length.
+        batch_tokens: Tokens read in one forward pass (at least one block).
+        limit_tokens: Read at most this many tokens, from the start of the text.
+        device: Where to compute; None leaves the model where it is.
+        precision: As for `evaluate`.
+        progress: Called with (tokens of the text done, all of them) after each batch.
+
+    Returns:
+        The HiddenEvaluation.
+
+    Raises:
+        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, no token is hidden, or
+            `length` is beyond the model's table of positions, or what it can read.
+
+    Example:
+        >>> from linbias.models import LinbiasConfig, LinbiasForMaskedLM
+        >>> config = LinbiasConfig(hidden_size=8, num_attention_heads=2, encoder_position="symmetric")
+        >>> ids = np.frombuffer(b"to be or not to be", np.uint8)
+        >>> result = evaluate_hidden(LinbiasForMaskedLM(config), ids, length=8, tokens=MaskTokens(2, 26))
+        >>> result.num_scored, 5.0 < result.nll < 6.0
+        (4, True)
+    """
+    ids = np.asarray(ids)
+    masks = isinstance(tokens, MaskTokens)
+    least, words = (1, "") if masks else (LONGEST_SPAN, ", to hold the longest span")
+    check_tokens("evaluate", ids, model.config.vocab_size, at_least=1)
+    if length <= least:
+        raise ValueError(f"evaluate: length must be at least {least + 1}{words}, got {length}")
+    if stride is not None and not least <= stride < length:
+        raise ValueError(
+            f"evaluate: stride must lie in [{least}, length - 1 = {length - 1}], got {stride}"
+        )
+    check_call(model, length, batch_tokens, limit_tokens)
+    ids = ids[:limit_tokens]
+    num_tokens, num_spans = len(ids), None
+    width = min(length - 1, num_tokens)
+    moved = width if stride is None else min(stride, width)
+    if isinstance(tokens, MaskTokens):
+        masked = masked_positions(num_tokens)
+        num_scored, what = int(masked.sum()), "mask a token"
+        every_block = masked_blocks(num_tokens, width, moved)
+        score = partial(_score_masked, model, ids, masked, tokens)
+    else:
+        spans = spans_of_text(num_tokens)
+        num_spans = len(spans.starts)
+        num_scored, what = int((spans.stops - spans.starts).sum()), "take a span out of it"
+        every_block = span_blocks(num_tokens, width, moved, spans)
+        score = partial(_score_spans, model, ids, spans, tokens)
+    if not num_scored:
+        raise ValueError(f"evaluate: text must be long enough to {what}, got {num_tokens} tokens")
+    rows = max(1, min(batch_tokens, MAX_LOGITS // model.config.vocab_size) // (width + 1))
+    sums, num_done, start_time = np.zeros(2), 0, time.perf_counter()
+    with computing(model, device, precision, width + 1) as memory:
+        batches = iter(lambda: list(islice(every_block, rows)), [])
+        for batch in islice(batches, rank(), None, num_processes()):
+            sums += score(batch)
+            num_done += batch[-1].end - batch[0].first
+            if progress is not None:
+                progress(min(num_done * num_processes(), num_tokens), num_tokens)
+    loss_sum, num_right = sum_over_all(sums, model.device)
+    return HiddenEvaluation(
+        length=length,
+        stride=stride,
+        num_tokens=num_tokens,
+        num_scored=num_scored,
+        nll=float(loss_sum) / num_scored,
+        accuracy=float(num_right) / num_scored,
+        tokens_per_second=num_tokens / (time.perf_counter() - start_time),
+        peak_memory_bytes=max_over_all(memory.peak_bytes, model.device),
+        num_spans=num_spans,
+    )
+
+
+def _score_masked(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    masked: NDArray[np.bool_],
+    tokens: MaskTokens,
+    batch: list[Block],
+) -> NDArray[np.float64]:
+    """The summed nll of the masked tokens that the blocks score, and how many of them were right."""
+    places = np.stack([np.arange(block.start, block.stop) for block in batch])
+    first, end = (np.array([[getattr(b, name)] for b in batch]) for name in ("first", "end"))
+    scored = masked[places] & (places >= first) & (places < end)
+    read = masked_rows(ids[places], masked[places], tokens)["input_ids"].to(model.device)
+    logits = model(input_ids=read).logits[:, 1:][torch.from_numpy(scored).to(model.device)]
+    return _sums(logits, torch.from_numpy(ids[places][scored].astype(np.int64)).to(model.device))
+
+
+def _score_spans(
+    model: PreTrainedModel,
+    ids: NDArray[Any],
+    spans: Spans,
+    tokens: SpanTokens,
+    batch: list[Block],
+) -> NDArray[np.float64]:
+    """The summed nll of the tokens of spans that the blocks score, and how many of them were right."""
+    rows, scored = [], []
+    for block in batch:
+        inside, wanted = (
+            slice(*np.searchsorted(spans.starts, ends))
+            for ends in ((block.start, block.stop), (block.first, block.end))
+        )
+        if wanted.start == wanted.stop:
+            continue
+        taken = Spans(*(places[inside] - block.start for places in spans))
+        text = ids[block.start : block.stop]
+        rows.append(span_row(text, taken, int(inside.start), tokens))
+        scored.append((rows[-1].numbers >= wanted.start) & (rows[-1].numbers < wanted.stop))
+    if not rows:
+        return np.zeros(2)
+    read = {name: value.to(model.device) for name, value in span_batch(rows, tokens).items()}
+    labels = read.pop("labels")
+    chosen = torch.zeros_like(labels, dtype=torch.bool)
+    for line, places in zip(chosen, scored, strict=True):
+        line[: len(places)] = torch.from_numpy(places)
+    return _sums(model(**read, use_cache=False).logits[chosen], labels[chosen])
+
+
+def _sums(logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
+    """The nll of the targets, and how many are the likeliest, each summed."""
+    losses = F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+    return np.array([float(losses), float((logits.argmax(-1) == targets).sum())])
