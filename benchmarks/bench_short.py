@@ -7,8 +7,7 @@
 Every length, head size, type and mode is a case of its own, of about 4,096 tokens in all. The last column is what counts: how
 many times as fast as the faster peer, where the peers are scaled_dot_product_attention causal without a bias (less work, and
 something else) and the same with the bias as a mask (left out where that takes more than 3 GB). `sdpa`, that mask as an
-implementation of ours, is timed up to the same length: `python runs/fastest.py` writes what "auto" takes from these records.
-Records go to records, or where --records says.
+implementation of ours, is timed up to the same length. Records go to records, or where --records says.
 
 On a CPU with a matrix unit, both sides without it:
 
@@ -28,7 +27,7 @@ import record
 from bench_attention import BenchCase, bench
 from linbias.kernels import core
 from linbias.torch import cpu
-from linbias.torch.functional import prepare
+from linbias.torch.call import prepare
 from linbias.torch.operator import Results
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -21,7 +21,7 @@ import record
 from linbias._machine import num_cores
 from linbias.kernels import core
 from linbias.torch import attention, cpu
-from linbias.torch.functional import prepare
+from linbias.torch.call import prepare
 from linbias.torch.operator import Results
 
 # B, H, T, D

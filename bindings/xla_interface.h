@@ -1,10 +1,9 @@
 // What XLA hands to a foreign function: the part of its C interface, version 0.1, that xla.cpp reads.
 //
-// XLA keeps these layouts stable (records only grow at their end, each says its size), so the binding needs no headers
-// of jaxlib to build. tests/test_jax_interface.py compares every layout with the header in the jaxlib that is
-// installed, xla/ffi/api/c_api.h, where they are explained.
-#ifndef LINBIAS_XLA_INTERFACE_H
-#define LINBIAS_XLA_INTERFACE_H
+// It is written out here because every build would otherwise have to fetch jaxlib (90 MB) for one header. XLA keeps
+// these layouts stable: records only grow at their end. tests/test_jax_interface.py compares each with the header in the
+// jaxlib that is installed, xla/ffi/api/c_api.h, where they are explained.
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -15,11 +14,18 @@ constexpr int interface_major = 0, interface_minor = 1;  // of JAX 0.7, the olde
 
 enum class Stage : int { execute = 3 };
 enum class ErrorCode : int { invalid_argument = 3, resource_exhausted = 8, internal = 13 };
-enum class Type : int { boolean = 1, int32 = 4, uint32 = 8, float16 = 10, float32 = 11, float64 = 12, bfloat16 = 16 };
+enum class Type : int { boolean = 1, int32 = 4, float16 = 10, float32 = 11, float64 = 12, bfloat16 = 16 };
 enum class AttributeKind : int { scalar = 3 };
 enum class ExtensionKind : int { metadata = 1 };
 
 struct Error;  // XLA's own
+struct Extension;
+
+// How a record begins.
+struct Record {
+  std::size_t struct_size;
+  Extension* extension;
+};
 
 struct Extension {
   std::size_t struct_size;
@@ -27,9 +33,7 @@ struct Extension {
   Extension* next;
 };
 
-struct Version {
-  std::size_t struct_size;
-  Extension* extension;
+struct Version : Record {
   int major, minor;
 };
 
@@ -45,25 +49,19 @@ struct MetadataExtension {
   Metadata* metadata;
 };
 
-struct ErrorArguments {
-  std::size_t struct_size;
-  Extension* extension;
+struct ErrorArguments : Record {
   const char* message;
   ErrorCode code;
 };
 
 // The first of XLA's functions; more follow.
-struct Functions {
-  std::size_t struct_size;
-  Extension* extension;
+struct Functions : Record {
   Version version;
   void* internal;
   Error* (*create_error)(ErrorArguments*);
 };
 
-struct Buffer {
-  std::size_t struct_size;
-  Extension* extension;
+struct Buffer : Record {
   Type type;
   void* data;
   std::int64_t rank;
@@ -81,26 +79,20 @@ struct Scalar {
 };
 
 // Arguments or results.
-struct Buffers {
-  std::size_t struct_size;
-  Extension* extension;
+struct Buffers : Record {
   std::int64_t size;
   int* kinds;
   Buffer** items;
 };
 
-struct Attributes {
-  std::size_t struct_size;
-  Extension* extension;
+struct Attributes : Record {
   std::int64_t size;
   AttributeKind* kinds;
   Text** names;
   void** items;  // Scalar*, where the kind is scalar
 };
 
-struct CallFrame {
-  std::size_t struct_size;
-  Extension* extension;
+struct CallFrame : Record {
   const Functions* functions;
   void* context;
   Stage stage;
@@ -109,5 +101,3 @@ struct CallFrame {
 };
 
 }  // namespace linbias::xla
-
-#endif

@@ -1,65 +1,60 @@
 // Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
-// Products of bfloat16, and of float32 in parts, forward and backward: what both need of a call. Scores are computed
+// What forward and backward share where products are of bfloat16, or of float32 in terms. Scores are computed
 // with keys down the rows and 16 queries across the lanes, K Q^T: maxima, sums and gradients of a query are then sums
 // of whole vectors, and the weights leave the registers in the form in which the next product wants them. Scores are
 // biased and scaled in float32; those of bfloat16 are in bits (log2).
 
-constexpr int64_t kGroups = kRows / kSide;  // of 16 queries each, in a tile
+constexpr int64_t kGroups = kRows / kLanes16;  // of 16 queries each, in a tile
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
-// Keys and values as products want them, in parts; padded_D and padded_E are multiples of 32, the deepest product.
+// Keys and values as products want them, in terms; deep_D and deep_E are multiples of 32, the deepest product.
+template <typename In>
 struct AcrossPacked : Packed<float> {
-  Buffer<uint16_t> key_rows;           // [slots, blocks, parts, kKeys, padded_D]
-  Buffer<uint16_t> values_transposed;  // [slots, blocks, parts, wide_E, kKeys], forward only
-  Buffer<uint16_t> value_rows;         // [slots, blocks, parts, kKeys, padded_E], backward only
-  Buffer<uint16_t> keys_transposed;    // [slots, blocks, parts, wide_D, kKeys], backward only
-  Buffer<uint16_t> rows_room;          // [threads, kKeys, padded_E], forward only
-  Buffer<uint32_t> keys_room;          // [threads, parts, padded_D / 2, 16], with a certificate
-  int parts;
-  int64_t wide_D, wide_E;
+  static constexpr int terms = kTermsOf<In>;
+  const int64_t deep_D, deep_E;
+  Buffer<uint16_t> key_rows;           // [slots, blocks, terms, kKeys, deep_D]
+  Buffer<uint16_t> values_transposed;  // [slots, blocks, terms, padded_E, kKeys], forward only
+  Buffer<uint16_t> value_rows;         // [slots, blocks, terms, kKeys, deep_E], backward only
+  Buffer<uint16_t> keys_transposed;    // [slots, blocks, terms, padded_D, kKeys], backward only
+  Buffer<uint16_t> rows_room;          // [threads, kKeys, deep_E], forward only
+  Buffer<uint32_t> keys_room;          // [threads, terms, deep_D / 2, 16], with a certificate
 
-  AcrossPacked(const Call& call, int num_parts, bool for_backward)
-      : Packed<float>(call, for_backward),
-        parts(num_parts),
-        wide_D(round_up(call.D, kSide)),
-        wide_E(round_up(call.E, kSide)) {
-    padded_D = round_up(call.D, 32);
-    padded_E = round_up(call.E, 32);
-  }
+  AcrossPacked(const Call& call, bool for_backward)
+      : Packed<float>(call, for_backward), deep_D(round_up(call.D, 32)), deep_E(round_up(call.E, 32)) {}
 
-  int64_t groups_at_once() const { return columns_at_once(2 * parts * kKeys * larger_of(padded_D, padded_E)); }
+  int64_t groups_at_once() const { return columns_at_once(2 * terms * kKeys * larger_of(deep_D, deep_E)); }
 
   // Heads of float32 leave the second cache at a sixth of this, but fresh memory for all of them would cost more.
-  bool is_head_small() const { return is_small((parts > 1 ? 1 : 2) * (padded_D + padded_E)); }
+  int64_t bytes_per_key() const { return (terms > 1 ? 1 : 2) * (deep_D + deep_E); }
 
   bool allocate(const Call& call) {
     const int64_t slots = num_slots(call);
     return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
-           key_rows.allocate(slots, rows, parts * padded_D) &&
-           (backward ? value_rows.allocate(slots, rows, parts * padded_E) &&
-                           keys_transposed.allocate(slots, rows, parts * wide_D)
-                     : values_transposed.allocate(slots, rows, parts * wide_E) &&
-                           rows_room.allocate(call.num_threads, kKeys, padded_E)) &&
+           key_rows.allocate(slots, rows, terms * deep_D) &&
+           (backward ? value_rows.allocate(slots, rows, terms * deep_E) &&
+                           keys_transposed.allocate(slots, rows, terms * padded_D)
+                     : values_transposed.allocate(slots, rows, terms * padded_E) &&
+                           rows_room.allocate(call.num_threads, kKeys, deep_E)) &&
            (!certify ||
             (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) && allocate_tails(call, slots) &&
-             keys_room.allocate(call.num_threads, parts * kSide, padded_D / 2)));
+             keys_room.allocate(call.num_threads, terms * kLanes16, deep_D / 2)));
   }
 
-  Parts<uint16_t> in_block(const Buffer<uint16_t>& of, int64_t slot, int64_t block, int64_t size, int64_t row) const {
-    return {of.data + (slot * num_blocks + block) * parts * size, row, parts, size};
+  Terms<uint16_t> in_block(const Buffer<uint16_t>& of, int64_t slot, int64_t block, int64_t size, int64_t row) const {
+    return {of.data + (slot * num_blocks + block) * terms * size, row, terms, size};
   }
-  Parts<uint16_t> keys_at(int64_t slot, int64_t block) const {
-    return in_block(key_rows, slot, block, kKeys * padded_D, padded_D);
+  Terms<uint16_t> keys_at(int64_t slot, int64_t block) const {
+    return in_block(key_rows, slot, block, kKeys * deep_D, deep_D);
   }
-  Parts<uint16_t> values_at(int64_t slot, int64_t block) const {
-    return in_block(value_rows, slot, block, kKeys * padded_E, padded_E);
+  Terms<uint16_t> values_at(int64_t slot, int64_t block) const {
+    return in_block(value_rows, slot, block, kKeys * deep_E, deep_E);
   }
-  Parts<uint16_t> keys_transposed_at(int64_t slot, int64_t block) const {
-    return in_block(keys_transposed, slot, block, kKeys * wide_D, kKeys);
+  Terms<uint16_t> keys_transposed_at(int64_t slot, int64_t block) const {
+    return in_block(keys_transposed, slot, block, kKeys * padded_D, kKeys);
   }
-  Parts<uint16_t> values_transposed_at(int64_t slot, int64_t block) const {
-    return in_block(values_transposed, slot, block, kKeys * wide_E, kKeys);
+  Terms<uint16_t> values_transposed_at(int64_t slot, int64_t block) const {
+    return in_block(values_transposed, slot, block, kKeys * padded_E, kKeys);
   }
 };
 
@@ -78,10 +73,12 @@ inline float zero_or_nan_across(const uint16_t* x, int64_t count) {
 template <typename In>
 struct PackAcross : PackTask<float, In> {
   using PackTask<float, In>::call, PackTask<float, In>::packed;
-  static constexpr int kParts = kPartsOf<In>;
-  AcrossPacked& across;
+  static constexpr int kTerms = kTermsOf<In>;
+  AcrossPacked<In>& across;
 
-  PackAcross(const Call& for_call, AcrossPacked& to) : PackTask<float, In>{for_call, to}, across(to) {}
+  PackAcross(const Call& for_call, AcrossPacked<In>& to) : PackTask<float, In>(for_call, to), across(to) {
+    packed.in_place = false;
+  }
 
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<float>& head = packed.heads.data[index];
@@ -91,37 +88,37 @@ struct PackAcross : PackTask<float, In> {
       const In* k = this->keys_of(index) + block * kKeys * call.k.row;
       const In* v = this->values_of(index) + block * kKeys * call.v.row;
       const int64_t count = head.num_keys - block * kKeys;
-      const Parts<uint16_t> keys = across.keys_at(slot, block);
-      Parts<uint16_t> values;  // in which what is not finite shows in the first part
-      copy_parts(k, call.k.row, count, call.D, kKeys, keys);
+      const Terms<uint16_t> keys = across.keys_at(slot, block);
+      Terms<uint16_t> values;  // in which what is not finite shows in the first term
+      pack_terms(k, call.k.row, count, call.D, kKeys, keys);
       if (across.backward) {
         values = across.values_at(slot, block);
-        copy_parts(v, call.v.row, count, call.E, kKeys, values);
-        lay_transposed(keys, across.wide_D, across.keys_transposed_at(slot, block));
+        pack_terms(v, call.v.row, count, call.E, kKeys, values);
+        pack_transposed(keys, across.padded_D, across.keys_transposed_at(slot, block));
       } else {
         values = across.values_transposed_at(slot, block);
-        const Parts<uint16_t> room = {across.rows_room.data + worker * kKeys * packed.padded_E, packed.padded_E};
-        copy_transposed(v, call.v.row, count, call.E, across.wide_E, room, values);
+        const Terms<uint16_t> room = {across.rows_room.data + worker * kKeys * across.deep_E, across.deep_E};
+        pack_transposed(v, call.v.row, count, call.E, across.padded_E, room, values);
       }
       head.radius[block] = zero_or_nan_across(keys.data, keys.step) + zero_or_nan_across(values.data, values.step);
       if (packed.certify) {
         measure(unit, head, block, k, keys, measure_spread,
-                across.keys_room.data + worker * kParts * kSide * packed.padded_D / 2);
+                across.keys_room.data + worker * kTerms * kLanes16 * across.deep_D / 2);
       }
     }
   }
 
-  // What measure_block does, with the Gram matrix of the keys themselves, which the unit makes of products that are
-  // exact but for the parts left out, and the center taken off afterwards; the last term is for the rounding of that.
-  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Parts<uint16_t> keys,
+  // Does what measure_block does, but takes the Gram matrix of the keys as they are, whose products are exact but for
+  // the terms left out, and subtracts the center afterwards; `reach` bounds the rounding of that.
+  void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Terms<uint16_t> keys,
                bool measure_spread, uint32_t* room) const {
-    const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = packed.padded_D;
+    const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = across.deep_D;
     const float slack = slack_of<float>(call.D);
     float along[kKeys], found = 0;  // along: k.c
     for (int64_t s = 0; s < count; ++s) {
       Floats squares{}, products{};
-      for (int64_t d = 0; d < deep_D; d += 16) {
-        const Floats key = sum_of_parts<kParts>(keys.data + s * deep_D + d, keys.step), center = load(head.center + d);
+      for (int64_t d = 0; d < packed.padded_D; d += kLanes16) {
+        const Floats key = sum_of_terms<kTerms>(keys.data + s * deep_D + d, keys.step), center = load(head.center + d);
         squares += (key - center) * (key - center);
         products += key * center;
       }
@@ -134,19 +131,19 @@ struct PackAcross : PackTask<float, In> {
     head.spread[block] = head.radius[block];
     if (!measure_spread || !ordinary) return;
     const float center_square = head.center_norm * head.center_norm;
-    const Parts<uint32_t> columns = {room, kSide, kParts, kSide * deep_D / 2};
+    const Terms<uint32_t> columns = {room, kLanes16, kTerms, kLanes16 * deep_D / 2};
     Floats largest_row{};
-    for (int64_t t = 0; t < count; t += kSide) {
-      float gram[kKeys * kSide];
-      lay_across(keys.at(t * deep_D), kSide, columns);
+    for (int64_t t = 0; t < count; t += kLanes16) {
+      float gram[kKeys * kLanes16];
+      pack_across(keys.at(t * deep_D), kLanes16, columns);
       multiply_columns(unit, 1, kKeys, deep_D, keys, columns, 0, gram, 0, false);
       Floats total{}, off;
-      for (int lane = 0; lane < kSide; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
+      for (int lane = 0; lane < kLanes16; ++lane) off[lane] = t + lane < count ? center_square - along[t + lane] : 0.0f;
       for (int64_t s = 0; s < count; ++s) {
-        const Floats entry = load(gram + s * kSide) + off - along[s];
+        const Floats entry = load(gram + s * kLanes16) + off - along[s];
         total += entry * entry;
       }
-      for (int lane = 0; lane < kSide; ++lane) total[lane] = t + lane < count ? total[lane] : 0.0f;
+      for (int lane = 0; lane < kLanes16; ++lane) total[lane] = t + lane < count ? total[lane] : 0.0f;
       largest_row = total <= largest_row ? largest_row : total;
     }
     const float reach = radius + 2 * head.center_norm;
@@ -170,61 +167,51 @@ struct PackAcross : PackTask<float, In> {
 // Rows of queries, and for bfloat16 columns of weights; those beyond kRows are zeros.
 constexpr int64_t kQueriesAcross = (kRows + kDeep - 1) / kDeep * kDeep;
 
-// What a worker needs for one tile. What there is of each query is in `of`, but for its pivot: row_max in the unit of
-// scores.
-struct AcrossScratch {
-  Scratch<float> of;
+constexpr int64_t kGroupScores = kKeys * kLanes16;                                     // of a group
+constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
+
+// What a worker needs for one tile. `pivot` is row_max in the unit of scores, which differs for bfloat16.
+struct AcrossScratch : Rows<float> {
   float pivot[kRows];
-  uint16_t* rows;                       // [parts, kQueriesAcross, larger of padded_D, padded_E]: queries, or gradients
-  uint32_t *q_across, *dout_across;     // [parts, kGroups, padded_D or padded_E / 2, 16]
-  uint32_t *q_pairs, *dout_pairs;       // the second factor of products over queries: BackwardAcross::lay_depth
-  float* acc;                           // [kGroups, wide_E or wide_D, 16]
+  uint16_t* rows;                       // [terms, kQueriesAcross, larger of deep_D, deep_E]: queries, or gradients
+  uint32_t *q_across, *dout_across;     // [terms, kGroups, deep_D or deep_E / 2, 16]
+  uint32_t *q_pairs, *dout_pairs;       // the second factor of sums over queries: BackwardAcross::pack_over_queries
+  float* acc;                           // [kGroups, padded_E or padded_D, 16]
   float *score, *dweight;               // [groups at once, kKeys, 16]
-  uint32_t* pairs;                      // [parts, groups at once, kKeys / 2, 16]: weights, or gradients of scores
+  uint32_t* pairs;                      // [terms, groups at once, kKeys / 2, 16]: weights, or gradients of scores
   uint16_t *weight_rows, *dscore_rows;  // of all groups: BackwardAcross::kColumns
 
-  Parts<uint16_t> rows_of(int64_t padded, int parts) const { return {rows, padded, parts, kQueriesAcross * padded}; }
+  // The buffers and their sizes: take(buffer, count) for each.
+  template <typename In, typename Take>
+  void each_buffer(const AcrossPacked<In>& packed, const Take& take) {
+    constexpr int64_t kWeights = kKeys * 2 * kPairKinds * kRows;  // at most
+    take(rows, kMostTerms * kQueriesAcross * larger_of(packed.deep_D, packed.deep_E));
+    take(q_across, kMostTerms * kRows * packed.deep_D / 2);
+    take(dout_across, kMostTerms * kRows * packed.deep_E / 2);
+    take(q_pairs, kMostTerms * kRows * packed.padded_D);
+    take(dout_pairs, kMostTerms * kRows * packed.padded_E);
+    take(acc, kRows * larger_of(packed.padded_D, packed.padded_E));
+    take(score, kGroups * kGroupScores);
+    take(dweight, kGroups * kGroupScores);
+    take(pairs, kMostTerms * kPairsStep);
+    take(weight_rows, kWeights);
+    take(dscore_rows, kWeights);
+  }
+
+  Terms<uint16_t> rows_of(int64_t deep, int terms) const { return {rows, deep, terms, kQueriesAcross * deep}; }
 };
 
-// Queries, or gradients, across: those of a group begin at `group * kSide * padded / 2`.
-inline Parts<uint32_t> across_of(uint32_t* data, int64_t padded, int parts) {
-  return {data, kSide, parts, kRows * padded / 2};
+// Queries, or gradients, across: those of a group begin at `group * kLanes16 * deep / 2`.
+inline Terms<uint32_t> across_of(uint32_t* data, int64_t deep, int terms) {
+  return {data, kLanes16, terms, kRows * deep / 2};
 }
 
-constexpr int64_t kGroupScores = kKeys * kSide;                                        // of a group
-constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
-constexpr int64_t kWeightColumns = 2 * kPairKinds * kRows;                             // at most, of weight_rows
+// A flag for each group of queries.
+struct OfGroups {
+  bool of[kGroups];
 
-struct AcrossScratches {
-  Buffer<AcrossScratch> each;
-  Buffer<uint32_t> memory;
-
-  bool allocate(const Call& call, const AcrossPacked& packed) {
-    constexpr int64_t kParts = kMostParts, kHalf = kRows / 2, kHalfAcross = kQueriesAcross / 2;
-    const int64_t deep = larger_of(packed.padded_D, packed.padded_E), wide = larger_of(packed.wide_D, packed.wide_E);
-    const int64_t words = kParts * (kHalfAcross * deep + kHalf * (packed.padded_D + packed.padded_E) +
-                                    kRows * (packed.wide_D + packed.wide_E) + kPairsStep) +
-                          kRows * wide + 2 * (kGroups * kGroupScores + kKeys * kWeightColumns / 2);
-    if (!each.allocate(call.num_threads) || !memory.allocate(call.num_threads, words)) return false;
-    for (int worker = 0; worker < call.num_threads; ++worker) {
-      AcrossScratch& scratch = each.data[worker];
-      uint32_t* next = memory.data + worker * words;
-      const auto take = [&next](int64_t count) { return (next += count) - count; };
-      const auto take_floats = [&take](int64_t count) { return reinterpret_cast<float*>(take(count)); };
-      const auto take_halves = [&take](int64_t count) { return reinterpret_cast<uint16_t*>(take(count / 2)); };
-      scratch.rows = take_halves(kParts * kQueriesAcross * deep);
-      scratch.q_across = take(kParts * kHalf * packed.padded_D);
-      scratch.dout_across = take(kParts * kHalf * packed.padded_E);
-      scratch.q_pairs = take(kParts * kRows * packed.wide_D);
-      scratch.dout_pairs = take(kParts * kRows * packed.wide_E);
-      scratch.acc = take_floats(kRows * wide);
-      scratch.score = take_floats(kGroups * kGroupScores);
-      scratch.dweight = take_floats(kGroups * kGroupScores);
-      scratch.pairs = take(kParts * kPairsStep);
-      scratch.weight_rows = take_halves(kKeys * kWeightColumns);
-      scratch.dscore_rows = take_halves(kKeys * kWeightColumns);
-    }
-    return true;
+  explicit OfGroups(bool all) {
+    for (bool& one : of) one = all;
   }
 };
 
@@ -245,23 +232,30 @@ LINBIAS_INLINE Floats less_product(Floats x, Floats a, Floats b) {
 #endif
 }
 
-// The scores of 16 queries and a block, biased, of one key at a time; -inf where hidden. They are in bits, but for
-// float32 (kFine), where slopes and scores keep all their digits. There a bias is rounded once, and before the pivot
-// comes off: forward and backward, whose pivots differ, round alike.
+// The biased scores of 16 queries and a block, one key at a time; -inf where the key is hidden. Those of bfloat16 are
+// in bits. Those of float32 (kFine) are not, so that slopes and scores keep all their digits; their bias is rounded
+// once, before the pivot is subtracted, so that forward and backward, whose pivots differ, round alike.
 template <bool kFine>
 struct BiasedAcross {
+  const Tile<float>& tile;
+  const int64_t block, num_keys;  // of the head from this block on
+  const bool far, finite;
   static constexpr float kUnit = kFine ? 1.0f : kLog2eAcross;  // of scores
   static constexpr float kSteepest = 1e30f;  // finite in bits, too, so that it is 0 times a distance of 0
   Floats relative{};                         // positions of the queries, counted from the block's first key
   Floats away{};                             // far: the bias of the key that is nearest
   float scale, slope[2], outwards = 0;       // far: the slope, negative to the right
   float further[kKeys];                      // far: the bias of a key on top of that
-  bool far, hidden[2];
+  bool hidden[2];
   int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
 
-  BiasedAcross(const Tile<float>& tile, int64_t block, float factor) {
-    scale = factor * kUnit;
-    far = tile.is_far(block);
+  BiasedAcross(const Tile<float>& of, int64_t at)
+      : tile(of),
+        block(at),
+        num_keys(of.head->num_keys - at * kKeys),
+        far(of.is_far(at)),
+        finite(of.head->radius[at] == of.head->radius[at]),
+        scale(static_cast<float>(of.call->scale) * kUnit) {
     for (int side = kLeft; side <= kRight; ++side) {
       hidden[side] = tile.hidden[side];
       const float steep = tile.slope[side] * kUnit;
@@ -276,15 +270,16 @@ struct BiasedAcross {
     }
   }
 
-  // To 16 queries of the tile. Hidden keys take part all the same where they are not finite, and show.
-  LINBIAS_INLINE void turn_to(const Tile<float>& tile, int64_t block, int64_t group, bool finite) {
-    const int64_t from = tile.position + group * kSide - block * kKeys;
+  // Turn to another 16 queries of the tile. Where the block is not finite even hidden keys are computed, so that NaN
+  // reaches the result.
+  LINBIAS_INLINE void turn_to(int64_t group) {
+    const int64_t from = tile.position + group * kLanes16 - block * kKeys;
     constexpr int64_t kCounted = int64_t{1} << 30;  // as 32-bit integers
     if (from > -kCounted && from < kCounted) {
       relative = __builtin_convertvector(
           Lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + static_cast<int32_t>(from), Floats);
     } else {
-      for (int lane = 0; lane < kSide; ++lane) relative[lane] = static_cast<float>(from + lane);
+      for (int lane = 0; lane < kLanes16; ++lane) relative[lane] = static_cast<float>(from + lane);
     }
     end_shown = kKeys;
     if (far) {
@@ -293,15 +288,15 @@ struct BiasedAcross {
       return;
     }
     if (!finite) return;
-    const int64_t last = from + smaller_of(tile.rows - group * kSide, kSide) - 1;
-    end_shown = smaller_of(kKeys, round_up(tile.head->num_keys - block * kKeys, kDeep));
+    const int64_t last = from + smaller_of(tile.rows - group * kLanes16, kLanes16) - 1;
+    end_shown = smaller_of(kKeys, round_up(num_keys, kDeep));
     if (hidden[kRight]) end_shown = smaller_of(end_shown, round_up(larger_of(last + 1, 0), kDeep));
     end_shown = larger_of(end_shown, 0);
   }
 
   LINBIAS_INLINE Floats reach(int64_t s) const { return relative - kNumbers.of[s]; }
 
-  // pivot is what is taken off every score of a query; in a far block it may be part of `base`, far_base(pivot).
+  // The pivot is subtracted from every score of a query. In a far block it goes into `base`, far_base(pivot), first.
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
     if constexpr (kFine) return less_product(product * scale, broadcast(outwards), reach(s)) - base;
@@ -312,7 +307,7 @@ struct BiasedAcross {
     return power_of_two<kFine>(kFine ? score * kLog2eAcross : score);
   }
 
-  LINBIAS_INLINE Floats near_score(Floats product, int64_t s, int64_t num_keys) const {
+  LINBIAS_INLINE Floats near_score(Floats product, int64_t s) const {
     const Floats lowest = broadcast(-kInfinity<float>), distance = reach(s);
     Floats y = product * scale;
     if (hidden[kRight] && !hidden[kLeft]) {  // causal
@@ -326,51 +321,47 @@ struct BiasedAcross {
   }
 };
 
-// Which of 16 queries keep a key, under dropout: the rule of Dropout.
-struct DropoutAcross {
-  Dropout rule;
+// The same rule for 16 queries and one key of a block at a time.
+struct DropoutAcross : Dropout {
   float share;
+  int64_t first_key;
 
-  explicit DropoutAcross(const Tile<float>& tile)
-      : rule(tile), share(static_cast<float>(1.0 / (1.0 - tile.call->dropout))) {}
+  DropoutAcross(const Tile<float>& tile, int64_t block)
+      : Dropout(tile),
+        share(static_cast<float>(1.0 / (1.0 - tile.call->dropout))),
+        first_key(tile.head->first + block * kKeys) {}
 
-  LINBIAS_INLINE Floats apply(const Tile<float>& tile, int64_t group, int64_t key, Floats x) const {
-    Words hash = load_words(rule.rows + group * kSide) ^ Dropout::mix(static_cast<uint32_t>(tile.head->first + key));
-    hash ^= hash >> 16;
-    hash *= 0x7feb352du;
-    hash ^= hash >> 15;
-    hash *= 0x846ca68bu;
-    hash ^= hash >> 16;
-    return (Lanes)(hash >= rule.threshold) ? x * share : Floats{};
+  LINBIAS_INLINE Floats apply(int64_t group, int64_t s, Floats x) const {
+    const Words hash = mix(load_words(rows + group * kLanes16) ^ mix(static_cast<uint32_t>(first_key + s)));
+    return (Lanes)(hash >= threshold) ? x * share : Floats{};
   }
 };
 
-// The queries of a tile in rows and across, in parts.
+// Load the queries of a tile in terms, both in rows and across.
 template <typename In>
-void load_queries_across(const Tile<float>& tile, const AcrossPacked& packed, AcrossScratch& scratch) {
+void load_queries_across(const Tile<float>& tile, const AcrossPacked<In>& packed, AcrossScratch& scratch) {
   const Call& call = *tile.call;
-  const In* q =
-      static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
-  const Parts<uint16_t> rows = scratch.rows_of(packed.padded_D, kPartsOf<In>);
-  copy_parts(q, call.q.row, tile.rows, call.D, kPartsOf<In> > 1 ? kRows : kQueriesAcross, rows);
-  lay_across(rows, tile.rows, across_of(scratch.q_across, packed.padded_D, kPartsOf<In>));
+  const In* q = row_of<In>(call.q, tile.b, tile.h, tile.start);
+  const Terms<uint16_t> rows = scratch.rows_of(packed.deep_D, kTermsOf<In>);
+  pack_terms(q, call.q.row, tile.rows, call.D, kTermsOf<In> > 1 ? kRows : kQueriesAcross, rows);
+  pack_across(rows, tile.rows, across_of(scratch.q_across, packed.deep_D, kTermsOf<In>));
 }
 
-// Groups of queries that meet a block together, [first, end) of a tile's, and which of its keys each takes part in: the
-// first `shown`, a multiple of 32.
+// The groups [first, end) of a tile's queries, which are multiplied with a block together. Each sees the first `shown`
+// keys of the block, a multiple of 32.
 struct GroupsAcross {
   int64_t first, end, shown[kGroups] = {};
 
   template <typename Biased>
-  GroupsAcross(const Tile<float>& tile, Biased& biased, int64_t block, int64_t from, int64_t to, bool finite)
-      : first(from), end(smaller_of(to, round_up(tile.rows, kSide) / kSide)) {
+  GroupsAcross(Biased& biased, int64_t from, int64_t to)
+      : first(from), end(smaller_of(to, round_up(biased.tile.rows, kLanes16) / kLanes16)) {
     for (int64_t group = first; group < end; ++group) {
-      if (!biased.far) biased.turn_to(tile, block, group, finite);
+      if (!biased.far) biased.turn_to(group);
       shown[group] = biased.far ? kKeys : biased.end_shown;
     }
   }
 
-  // Run make(group, count, shown) for all groups at once if they are shown as many keys, else for each.
+  // Run make(group, count, shown): once for all groups if they see equally many keys, else for each.
   template <typename Make>
   LINBIAS_INLINE void for_alike(const Make& make) const {
     bool alike = true;
@@ -381,9 +372,9 @@ struct GroupsAcross {
     }
   }
 
-  // The products of a block's keys, or values, and what lies across of each group: to[groups, kKeys, 16].
-  LINBIAS_INLINE void multiply(MatrixUnit& unit, Parts<uint16_t> rows, Parts<uint32_t> across, float* to) const {
-    const int64_t column = kSide * rows.row / 2;
+  // Multiply the keys, or values, of a block with the queries, or dout, of each group: to[groups, kKeys, 16].
+  LINBIAS_INLINE void multiply(MatrixUnit& unit, Terms<uint16_t> rows, Terms<uint32_t> across, float* to) const {
+    const int64_t column = kLanes16 * rows.row / 2;
     for_alike([&](int64_t group, int64_t count, int64_t keys) __attribute__((always_inline)) {
       multiply_columns(unit, count, keys, rows.row, rows, across.at(group * column), column,
                        to + (group - first) * kGroupScores, kGroupScores, false);
@@ -391,30 +382,30 @@ struct GroupsAcross {
   }
 
   // Add to acc[kGroups, size, 16] the products of transposed rows[size, kKeys] and the pairs of each group.
-  LINBIAS_INLINE void add(MatrixUnit& unit, int64_t size, Parts<uint16_t> transposed, Parts<uint32_t> pairs,
+  LINBIAS_INLINE void add(MatrixUnit& unit, int64_t size, Terms<uint16_t> transposed, Terms<uint32_t> pairs,
                           float* acc) const {
     for_alike([&](int64_t group, int64_t count, int64_t keys) __attribute__((always_inline)) {
       multiply_columns(unit, count, size, keys, transposed, pairs.at((group - first) * kGroupPairs), kGroupPairs,
-                       acc + group * size * kSide, size * kSide, true);
+                       acc + group * size * kLanes16, size * kLanes16, true);
     });
   }
 };
 
-// Would the block with these products add next to nothing to any query of a group? If so, add it
-// to what is left out.
+// As is_negligible: would the block with these products add next to nothing to any query of a group?
 template <typename Biased>
-bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, float allowance, const float* scores,
+bool is_negligible_across(const Biased& biased, int64_t group, float allowance, const float* scores,
                           AcrossScratch& scratch) {
-  float* left_out = scratch.of.left_out + group * kSide;
-  const Floats base = biased.far_base(load(scratch.pivot + group * kSide));
-  Floats high = broadcast(-kInfinity<float>);
+  const int64_t from = group * kLanes16;
+  const Floats base = biased.far_base(load(scratch.pivot + from));
+  Floats high = broadcast(-kInfinity<float>), total;
 #pragma GCC unroll 4
-  for (int64_t s = 0; s < kKeys; ++s) high = larger<float>(biased.far_score(load(scores + s * kSide), s, base), high);
-  const Floats total = load(left_out) + Biased::weight(high) * static_cast<float>(kKeys);
-  Lanes small = (Lanes)(high <= 0.0f) & (Lanes)(total <= allowance * load(scratch.of.row_sum + group * kSide));
-  for (int lane = 0; lane < kSide; ++lane) small[lane] |= group * kSide + lane < rows ? 0 : -1;
-  if (!in_all_lanes(small)) return false;
-  store<float>(left_out, total);
+  for (int64_t s = 0; s < kKeys; ++s)
+    high = larger<float>(biased.far_score(load(scores + s * kLanes16), s, base), high);
+  if (!in_all_lanes(
+          ~matters_to<float>(scratch, from, biased.tile.rows, high, Biased::weight(high), allowance, total))) {
+    return false;
+  }
+  store<float>(scratch.left_out + from, total);
   return true;
 }
 
@@ -423,13 +414,13 @@ bool is_negligible_across(const Biased& biased, int64_t group, int64_t rows, flo
 template <typename To>
 LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats factor, int64_t rows, int64_t size,
                                      To* to) {
-  for (int64_t e = 0; e < wide; e += kSide) {
+  for (int64_t e = 0; e < wide; e += kLanes16) {
     Words x[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) x[i] = (Words)(load(from + (e + i) * kSide) * factor);
+    for (int i = 0; i < 16; ++i) x[i] = (Words)(load(from + (e + i) * kLanes16) * factor);
     transpose(x);
     for (int64_t i = 0; i < rows; i += 2) {
-      To two[2][kSide];
+      To two[2][kLanes16];
       if constexpr (sizeof(To) == 4) {
         store_words(two[0], x[i]);
         store_words(two[1], x[i + 1]);
@@ -437,7 +428,7 @@ LINBIAS_INLINE void store_transposed(const float* from, int64_t wide, Floats fac
         round_to_pairs<true>((Floats)x[i], (Floats)x[i + 1], two[0], two[1]);
       }
       for (int64_t row = i; row < smaller_of(rows, i + 2); ++row) {
-        if (e + kSide <= size) __builtin_memcpy(to + row * size + e, two[row - i], sizeof two[0]);
+        if (e + kLanes16 <= size) __builtin_memcpy(to + row * size + e, two[row - i], sizeof two[0]);
         else __builtin_memcpy(to + row * size + e, two[row - i], sizeof(To) * static_cast<size_t>(size - e));
       }
     }

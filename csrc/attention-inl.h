@@ -4,7 +4,7 @@
 //
 // Order: keys and values are packed once per key/value head (wide, keys transposed in blocks of 64); then one task
 // per (batch, head, tile of 48 query rows) visits key blocks from the nearest outwards, left and right in turn, with
-// an online softmax, until the certificate lets it stop. Backward visits the same blocks; a task is a head, or a part
+// an online softmax, until the certificate lets it stop. Backward visits the same blocks; a task is a head, or a piece
 // of one where heads are few, and adds to gradients of keys and values of its own, summed in a fixed order afterwards.
 // Results do not depend on the number of threads.
 //
@@ -108,7 +108,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "backward-inl.h"
 #if defined(LINBIAS_ACROSS)
 #include "narrow-inl.h"
-#include "parts-inl.h"
+#include "terms-inl.h"
 #if defined(LINBIAS_AMX)
 #include "matrix-inl.h"
 #else
@@ -119,7 +119,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "backward-across-inl.h"
 #endif
 
-// Whether these inputs can be multiplied in pairs: float32 in three parts each, which pays on a matrix unit only.
+// Whether these inputs can be multiplied in pairs: float32 in three terms each, which pays on a matrix unit only.
 template <typename In>
 constexpr bool kAcross = false;
 #if defined(LINBIAS_ACROSS)
@@ -131,9 +131,10 @@ template <>
 constexpr bool kAcross<float> = true;
 #endif
 
-// Whether pairs take on a call. A matrix unit makes six products for one of float32, and splits what goes into them:
-// that pays where heads fill the depth of its products and there are several blocks to visit (measured: even at 160
-// tokens, a tenth faster at 192). The model of the unit takes on all, so that tests of it can be small.
+// Whether a call is computed in pairs. A matrix unit makes six products for one of float32, of numbers that have to be
+// split first: that pays where heads fill the depth of its products and there are several blocks to visit (measured:
+// even at 160 tokens, a tenth faster at 192). With the model of the unit every call is, so that tests of it can be
+// small.
 template <typename In>
 [[maybe_unused]] bool is_across(const Call& call) {
 #if defined(LINBIAS_AMX_EMULATED)
@@ -149,37 +150,20 @@ Status forward_as(const Call& call, const Forward& results) {
   if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
 #if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
-    if (is_across<In>(call)) return forward_across<In>(call, results);
+    if (is_across<In>(call)) return forward_with<ForwardAcross<In>>(call, results);
   }
 #endif
-  constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
-  Packed<W> packed(call, false);
-  Buffer<Scratch<W>> scratches;
-  Buffer<W> memory;
-  packed.in_place = !packed.certify && packed.template can_lie<In>(call.v, call.E);
-  packed.by_head = packed.is_small(sizeof(W) * (packed.padded_D + packed.padded_E)) &&
-                   call.B * call.G >= kEnoughHeads * call.num_threads;
-  if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory)) return Status::out_of_memory;
-  PackTask<W, In> pack{call, packed};
-  const int64_t num_tiles = round_up(call.T, kRows) / kRows;
-  ForwardTask<W, In> task{call, results, packed, pack, scratches.data, num_tiles, slack_of<W>(call.D)};
-  if (packed.by_head) {
-    parallel(call, call.B * call.G, ForwardTask<W, In>::run_head, &task);
-  } else {
-    pack_all(pack);
-    parallel(call, call.B * call.H * num_tiles, ForwardTask<W, In>::run, &task);
-  }
-  return Status::ok;
+  return forward_with<ForwardWork<W, In>>(call, results);
 }
 
 template <typename W, typename In>
-Status backward_by_choice(const Call& call, const Backward& results) {
+Status backward_as(const Call& call, const Backward& results) {
 #if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
-    if (is_across<In>(call)) return backward_across<In>(call, results);
+    if (is_across<In>(call)) return backward_with<BackwardAcross<In>>(call, results);
   }
 #endif
-  return backward_as<W, In>(call, results);
+  return backward_with<BackwardWork<W, In>>(call, results);
 }
 
 }  // namespace
@@ -196,10 +180,10 @@ Status forward(const Call& call, const Forward& results) {
 
 Status backward(const Call& call, const Backward& results) {
   switch (call.dtype) {
-    case DType::float32: return backward_by_choice<float, float>(call, results);
-    case DType::float64: return backward_by_choice<double, double>(call, results);
-    case DType::float16: return backward_by_choice<float, Float16>(call, results);
-    case DType::bfloat16: return backward_by_choice<float, Bfloat16>(call, results);
+    case DType::float32: return backward_as<float, float>(call, results);
+    case DType::float64: return backward_as<double, double>(call, results);
+    case DType::float16: return backward_as<float, Float16>(call, results);
+    case DType::bfloat16: return backward_as<float, Bfloat16>(call, results);
   }
   return Status::ok;
 }

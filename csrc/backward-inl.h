@@ -1,6 +1,7 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// The backward pass of one tile, over the blocks that forward visited, and the sums over tasks.
+// The backward pass: how the tiles of a call are shared out, in which order each takes the blocks that forward visited,
+// and the sums over tasks. What is computed for a block is in BackwardWork, on vectors, or BackwardAcross, in pairs.
 
 template <typename W>
 LINBIAS_INLINE W lse_gradient(const Backward& results, int64_t at) {
@@ -13,7 +14,7 @@ struct Blocks {
   bool holds(int64_t block) const { return first <= block && block < end; }
 };
 
-// Those that forward visited for a tile.
+// The blocks that forward visited for a tile.
 template <typename W>
 Blocks visited_blocks(const Tile<W>& tile, const Forward& saved) {
   const int64_t at = (tile.b * tile.call->H + tile.h) * saved.visited_tiles + tile.start / kRows;
@@ -23,7 +24,7 @@ Blocks visited_blocks(const Tile<W>& tile, const Forward& saved) {
           (tile.hidden[kRight] ? last : clamp(last + counts[kRight], last, tile.head->num_blocks - 1)) + 1};
 }
 
-// All that some tiles of a head visited, and what lies between.
+// The smallest range of blocks that holds all that some tiles of a head visited.
 template <typename W>
 Blocks visited_blocks(const Call& call, const Packed<W>& packed, const Forward& saved, int64_t b, int64_t h,
                       int64_t from, int64_t to) {
@@ -36,24 +37,28 @@ Blocks visited_blocks(const Call& call, const Packed<W>& packed, const Forward& 
   return all;
 }
 
-// Zeros for the rows of some blocks.
+// Clear the rows of some blocks.
 template <typename W>
 void clear_blocks(W* rows, int64_t size, Blocks blocks) {
   const int64_t count = larger_of(blocks.end - blocks.first, 0) * kKeys * size;
   __builtin_memset(rows + blocks.first * kKeys * size, 0, sizeof(W) * static_cast<size_t>(count));
 }
 
-template <typename W, typename In>
+// Work computes one tile: begin() loads it, visit(block, negligible) adds a block, and finish() stores dq. `negligible`
+// tells visit whether the blocks beyond, on the same side, had next to nothing to add, and is then the answer for this
+// one.
+template <typename Work>
 struct BackwardTask {
+  using W = typename Work::Wide;
   const Call& call;
   const Backward& results;
-  const Packed<W>& packed;
-  const PackTask<W, In>& pack;
-  Scratch<W>* scratches;
-  int64_t num_tiles, num_parts, tiles_per_part;
-  W *dk, *dv;       // [B, H, parts, rows, D or E padded], or by head [threads, rows, ...]
-  double* dslopes;  // [B, H, parts, 2]
-  Blocks* blocks;   // those in which dk and dv hold anything: [B, H, parts] or [threads]
+  const typename Work::PackedHeads& packed;
+  const typename Work::Packer& pack;
+  typename Work::WorkScratch* scratches;
+  int64_t num_tiles, num_pieces, tiles_per_piece;
+  W *dk, *dv;       // [B, H, pieces, rows, D or E padded], or by head [threads, rows, ...]
+  double* dslopes;  // [B, H, pieces, 2]
+  Blocks* blocks;   // those in which dk and dv hold anything: [B, H, pieces] or [threads]
 
   // The gradients of keys and values that a task or worker adds to.
   W* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.padded_D; }
@@ -64,70 +69,187 @@ struct BackwardTask {
     clear_blocks(values_gradient(index), packed.padded_E, of);
   }
 
+  // Compute a piece of a query head, which is some of its tiles.
   static void run(void* context, int64_t task, int worker) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
     const Call& call = self.call;
-    const int64_t index = call.B * call.H * self.num_parts - 1 - task;  // the flattest heads first
-    const int64_t part = index % self.num_parts, b = index / self.num_parts / call.H,
-                  h = index / self.num_parts % call.H;
-    const int64_t from = part * self.tiles_per_part, to = smaller_of(from + self.tiles_per_part, self.num_tiles);
-    self.clear_gradients(index, visited_blocks(call, self.packed, self.results.saved, b, h, from, to));
-    double* dslopes = self.dslopes + 2 * index;
-    dslopes[kLeft] = dslopes[kRight] = 0;
-    for (int64_t t = from; t < to; ++t) {
-      self.tile(b, h, t, self.scratches[worker], self.keys_gradient(index), self.values_gradient(index), dslopes);
-    }
+    const int64_t index = call.B * call.H * self.num_pieces - 1 - task;  // the flattest heads first
+    const int64_t piece = index % self.num_pieces, b = index / self.num_pieces / call.H,
+                  h = index / self.num_pieces % call.H;
+    const int64_t from = piece * self.tiles_per_piece, to = smaller_of(from + self.tiles_per_piece, self.num_tiles);
+    self.clear_gradients(index, visited_blocks<W>(call, self.packed, self.results.saved, b, h, from, to));
+    self.tiles(b, h, from, to, b * call.G + h / (call.H / call.G), worker, index, index);
   }
 
-  // A key/value head and all that read it.
+  // Compute all query heads that read one key/value head.
   static void run_head(void* context, int64_t task, int worker) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
-    const Call& call = self.call;
-    const int64_t index = call.B * call.G - 1 - task, b = index / call.G, group = call.H / call.G;
+    const int64_t index = self.call.B * self.call.G - 1 - task;
+    const Readers readers(self.call, index);
     pack_head(self.pack, index, worker, worker);
     self.clear_gradients(worker, {0, self.packed.num_blocks});
-    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
-      double* dslopes = self.dslopes + 2 * (b * call.H + h);
-      dslopes[kLeft] = dslopes[kRight] = 0;
-      for (int64_t t = 0; t < self.num_tiles; ++t) {
-        self.tile(b, h, t, self.scratches[worker], self.keys_gradient(worker), self.values_gradient(worker), dslopes);
-      }
+    for (int64_t h = readers.first; h < readers.end; ++h) {
+      self.tiles(readers.b, h, 0, self.num_tiles, worker, worker, worker, readers.b * self.call.H + h);
     }
-    self.collect_rows(index, 0, call.S, worker, 1);
+    self.collect_rows(index, 0, self.call.S, worker, 1);
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, Scratch<W>& scratch, W* dk_of, W* dv_of, double* dslopes_of) const {
-    const Tile<W> tile(call, packed, b, h, t);
+  // Compute some tiles of a head, whose keys are packed in `slot`. `gradients` and `sums` say to which gradients of
+  // keys and values, and to which of slopes, they add.
+  void tiles(int64_t b, int64_t h, int64_t from, int64_t to, int64_t slot, int worker, int64_t gradients,
+             int64_t sums) const {
+    double* dslopes_of = dslopes + 2 * sums;
+    dslopes_of[kLeft] = dslopes_of[kRight] = 0;
+    for (int64_t t = from; t < to; ++t) {
+      const Tile<W> tile(call, packed, b, h, t);
+      Work work{
+          call, results, packed, tile, slot, scratches[worker], keys_gradient(gradients), values_gradient(gradients)};
+      work.begin();
+      const Blocks visited = visited_blocks(tile, results.saved);
+      // From either end inwards, as the outer blocks may turn out to be negligible.
+      typename Work::Negligible negligible[2] = {typename Work::Negligible(true), typename Work::Negligible(true)};
+      for (int64_t block = visited.first; block <= tile.near_last; ++block) work.visit(block, negligible[kLeft]);
+      for (int64_t block = visited.end - 1; block > tile.near_last; --block) work.visit(block, negligible[kRight]);
+      add_slope_gradients(work, dslopes_of);
+      work.finish();
+    }
+  }
+
+  // dslope = -sum dscore |distance| is a sum of large numbers that cancel. In exact arithmetic sum dscore is dlse; the
+  // difference is rounding error, mostly that of delta, of which every dscore has a share in proportion to its weight.
+  void add_slope_gradients(const Work& work, double* dslopes_of) const {
+    const Rows<W>& rows = work.scratch;
+    for (int64_t i = 0; i < work.tile.rows; ++i) {
+      if (!work.has_keys(i)) continue;
+      const W error = (rows.dscore_sum[i] - lse_gradient<W>(results, work.tile.index(i))) / rows.row_sum[i];
+      for (int side = kLeft; side <= kRight; ++side) {
+        if (work.tile.hidden[side]) continue;
+        dslopes_of[side] -= static_cast<double>(rows.slope_sum[side][i] - error * rows.distance_sum[side][i]);
+      }
+    }
+  }
+
+  // Add up what the readers of a key/value head, and the pieces of each, found for one block.
+  static void collect(void* context, int64_t task, int) {
+    const BackwardTask& self = *static_cast<const BackwardTask*>(context);
+    const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks;
+    const Readers readers(self.call, index);
+    self.collect_rows(index, block * kKeys, (block + 1) * kKeys,
+                      (readers.b * self.call.H + readers.first) * self.num_pieces,
+                      (readers.end - readers.first) * self.num_pieces);
+  }
+
+  void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
+    const Head<W>& head = packed.heads.data[index];
+    const SeenKeys<W> seen(call, index);
+    const int64_t at = index * call.S + head.first;
+    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
+      const auto add_up = [&](const W* gradients, int64_t padded, int64_t size, W factor, void* to_rows) {
+        W* to_row = static_cast<W*>(to_rows) + (at + s) * size;
+        for (int64_t x = 0; x < size; ++x) to_row[x] = 0;
+        for (int64_t source = first; source < first + count; ++source) {
+          if (!blocks[source].holds(s / kKeys)) continue;
+          const W* row = gradients + (source * packed.rows + s) * padded;
+          for (int64_t x = 0; x < size; ++x) to_row[x] += row[x];
+        }
+        for (int64_t x = 0; factor != 1 && x < size; ++x) to_row[x] *= factor;
+      };
+      add_up(dk, packed.padded_D, call.D, Work::kScaledQueries ? W{1} : static_cast<W>(call.scale), results.dk);
+      add_up(dv, packed.padded_E, call.E, W{1}, results.dv);
+    }
+  }
+};
+
+template <typename Work>
+Status backward_with(const Call& call, const Backward& results) {
+  using W = typename Work::Wide;
+  // Enough tasks to share out, whatever the number of threads: the sums must not depend on it.
+  constexpr int64_t kEnoughTasks = 16;
+  const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
+    static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
+  }
+  clear_unseen_gradients<W>(call, results);
+  if (num_heads == 0 || num_tiles == 0) return Status::ok;
+  typename Work::PackedHeads packed(call, true);
+  typename Work::Packer pack(call, packed);
+  packed.by_head = packed.is_small(packed.bytes_per_key()) && call.B * call.G >= kEnoughTasks;
+  int64_t num_pieces = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
+  const int64_t tiles_per_piece = round_up(num_tiles, num_pieces) / num_pieces;
+  num_pieces = round_up(num_tiles, tiles_per_piece) / tiles_per_piece;
+
+  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_pieces;
+  Scratches<typename Work::WorkScratch> scratches;
+  Buffer<W> dk, dv;
+  Buffer<double> dslopes;
+  Buffer<Blocks> blocks;
+  if (!packed.allocate(call) || !scratches.allocate(call, packed) || !dk.allocate(sums, packed.rows, packed.padded_D) ||
+      !dv.allocate(sums, packed.rows, packed.padded_E) || !dslopes.allocate(num_heads * num_pieces, 2) ||
+      !blocks.allocate(sums)) {
+    return Status::out_of_memory;
+  }
+  BackwardTask<Work> task{call,       results,         packed,  pack,    scratches.each.data, num_tiles,
+                          num_pieces, tiles_per_piece, dk.data, dv.data, dslopes.data,        blocks.data};
+  if (packed.by_head) {
+    parallel(call, call.B * call.G, BackwardTask<Work>::run_head, &task);
+  } else {
+    pack_all(pack);
+    parallel(call, num_heads * num_pieces, BackwardTask<Work>::run, &task);
+    parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<Work>::collect, &task);
+  }
+  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
+    double totals[2] = {0, 0};
+    for (int64_t piece = 0; piece < num_pieces; ++piece) {
+      totals[kLeft] += dslopes.data[(head * num_pieces + piece) * 2 + kLeft];
+      totals[kRight] += dslopes.data[(head * num_pieces + piece) * 2 + kRight];
+    }
+    static_cast<W*>(results.dleft)[head] = static_cast<W>(totals[kLeft]);
+    static_cast<W*>(results.dright)[head] = static_cast<W>(totals[kRight]);
+  }
+  return Status::ok;
+}
+
+// The backward pass of one tile on vectors.
+template <typename WideType, typename In>
+struct BackwardWork {
+  using Wide = WideType;
+  using W = Wide;
+  using PackedHeads = Packed<W>;
+  using Packer = PackTask<W, In>;
+  using WorkScratch = Scratch<W>;
+  using Negligible = bool;
+  static constexpr bool kScaledQueries = true;
+  static constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+  const Call& call;
+  const Backward& results;
+  const PackedHeads& packed;
+  const Tile<W>& tile;
+  int64_t slot;
+  WorkScratch& scratch;
+  W *dk, *dv;  // of the head, to add to
+
+  bool has_keys(int64_t i) const { return scratch.row_sum[i] != 0; }  // NaN counts
+
+  void begin() {
     load_queries<W, In>(tile, packed.padded_D, scratch.q);
-    load_output_gradient(tile, scratch);
-    W* dq = scratch.acc;
-    for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) dq[i] = 0;
-    const Blocks visited = visited_blocks(tile, results.saved);
-    // From either end inwards, as the outer blocks may turn out to be negligible.
-    bool negligible = true;
-    for (int64_t block = visited.first; block <= tile.near_last; ++block) {
-      negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
-    }
-    negligible = true;
-    for (int64_t block = visited.end - 1; block > tile.near_last; --block) {
-      negligible = visit(tile, block, negligible, scratch, dq, dk_of, dv_of);
-    }
-    add_slope_gradients(tile, scratch, dslopes_of);
+    load_output_gradient();
+    for (int64_t i = 0; i < tile.padded_rows * packed.padded_D; ++i) scratch.acc[i] = 0;
+  }
+
+  void finish() const {
     const W scale = static_cast<W>(call.scale);
     for (int64_t i = 0; i < tile.rows; ++i) {
       W* to = static_cast<W*>(results.dq) + tile.index(i) * call.D;
-      for (int64_t d = 0; d < call.D; ++d) to[d] = dq[i * packed.padded_D + d] * scale;
+      for (int64_t d = 0; d < call.D; ++d) to[d] = scratch.acc[i * packed.padded_D + d] * scale;
     }
   }
 
-  // dout and delta divided by the row's sum, so that unnormalised weights serve for normalised ones.
-  void load_output_gradient(const Tile<W>& tile, Scratch<W>& scratch) const {
-    constexpr int kLanes = Simd<W>::kLanes;
+  // Load dout and delta divided by the row's sum, so that weights need not be.
+  void load_output_gradient() {
+    scratch.clear_gradients();
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       W* dout = scratch.dout + i * packed.padded_E;
-      scratch.delta[i] = scratch.dscore_sum[i] = scratch.row_sum[i] = scratch.left_out[i] = 0;
-      scratch.slope_sum[kLeft][i] = scratch.slope_sum[kRight][i] = 0;
-      scratch.reach_sum[kLeft][i] = scratch.reach_sum[kRight][i] = 0;
+      scratch.row_sum[i] = 0;
       scratch.row_max[i] = kInfinity<W>;  // exp(score - inf) = 0: no weight in a row without keys
       const int64_t at = tile.index(i);
       const W log_sum = i < tile.rows ? static_cast<const W*>(results.saved.log_sum)[at] : -kInfinity<W>;
@@ -157,23 +279,20 @@ struct BackwardTask {
     }
   }
 
-  // Add what a block gives, unless those beyond were negligible and it is, too. Returns whether it was.
-  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch, W* dq, W* dk_of,
-             W* dv_of) const {
-    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+  // Add what a block gives, unless those beyond were negligible and it is, too.
+  void visit(int64_t block, bool& negligible) {
     const Head<W>& head = *tile.head;
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
-    // Keys that no row sees have no part in anything.
+    // Keys that no row sees are left out of every product.
     const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes), even = round_up(shown, 2);
-    multiply<W>(rows, columns, call.D, scratch.q, D, 1, head.keys_across + block * call.D * kKeys, kKeys, scratch.score,
-                kKeys, false);
+    multiply<W>(rows, columns, call.D, {scratch.q, D}, {head.keys_across + block * call.D * kKeys, kKeys},
+                {scratch.score, kKeys}, false);
     const Biased<W> biased(tile, block);
-    const bool may_be_left_out =
-        previous_negligible && packed.skips && biased.far && head.radius[block] == head.radius[block];
-    if (may_be_left_out && is_negligible(biased, static_cast<W>(call.tolerance * (1 - kTailShare)), scratch))
-      return true;
-    multiply<W>(rows, columns, call.E, scratch.dout, E, 1, head.values_across + block * call.E * kKeys, kKeys,
-                scratch.dweight, kKeys, false);
+    negligible = negligible && packed.skips && biased.far && head.radius[block] == head.radius[block] &&
+                 is_negligible(biased, static_cast<W>(call.tolerance * (1 - kTailShare)), scratch);
+    if (negligible) return;
+    multiply<W>(rows, columns, call.E, {scratch.dout, E}, {head.values_across + block * call.E * kKeys, kKeys},
+                {scratch.dweight, kKeys}, false);
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t j = columns; j < kKeys; ++j) scratch.dweight[i * kKeys + j] = 0;
       Vector<W> x[kVectors];
@@ -189,17 +308,15 @@ struct BackwardTask {
       dropout.apply(tile, block, scratch.dweight, scratch.dweight);
       dropped = scratch.dropped;
     }
-    multiply<W>(even, E, tile.rows, dropped, 1, kKeys, scratch.dout, E, dv_of + block * kKeys * E, E, true);
-    for (int64_t i = 0; i < rows; ++i) score_gradients(biased, scratch, i);
-    multiply<W>(rows, D, shown, scratch.dweight, kKeys, 1, head.keys + block * kKeys * head.key_row, head.key_row, dq,
-                D, true);
-    multiply<W>(even, D, tile.rows, scratch.dweight, 1, kKeys, scratch.q, D, dk_of + block * kKeys * D, D, true);
-    return false;
+    multiply<W>(even, E, tile.rows, {dropped, 1, kKeys}, {scratch.dout, E}, {dv + block * kKeys * E, E}, true);
+    for (int64_t i = 0; i < rows; ++i) score_gradients(biased, i);
+    multiply<W>(rows, D, shown, {scratch.dweight, kKeys}, {head.keys + block * kKeys * head.key_row, head.key_row},
+                {scratch.acc, D}, true);
+    multiply<W>(even, D, tile.rows, {scratch.dweight, 1, kKeys}, {scratch.q, D}, {dk + block * kKeys * D, D}, true);
   }
 
   // Turn the gradients of the weights of row i into those of its scores, and sum what the slopes need.
-  LINBIAS_INLINE void score_gradients(const Biased<W>& biased, Scratch<W>& scratch, int64_t i) const {
-    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+  LINBIAS_INLINE void score_gradients(const Biased<W>& biased, int64_t i) {
     Vector<W> total{}, slope[2] = {}, reach[2] = {};
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
@@ -218,100 +335,7 @@ struct BackwardTask {
     for (int side = kLeft; side <= kRight; ++side) {
       if (biased.tile.hidden[side]) continue;
       scratch.slope_sum[side][i] += sum<W>(slope[side]);
-      scratch.reach_sum[side][i] += sum<W>(reach[side]);
+      scratch.distance_sum[side][i] += sum<W>(reach[side]);
     }
-  }
-
-  // dslope = -sum dscore |distance|, a sum of large terms that cancel: what makes sum dscore differ from dlse is
-  // rounding error, mostly that of delta, and every dscore carries its weight's share of it.
-  void add_slope_gradients(const Tile<W>& tile, const Scratch<W>& scratch, double* dslopes) const {
-    for (int64_t i = 0; i < tile.rows; ++i) {
-      if (scratch.row_sum[i] == 0) continue;  // no keys; NaN goes on
-      const W error = (scratch.dscore_sum[i] - lse_gradient<W>(results, tile.index(i))) / scratch.row_sum[i];
-      for (int side = kLeft; side <= kRight; ++side) {
-        if (tile.hidden[side]) continue;
-        dslopes[side] -= static_cast<double>(scratch.slope_sum[side][i] - error * scratch.reach_sum[side][i]);
-      }
-    }
-  }
-
-  // Add up what the query heads of a group, and the parts of each, found for one block of a key/value head.
-  static void collect(void* context, int64_t task, int) {
-    const BackwardTask& self = *static_cast<const BackwardTask*>(context);
-    const Call& call = self.call;
-    const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks, group = call.H / call.G;
-    const int64_t first = (index / call.G * call.H + index % call.G * group) * self.num_parts;
-    self.collect_rows(index, block * kKeys, (block + 1) * kKeys, first, group * self.num_parts);
-  }
-
-  void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
-    const Head<W>& head = packed.heads.data[index];
-    const SeenKeys<W> seen(call, index);
-    const int64_t D = packed.padded_D, E = packed.padded_E, at = index * call.S + head.first;
-    for (int64_t s = larger_of(from, seen.first - head.first); s < smaller_of(to, seen.end - head.first); ++s) {
-      W* dk_to = static_cast<W*>(results.dk) + (at + s) * call.D;
-      W* dv_to = static_cast<W*>(results.dv) + (at + s) * call.E;
-      for (int64_t d = 0; d < call.D; ++d) dk_to[d] = 0;
-      for (int64_t e = 0; e < call.E; ++e) dv_to[e] = 0;
-      for (int64_t source = first; source < first + count; ++source) {
-        if (!blocks[source].holds(s / kKeys)) continue;
-        add_to(dk_to, keys_gradient(source) + s * D, call.D);
-        add_to(dv_to, values_gradient(source) + s * E, call.E);
-      }
-    }
-  }
-
-  static void add_to(W* sums, const W* x, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) sums[i] += x[i];
   }
 };
-
-template <typename W, typename In>
-Status backward_as(const Call& call, const Backward& results) {
-  // Enough tasks to share out, whatever the number of threads: the sums must not depend on it.
-  constexpr int64_t kEnoughTasks = 16;
-  const int64_t num_tiles = round_up(call.T, kRows) / kRows, num_heads = call.B * call.H;
-  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
-    static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
-  }
-  clear_unseen_gradients<W>(call, results);
-  if (num_heads == 0 || num_tiles == 0) return Status::ok;
-  Packed<W> packed(call, true);
-  packed.in_place = packed.template can_lie<In>(call.k, call.D);
-  packed.by_head =
-      packed.is_small(2 * sizeof(W) * (packed.padded_D + packed.padded_E)) && call.B * call.G >= kEnoughTasks;
-  int64_t num_parts = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
-  const int64_t tiles_per_part = round_up(num_tiles, num_parts) / num_parts;
-  num_parts = round_up(num_tiles, tiles_per_part) / tiles_per_part;
-
-  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_parts;
-  Buffer<Scratch<W>> scratches;
-  Buffer<W> memory, dk, dv;
-  Buffer<double> dslopes;
-  Buffer<Blocks> blocks;
-  if (!packed.allocate(call) || !allocate_scratch(call, packed, scratches, memory) ||
-      !dk.allocate(sums, packed.rows, packed.padded_D) || !dv.allocate(sums, packed.rows, packed.padded_E) ||
-      !dslopes.allocate(num_heads * num_parts, 2) || !blocks.allocate(sums)) {
-    return Status::out_of_memory;
-  }
-  PackTask<W, In> pack{call, packed};
-  BackwardTask<W, In> task{call,      results,        packed,  pack,    scratches.data, num_tiles,
-                           num_parts, tiles_per_part, dk.data, dv.data, dslopes.data,   blocks.data};
-  if (packed.by_head) {
-    parallel(call, call.B * call.G, BackwardTask<W, In>::run_head, &task);
-  } else {
-    pack_all(pack);
-    parallel(call, num_heads * num_parts, BackwardTask<W, In>::run, &task);
-    parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<W, In>::collect, &task);
-  }
-  for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
-    double totals[2] = {0, 0};
-    for (int64_t part = 0; part < num_parts; ++part) {
-      totals[kLeft] += dslopes.data[(head * num_parts + part) * 2 + kLeft];
-      totals[kRight] += dslopes.data[(head * num_parts + part) * 2 + kRight];
-    }
-    static_cast<W*>(results.dleft)[head] = static_cast<W>(totals[kLeft]);
-    static_cast<W*>(results.dright)[head] = static_cast<W>(totals[kRight]);
-  }
-  return Status::ok;
-}

@@ -77,7 +77,7 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
   head.spread[block] = head.radius[block];
   if (!measure_spread || !ordinary) return;
   W* gram = room + call.D * kKeys;
-  multiply<W>(kKeys, kKeys, call.D, room, 1, kKeys, room, kKeys, gram, kKeys, false);
+  multiply<W>(kKeys, kKeys, call.D, {room, 1, kKeys}, {room, kKeys}, {gram, kKeys}, false);
   W largest_row = 0;
   for (int64_t s = 0; s < kKeys; ++s) {
     Vector<W> total{};

@@ -1,12 +1,12 @@
 // Part of attention-inl.h, included within its namespace.
 //
 // Few queries against a long cache: nothing is packed, keys and values are read where they lie. Each query row first
-// visits its nearest blocks, one by one. What the certificate then still asks for is cut into parts of fixed length,
+// visits its nearest blocks, one by one. What the certificate then still asks for is cut into pieces of fixed length,
 // which threads share out (few heads may have long windows) and whose sums are merged in order. The certificate needs a
 // bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys and values are read
 // once to find one, which costs what it takes to read them.
 constexpr int64_t kFewQueries = 4, kLargestSize = 256;
-constexpr int64_t kNearBlocks = 16, kPartBlocks = 32;
+constexpr int64_t kNearBlocks = 16, kPieceBlocks = 32;
 
 // What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
 template <typename In>
@@ -68,10 +68,10 @@ struct DecodeTask {
   W* reach[2];  // [B * G, blocks] each, without key_bound: the largest |k| of a block and all beyond it
   int64_t num_blocks;
   W slack;
-  W* sums;         // [rows + parts, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each part
-  int64_t* begin;  // [rows, 2]: the first block beyond the near ones on each side
-  int64_t* end;    // [rows, 2]: the first block outwards that the certificate leaves out
-  int64_t* parts;  // [rows * 2 + 1]: where the parts of a row and side begin
+  W* sums;  // [rows + pieces, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each piece
+  int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
+  int64_t* end;     // [rows, 2]: the first block outwards that the certificate leaves out
+  int64_t* pieces;  // [rows * 2 + 1]: where the pieces of a row and side begin
   static constexpr int kLanes = Simd<W>::kLanes;
   static constexpr int64_t kBlocksAtOnce = 16;
 
@@ -92,8 +92,8 @@ struct DecodeTask {
     row.first = range.first;
     row.num_keys = range.count;
     row.head = b * call.G + g;
-    row.keys = static_cast<const In*>(call.k.data) + b * call.k.batch + g * call.k.head + row.first * call.k.row;
-    row.values = static_cast<const In*>(call.v.data) + b * call.v.batch + g * call.v.head + row.first * call.v.row;
+    row.keys = row_of<In>(call.k, b, g, row.first);
+    row.values = row_of<In>(call.v, b, g, row.first);
   }
 
   // The largest |k| of some blocks of one head, NaN where something is not finite.
@@ -195,20 +195,20 @@ struct DecodeTask {
     return next + outwards * covered;
   }
 
-  static void run_part(void* context, int64_t part, int) {
+  static void run_piece(void* context, int64_t piece, int) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
-    int64_t at = 0, above = self.num_rows() * 2;  // parts[at] <= part < parts[above]
+    int64_t at = 0, above = self.num_rows() * 2;  // pieces[at] <= piece < pieces[above]
     while (above - at > 1) {
       const int64_t middle = at + (above - at) / 2;
-      (self.parts[middle] <= part ? at : above) = middle;
+      (self.pieces[middle] <= piece ? at : above) = middle;
     }
     Row row;
     self.begin_row(at / 2, row);
     const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
-    const int64_t from = (part - self.parts[at]) * kPartBlocks;
-    for (int64_t i = from; i < smaller_of(from + kPartBlocks, count); ++i)
+    const int64_t from = (piece - self.pieces[at]) * kPieceBlocks;
+    for (int64_t i = from; i < smaller_of(from + kPieceBlocks, count); ++i)
       self.visit(self.begin[at] + outwards * i, row);
-    self.store_sums(row, self.num_rows() + part);
+    self.store_sums(row, self.num_rows() + piece);
   }
 
   void store_sums(const Row& row, int64_t index) const {
@@ -218,13 +218,13 @@ struct DecodeTask {
     for (int64_t e = 0; e < call.E; ++e) to[2 + e] = row.acc[e];
   }
 
-  // Merge what the parts of a row found into its near sums, nearest first.
+  // Merge what the pieces of a row found into its near sums, nearest first.
   static void finish(void* context, int64_t index, int) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     const int64_t E = self.call.E;
     W* row = self.sums + index * (2 + E);
-    for (int64_t part = self.parts[index * 2]; part < self.parts[index * 2 + 2]; ++part) {
-      const W* other = self.sums + (self.num_rows() + part) * (2 + E);
+    for (int64_t piece = self.pieces[index * 2]; piece < self.pieces[index * 2 + 2]; ++piece) {
+      const W* other = self.sums + (self.num_rows() + piece) * (2 + E);
       const W high = other[0] > row[0] ? other[0] : row[0], pivot = high == -kInfinity<W> ? W{0} : high;
       const W keep = exponential<W>(broadcast(row[0] - pivot))[0], add = exponential<W>(broadcast(other[0] - pivot))[0];
       row[0] = high;
@@ -236,7 +236,7 @@ struct DecodeTask {
   }
 
   void load_query(int64_t t, Row& row) const {
-    const In* from = static_cast<const In*>(call.q.data) + row.b * call.q.batch + row.h * call.q.head + t * call.q.row;
+    const In* from = row_of<In>(call.q, row.b, row.h, t);
     W squares = 0;
     for (int64_t d = 0; d < call.D; ++d) {
       row.q[d] = static_cast<W>(widen(from[d])) * static_cast<W>(call.scale);
@@ -246,13 +246,7 @@ struct DecodeTask {
     row.norm = length_from(squares, row.q, call.D) * (1 + slack);
     row.row_max = -kInfinity<W>;
     row.row_sum = 0;
-    const int64_t index = row.b * call.H + row.h;
-    const W left = static_cast<const W*>(call.left)[index];
-    const W right = call.right ? static_cast<const W*>(call.right)[index] : kInfinity<W>;
-    row.hidden[kLeft] = is_infinite(left);
-    row.hidden[kRight] = is_infinite(right);
-    row.slope[kLeft] = row.hidden[kLeft] ? W{0} : left;
-    row.slope[kRight] = row.hidden[kRight] ? W{0} : right;
+    find_slopes(call, row.b, row.h, row.slope, row.hidden);
   }
 
   // Products of the query with 4 keys at once.
@@ -351,8 +345,8 @@ Status decode_as(const Call& call, const Forward& results) {
   Buffer<W> reach, sums;
   Buffer<int64_t> ends;
   if (!call.key_bound && !reach.allocate(2, num_heads, num_blocks)) return Status::out_of_memory;
-  const int64_t most_parts = 2 * (num_blocks / kPartBlocks + 1);  // of a row
-  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_parts, 2 + call.E))
+  const int64_t most_pieces = 2 * (num_blocks / kPieceBlocks + 1);  // of a row
+  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_pieces, 2 + call.E))
     return Status::out_of_memory;
   DecodeTask<W, In> task{call,
                          results,
@@ -369,12 +363,12 @@ Status decode_as(const Call& call, const Forward& results) {
     for (int64_t head = 0; head < num_heads; ++head) task.accumulate(head);
   }
   parallel(call, num_rows, DecodeTask<W, In>::run_near, &task);
-  task.parts[0] = 0;
+  task.pieces[0] = 0;
   for (int64_t i = 0; i < num_rows * 2; ++i) {
     const int64_t count = i % 2 == kLeft ? task.begin[i] - task.end[i] : task.end[i] - task.begin[i];
-    task.parts[i + 1] = task.parts[i] + round_up(count, kPartBlocks) / kPartBlocks;
+    task.pieces[i + 1] = task.pieces[i] + round_up(count, kPieceBlocks) / kPieceBlocks;
   }
-  parallel(call, task.parts[num_rows * 2], DecodeTask<W, In>::run_part, &task);
+  parallel(call, task.pieces[num_rows * 2], DecodeTask<W, In>::run_piece, &task);
   for (int64_t row = 0; row < num_rows; ++row) DecodeTask<W, In>::finish(&task, row, 0);
   return Status::ok;
 }

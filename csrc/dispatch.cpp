@@ -21,25 +21,12 @@ namespace linbias {
   Status forward(const Call&, const Forward&);   \
   Status backward(const Call&, const Backward&); \
   }
-// Those that CMakeLists.txt compiles.
-#if defined(LINBIAS_TARGET_avx512_amx)
 LINBIAS_DECLARE(avx512_amx)
-#endif
-#if defined(LINBIAS_TARGET_avx512_bf16)
 LINBIAS_DECLARE(avx512_bf16)
-#endif
-#if defined(LINBIAS_TARGET_avx512)
 LINBIAS_DECLARE(avx512)
-#endif
-#if defined(LINBIAS_TARGET_avx2)
 LINBIAS_DECLARE(avx2)
-#endif
-#if defined(LINBIAS_TARGET_baseline)
 LINBIAS_DECLARE(baseline)
-#endif
-#if defined(LINBIAS_TARGET_avx512_amx_emulated)
 LINBIAS_DECLARE(avx512_amx_emulated)
-#endif
 
 namespace {
 
@@ -111,7 +98,7 @@ const Cpu& cpu() {
 }
 #endif
 
-// Best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
+// Those that CMakeLists.txt compiles, best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
 const Target kTargets[] = {
 #if defined(LINBIAS_TARGET_avx512_amx)
     {"avx512_amx", has_avx512_amx, avx512_amx::forward, avx512_amx::backward},

@@ -1,16 +1,20 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// The forward pass of one tile: near to far, with an online softmax, until the certificate holds.
+// The forward pass: how the tiles of a call are shared out, and how each visits its blocks near to far until the
+// certificate holds. What is computed for a block is in ForwardWork, on vectors, or ForwardAcross, in pairs.
 
-template <typename W, typename In>
+// Work computes one tile: begin() loads it, visit(block, negligible) adds a block, and finish() stores the results.
+// `negligible` tells visit whether the block before, on the same side, had next to nothing to add, and is then the
+// answer for this one.
+template <typename Work>
 struct ForwardTask {
+  using W = typename Work::Wide;
   const Call& call;
   const Forward& results;
-  const Packed<W>& packed;
-  const PackTask<W, In>& pack;
-  Scratch<W>* scratches;
+  const typename Work::PackedHeads& packed;
+  const typename Work::Packer& pack;
+  typename Work::WorkScratch* scratches;
   int64_t num_tiles;
-  W slack;
 
   static void run(void* context, int64_t task, int worker) {
     const ForwardTask& self = *static_cast<const ForwardTask*>(context);
@@ -21,88 +25,128 @@ struct ForwardTask {
     self.tile(b, h, t, b * self.call.G + h / (self.call.H / self.call.G), self.scratches[worker]);
   }
 
-  // A key/value head and all that read it.
+  // Compute all query heads that read one key/value head.
   static void run_head(void* context, int64_t task, int worker) {
     const ForwardTask& self = *static_cast<const ForwardTask*>(context);
-    const int64_t index = self.call.B * self.call.G - 1 - task, group = self.call.H / self.call.G;
+    const int64_t index = self.call.B * self.call.G - 1 - task;
+    const Readers readers(self.call, index);
     pack_head(self.pack, index, worker, worker);
-    for (int64_t h = index % self.call.G * group; h < (index % self.call.G + 1) * group; ++h) {
-      for (int64_t t = self.num_tiles - 1; t >= 0; --t) {
-        self.tile(index / self.call.G, h, t, worker, self.scratches[worker]);
-      }
+    for (int64_t h = readers.first; h < readers.end; ++h) {
+      for (int64_t t = self.num_tiles - 1; t >= 0; --t) self.tile(readers.b, h, t, worker, self.scratches[worker]);
     }
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, Scratch<W>& scratch) const {
+  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, typename Work::WorkScratch& scratch) const {
+    using Negligible = typename Work::Negligible;
     const Tile<W> tile(call, packed, b, h, t);
-    const Head<W>& head = *tile.head;
-    load_queries<W, In>(tile, packed.padded_D, scratch.q);
-    for (int64_t i = 0; i < tile.padded_rows; ++i) {
-      scratch.row_max[i] = -kInfinity<W>;
-      scratch.row_sum[i] = scratch.left_out[i] = 0;
+    Work work{call, results, packed, tile, slot, scratch, slack_of<W>(call.D)};
+    work.begin();
+    for (int64_t block = tile.near_last; block >= tile.near_first; --block) {
+      Negligible unknown(false);
+      work.visit(block, unknown);
     }
-    if (packed.certify) measure_queries(tile, scratch);
-    for (int64_t i = 0; i < tile.padded_rows * packed.padded_E; ++i) scratch.acc[i] = 0;
-
-    for (int64_t block = tile.near_last; block >= tile.near_first; --block) visit(tile, block, false, scratch);
+    const int64_t num_blocks = tile.head->num_blocks;
     int64_t next[2] = {tile.near_first - 1, tile.near_last + 1};
     int32_t* visited = results.visited + ((b * call.H + h) * results.visited_tiles + t) * 2;
     visited[kLeft] = visited[kRight] = 0;
-    bool open[2] = {!tile.hidden[kLeft] && next[kLeft] >= 0, !tile.hidden[kRight] && next[kRight] < head.num_blocks};
-    bool negligible[2] = {false, false};  // whether the block visited last on a side was
+    bool open[2] = {!tile.hidden[kLeft] && next[kLeft] >= 0, !tile.hidden[kRight] && next[kRight] < num_blocks};
+    Negligible negligible[2] = {Negligible(false), Negligible(false)};
     while (open[kLeft] || open[kRight]) {
       for (int turn = kLeft; turn <= kRight; ++turn) {
         const Side side = static_cast<Side>(turn);
         if (!open[side]) continue;
         if (packed.certify &&
-            is_covered(tile, scratch, side, next[side], packed.tails_at(call, slot, h, side), slack)) {
+            is_covered<W>(tile, scratch, side, next[side], packed.tails_at(call, slot, h, side), work.slack)) {
           open[side] = false;
           continue;
         }
-        const bool may_be_left_out =
-            negligible[side] && packed.skips && head.radius[next[side]] == head.radius[next[side]];
-        negligible[side] = visit(tile, next[side], may_be_left_out, scratch);
+        work.visit(next[side], negligible[side]);
         ++visited[side];
         next[side] += side == kLeft ? -1 : 1;
-        open[side] = next[side] >= 0 && next[side] < head.num_blocks;
+        open[side] = next[side] >= 0 && next[side] < num_blocks;
       }
     }
-    finish(tile, scratch);
+    work.finish();
+  }
+};
+
+template <typename Work>
+Status forward_with(const Call& call, const Forward& results) {
+  constexpr int64_t kEnoughHeads = 4;  // for each thread: they differ in length
+  typename Work::PackedHeads packed(call, false);
+  typename Work::Packer pack(call, packed);
+  Scratches<typename Work::WorkScratch> scratches;
+  packed.by_head = packed.is_small(packed.bytes_per_key()) && call.B * call.G >= kEnoughHeads * call.num_threads;
+  if (!packed.allocate(call) || !scratches.allocate(call, packed)) return Status::out_of_memory;
+  const int64_t num_tiles = round_up(call.T, kRows) / kRows;
+  ForwardTask<Work> task{call, results, packed, pack, scratches.each.data, num_tiles};
+  if (packed.by_head) {
+    parallel(call, call.B * call.G, ForwardTask<Work>::run_head, &task);
+  } else {
+    pack_all(pack);
+    parallel(call, call.B * call.H * num_tiles, ForwardTask<Work>::run, &task);
+  }
+  return Status::ok;
+}
+
+// The forward pass of one tile on vectors, with an online softmax.
+template <typename WideType, typename In>
+struct ForwardWork {
+  using Wide = WideType;
+  using W = Wide;
+  using PackedHeads = Packed<W>;
+  using Packer = PackTask<W, In>;
+  using WorkScratch = Scratch<W>;
+  using Negligible = bool;
+  static constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+  const Call& call;
+  const Forward& results;
+  const PackedHeads& packed;
+  const Tile<W>& tile;
+  int64_t slot;
+  WorkScratch& scratch;
+  W slack;
+
+  void begin() {
+    load_queries<W, In>(tile, packed.padded_D, scratch.q);
+    for (int64_t i = 0; i < tile.padded_rows; ++i) {
+      scratch.row_max[i] = -kInfinity<W>;
+      scratch.row_sum[i] = scratch.left_out[i] = 0;
+    }
+    if (packed.certify) measure_queries();
+    for (int64_t i = 0; i < tile.padded_rows * packed.padded_E; ++i) scratch.acc[i] = 0;
   }
 
   // What the certificate needs of the queries.
-  void measure_queries(const Tile<W>& tile, Scratch<W>& scratch) const {
-    constexpr int kLanes = Simd<W>::kLanes;
+  void measure_queries() {
     const Head<W>& head = *tile.head;
     for (int64_t i = 0; i < tile.rows; ++i) {
+      const W* query = scratch.q + i * packed.padded_D;
       Vector<W> squares{}, aligned{};
       for (int64_t d = 0; d < packed.padded_D; d += kLanes) {
-        const Vector<W> x = load(scratch.q + i * packed.padded_D + d);
+        const Vector<W> x = load(query + d);
         squares += x * x;
         aligned += x * load(head.center + d);
       }
-      const W* query = scratch.q + i * packed.padded_D;
-      scratch.norm[i] = length_from(sum<W>(squares), query, call.D) * (1 + slack) * (1 + slack);
-      scratch.base[i] = sum<W>(aligned) + slack * (scratch.norm[i] * (head.center_norm + head.largest));
-      find_entry(head, scratch, i);
+      note_query<W>(head, scratch, i, length_from(sum<W>(squares), query, call.D), sum<W>(aligned), slack);
     }
-    scratch.open_row = 0;
   }
 
-  // Add a block to the sums of all rows, unless the block before it was negligible and its own scores are, too. Returns
-  // whether it was: little is left to add beyond it.
-  bool visit(const Tile<W>& tile, int64_t block, bool previous_negligible, Scratch<W>& scratch) const {
+  // Add a block to the sums of all rows, unless the block before it was negligible and its own scores are, too: then
+  // little is left to add beyond it.
+  void visit(int64_t block, bool& negligible) {
     const Head<W>& head = *tile.head;
     // What lies in `score` beyond is hidden from every row.
-    const int64_t shown = tile.shown(block), columns = round_up(shown, Simd<W>::kLanes);
-    multiply<W>(tile.padded_rows, columns, call.D, scratch.q, packed.padded_D, 1,
-                head.keys_across + block * call.D * kKeys, kKeys, scratch.score, kKeys, false);
+    const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes);
+    multiply<W>(tile.padded_rows, columns, call.D, {scratch.q, packed.padded_D},
+                {head.keys_across + block * call.D * kKeys, kKeys}, {scratch.score, kKeys}, false);
     const Biased<W> biased(tile, block);
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
-    if (previous_negligible && is_negligible(biased, allowance, scratch)) return true;
+    const bool may_be_left_out = negligible && packed.skips && head.radius[block] == head.radius[block];
+    if (may_be_left_out && is_negligible(biased, allowance, scratch)) return;
     int matters = 0;
     for (int64_t i = 0; i < tile.rows; ++i) {
-      const W added = online_softmax(biased, scratch, i);
+      const W added = online_softmax(biased, i);
       matters |= !(added * 16 <= allowance * scratch.row_sum[i]);
     }
     W* weight = scratch.score;
@@ -110,14 +154,13 @@ struct ForwardTask {
       weight = scratch.dropped;
       Dropout(tile).apply(tile, block, scratch.score, weight);
     }
-    multiply<W>(tile.padded_rows, packed.padded_E, shown, weight, kKeys, 1,
-                head.values + block * kKeys * head.value_row, head.value_row, scratch.acc, packed.padded_E, true);
-    return !matters;
+    multiply<W>(tile.padded_rows, packed.padded_E, shown, {weight, kKeys},
+                {head.values + block * kKeys * head.value_row, head.value_row}, {scratch.acc, packed.padded_E}, true);
+    negligible = !matters;
   }
 
   // Turn the products of row i into weights, and what was summed before to the new maximum. Returns their sum.
-  LINBIAS_INLINE W online_softmax(const Biased<W>& biased, Scratch<W>& scratch, int64_t i) const {
-    constexpr int kLanes = Simd<W>::kLanes, kVectors = Biased<W>::kVectors;
+  LINBIAS_INLINE W online_softmax(const Biased<W>& biased, int64_t i) {
     Vector<W> x[kVectors];
     W* row = scratch.score + i * kKeys;
     biased.row(i, row, x);
@@ -147,7 +190,7 @@ struct ForwardTask {
     return added;
   }
 
-  void finish(const Tile<W>& tile, const Scratch<W>& scratch) const {
+  void finish() {
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t at = tile.index(i);
       const W row_sum = scratch.row_sum[i], share = 1 / (row_sum == 0 ? W{1} : row_sum);

@@ -19,23 +19,57 @@ inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
+// The query heads of batch row b, from `first` up to `end`, that read key/value head `index` of [B, G].
+struct Readers {
+  int64_t b, first, end;
+
+  Readers(const Call& call, int64_t index) : b(index / call.G) {
+    const int64_t count = call.H / call.G;
+    first = index % call.G * count;
+    end = first + count;
+  }
+};
+
+template <typename In>
+const In* row_of(const Array& array, int64_t b, int64_t head, int64_t row) {
+  return static_cast<const In*>(array.data) + b * array.batch + head * array.head + row * array.row;
+}
+
+// The slope of a query head on one side; infinite where it sees nothing there.
+template <typename W>
+W slope_of(const Call& call, int side, int64_t b, int64_t h) {
+  const void* slopes = side == kLeft ? call.left : call.right;
+  return slopes ? static_cast<const W*>(slopes)[b * call.H + h] : kInfinity<W>;
+}
+
+// The slopes of a query head, 0 on a side that is hidden.
+template <typename W>
+void find_slopes(const Call& call, int64_t b, int64_t h, W (&slope)[2], bool (&hidden)[2]) {
+  for (int side = kLeft; side <= kRight; ++side) {
+    slope[side] = slope_of<W>(call, side, b, h);
+    hidden[side] = is_infinite(slope[side]);
+    if (hidden[side]) slope[side] = 0;
+  }
+}
+
 // The keys of key/value head `index` of [B, G] that any query may see.
 template <typename W>
 struct SeenKeys {
   int64_t first, end;
 
   SeenKeys(const Call& call, int64_t index) {
-    const int64_t b = index / call.G, group = call.H / call.G, start = position_of(call, b, 0);
-    const KeyRange range(call, b, index % call.G);
+    const Readers readers(call, index);
+    const int64_t start = position_of(call, readers.b, 0);
+    const KeyRange range(call, readers.b, index % call.G);
     bool shows_left = false, shows_right = false;
-    for (int64_t row = b * call.H + index % call.G * group, last = row + group; row < last; ++row) {
-      shows_left |= !is_infinite(static_cast<const W*>(call.left)[row]);
-      shows_right |= call.right && !is_infinite(static_cast<const W*>(call.right)[row]);
+    for (int64_t h = readers.first; h < readers.end; ++h) {
+      shows_left |= !is_infinite(slope_of<W>(call, kLeft, readers.b, h));
+      shows_right |= !is_infinite(slope_of<W>(call, kRight, readers.b, h));
     }
     const int64_t beyond = range.first + range.count;
     first = shows_left ? range.first : clamp(start, range.first, beyond);
     end = shows_right ? beyond : clamp(start + call.T, first, beyond);
-    if (call.T == 0 || group == 0) end = first;
+    if (call.T == 0 || readers.first == readers.end) end = first;
   }
 };
 
@@ -93,7 +127,7 @@ void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, 
   }
 }
 
-// The same in rows: to[kKeys, padded].
+// Up to kKeys rows of inputs to rows: to[kKeys, padded], zeros behind each and where rows are missing.
 template <typename W, typename In>
 void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t padded, W* to) {
   constexpr int kLanes = Simd<W>::kLanes;

@@ -40,14 +40,14 @@ LINBIAS_INLINE Floats power_of_two(Floats x) {
   const Floats rounded = (inside - 0.5f) + Simd<float>::kRound;
   const Floats r = inside - (rounded - Simd<float>::kRound);
 #endif
-  constexpr int kTerms = kFine ? 7 : 6;
+  constexpr int kCoefficients = kFine ? 7 : 6;
   static constexpr float
       kCoarse[] = {0.001879318617f, 0.008990994655f, 0.05581867695f, 0.2401592731f, 0.6931517124f, 1.0f},
       kExact[] = {2.17150053e-4f, 1.24408817e-3f, 9.67806391e-3f, 5.54841533e-2f, 0.240229517f, 0.693147004f, 1.0f};
-  constexpr const float* kTerm = kFine ? kExact : kCoarse;
-  Floats y = broadcast(kTerm[0]);
+  constexpr const float* kCoefficient = kFine ? kExact : kCoarse;
+  Floats y = broadcast(kCoefficient[0]);
 #pragma GCC unroll 8
-  for (int i = 1; i < kTerms; ++i) y = y * r + kTerm[i];
+  for (int i = 1; i < kCoefficients; ++i) y = y * r + kCoefficient[i];
 #if defined(__AVX512DQ__)
   return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
 #else
@@ -102,9 +102,8 @@ LINBIAS_INLINE Words round_to_pairs(Floats even, Floats odd, uint16_t* even_row 
 LINBIAS_INLINE Floats even_of_pairs(Words x) { return (Floats)(x << 16); }
 LINBIAS_INLINE Floats odd_of_pairs(Words x) { return (Floats)(x & 0xffff0000u); }
 
-// Rows of bfloat16 as they come, into rows of `padded` without gaps, zeros behind each and in the rows that are
-// missing.
-LINBIAS_INLINE void copy_rows(const uint16_t* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
+// Rows of bfloat16 to rows of `padded` without gaps, zeros behind each and in the rows that are missing.
+LINBIAS_INLINE void pack_rows(const uint16_t* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
                               int64_t padded, uint16_t* to) {
   for (int64_t i = 0; i < rows; ++i, to += padded) {
     if (i >= count) {
@@ -130,14 +129,14 @@ LINBIAS_INLINE void transpose_words(const uint32_t* from, int64_t from_row, uint
 
 // Rows of bfloat16 to the second factor of a product with their transpose: rows[16, padded] to to[padded / 2, 16]
 // words.
-LINBIAS_INLINE void lay_across(const uint16_t* rows, int64_t padded, uint32_t* to) {
+LINBIAS_INLINE void pack_across(const uint16_t* rows, int64_t padded, uint32_t* to) {
   for (int64_t pair = 0; pair < padded / 2; pair += 16) {
     transpose_words(reinterpret_cast<const uint32_t*>(rows) + pair, padded / 2, to + pair * 16, 16);
   }
 }
 
 // Rows of bfloat16 to the second factor of a product: rows[count, padded] to to[count / 2, columns] words.
-LINBIAS_INLINE void lay_in_pairs(const uint16_t* rows, int64_t padded, int64_t count, int64_t columns, uint32_t* to) {
+LINBIAS_INLINE void pack_pairs(const uint16_t* rows, int64_t padded, int64_t count, int64_t columns, uint32_t* to) {
   for (int64_t i = 0; i < count; i += 2) {
     for (int64_t d = 0; d < columns; d += 16) {
       HalfWords even, odd;
@@ -149,11 +148,11 @@ LINBIAS_INLINE void lay_in_pairs(const uint16_t* rows, int64_t padded, int64_t c
 }
 
 // Rows of bfloat16 transposed: rows[kKeys, padded] to to[columns, kKeys]; columns a multiple of 16.
-LINBIAS_INLINE void lay_transposed(const uint16_t* rows, int64_t padded, int64_t columns, uint16_t* to) {
+LINBIAS_INLINE void pack_transposed(const uint16_t* rows, int64_t padded, int64_t columns, uint16_t* to) {
   for (int64_t d = 0; d < columns; d += 16) {
     for (int64_t s = 0; s < kKeys; s += 32) {
       uint32_t pairs[16 * 16];
-      for (int64_t i = 0; i < 16; ++i) lay_in_pairs(rows + (s + 2 * i) * padded + d, padded, 2, 16, pairs + i * 16);
+      for (int64_t i = 0; i < 16; ++i) pack_pairs(rows + (s + 2 * i) * padded + d, padded, 2, 16, pairs + i * 16);
       transpose_words(pairs, 16, reinterpret_cast<uint32_t*>(to + d * kKeys + s), kKeys / 2);
     }
   }

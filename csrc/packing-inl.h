@@ -1,8 +1,8 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// Keys and values as the products want them, with what the certificate needs of them: of all heads, packed before any
-// tile, or, where heads are small and there are enough to share out (by_head), of the one that a worker is at, which
-// then stay in its cache. A slot is a head's place or a worker's.
+// Keys and values as the products want them, with what the certificate needs of them. All heads are packed before any
+// tile; or, where heads are small and there are enough to share out (by_head), each worker packs the head that it works
+// on, which then stays in its cache. A slot holds one packed head: there is one for each head, or for each worker.
 
 // How the keys and values of a call are packed.
 struct Packing {
@@ -44,11 +44,7 @@ struct Packed : Packing {
         padded_E(round_up(call.E, Simd<W>::kLanes)),
         in_place(false) {}
 
-  // Whether rows of inputs can serve as they are: whole vectors, with few gaps between them.
-  template <typename In>
-  static constexpr bool can_lie(const Array& array, int64_t size) {
-    return sizeof(In) == sizeof(W) && size % Simd<W>::kLanes == 0 && array.row >= size && array.row <= 2 * size;
-  }
+  int64_t bytes_per_key() const { return (backward ? 2 : 1) * static_cast<int64_t>(sizeof(W)) * (padded_D + padded_E); }
 
   bool allocate(const Call& call) {
     const int64_t slots = num_slots(call);
@@ -64,7 +60,7 @@ struct Packed : Packing {
     return tails.allocate(slots, call.H / call.G * 2, num_blocks * kEntries);
   }
 
-  // What a query head of a slot, counted within its group, knows of everything beyond a block on one side.
+  // The table of tails of a query head that reads the head in a slot, on one side.
   W* tails_at(const Call& call, int64_t slot, int64_t h, int64_t side) const {
     return tails.data + ((slot * (call.H / call.G) + h % (call.H / call.G)) * 2 + side) * num_blocks * kEntries;
   }
@@ -75,6 +71,15 @@ struct PackTask {
   const Call& call;
   Packed<W>& packed;
   static constexpr int64_t kBlocksAtOnce = 16;
+
+  PackTask(const Call& for_call, Packed<W>& to) : call(for_call), packed(to) {
+    packed.in_place = packed.backward ? can_lie(call.k, call.D) : !packed.certify && can_lie(call.v, call.E);
+  }
+
+  // Whether rows of inputs can serve as they are: whole vectors, with few gaps between them.
+  static bool can_lie(const Array& array, int64_t size) {
+    return sizeof(In) == sizeof(W) && size % Simd<W>::kLanes == 0 && array.row >= size && array.row <= 2 * size;
+  }
 
   // Say which keys one key/value head has, and where its packed arrays lie.
   void set_up_head(int64_t index, int64_t slot) const {
@@ -104,12 +109,10 @@ struct PackTask {
   W* packed_values(int64_t slot) const { return packed.values.data + slot * packed.rows * packed.padded_E; }
 
   const In* keys_of(int64_t index) const {
-    return static_cast<const In*>(call.k.data) + index / call.G * call.k.batch + index % call.G * call.k.head +
-           packed.heads.data[index].first * call.k.row;
+    return row_of<In>(call.k, index / call.G, index % call.G, packed.heads.data[index].first);
   }
   const In* values_of(int64_t index) const {
-    return static_cast<const In*>(call.v.data) + index / call.G * call.v.batch + index % call.G * call.v.head +
-           packed.heads.data[index].first * call.v.row;
+    return row_of<In>(call.v, index / call.G, index % call.G, packed.heads.data[index].first);
   }
 
   // The mean of about kSampled keys: any center makes a valid bound, and this one costs next to nothing.
@@ -130,7 +133,7 @@ struct PackTask {
     head.center_norm = length_from(squares, head.center, call.D);
   }
 
-  // Pack some blocks, and measure them while they are near.
+  // Pack some blocks, and measure each while it is in the cache.
   void pack(int64_t index, int64_t slot, int64_t from, int64_t to, int worker) const {
     const Head<W>& head = packed.heads.data[index];
     const bool measure_spread = packed.certify && has_a_long_window(index);
@@ -163,12 +166,10 @@ struct PackTask {
 
   // Does a query head of this key/value head have a window of several blocks, and an end of it to find?
   bool has_a_long_window(int64_t index) const {
-    const int64_t group = call.H / call.G;
-    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
-      const void* sides[2] = {call.left, call.right};
-      for (const void* side : sides) {
-        if (!side) continue;
-        const W m = static_cast<const W*>(side)[index / call.G * call.H + h];
+    const Readers readers(call, index);
+    for (int64_t h = readers.first; h < readers.end; ++h) {
+      for (int side = kLeft; side <= kRight; ++side) {
+        const W m = slope_of<W>(call, side, readers.b, h);
         // The spread saves about 3 nats of some 25, and no window is shorter than 10.
         if (m * kKeys < 3 && m * static_cast<W>(packed.heads.data[index].num_keys) > 10) return true;
       }
@@ -184,11 +185,10 @@ struct PackTask {
   }
 
   void bound_tails(int64_t index, int64_t slot) const {
-    const int64_t group = call.H / call.G;
-    for (int64_t h = index % call.G * group; h < (index % call.G + 1) * group; ++h) {
-      const void* sides[2] = {call.left, call.right};
-      for (int64_t side = kLeft; side <= kRight; ++side) {
-        const W m = sides[side] ? static_cast<const W*>(sides[side])[index / call.G * call.H + h] : kInfinity<W>;
+    const Readers readers(call, index);
+    for (int64_t h = readers.first; h < readers.end; ++h) {
+      for (int side = kLeft; side <= kRight; ++side) {
+        const W m = slope_of<W>(call, side, readers.b, h);
         if (!(m > 0) || is_infinite(m)) continue;
         fill_tails(packed.heads.data[index], static_cast<Side>(side), static_cast<double>(m), slack_of<W>(call.D),
                    packed.tails_at(call, slot, h, side));
@@ -213,7 +213,7 @@ template <typename Pack>
 void pack_all(Pack& pack) {
   const Call& call = pack.call;
   const int64_t num_heads = call.B * call.G;
-  const int64_t parts = round_up(pack.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
+  const int64_t steps = round_up(pack.packed.num_blocks, Pack::kBlocksAtOnce) / Pack::kBlocksAtOnce;
   for (int64_t index = 0; index < num_heads; ++index) pack.set_up_head(index, index);
   const Task center = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->find_center(index); };
   if (pack.packed.certify) parallel(call, num_heads, center, &pack);
@@ -223,7 +223,7 @@ void pack_all(Pack& pack) {
     const int64_t index = task / count, from = task % count * Pack::kBlocksAtOnce;
     self.pack(index, index, from, from + Pack::kBlocksAtOnce, worker);
   };
-  parallel(call, num_heads * parts, blocks, &pack);
+  parallel(call, num_heads * steps, blocks, &pack);
   if (!pack.packed.certify) return;
   for (int64_t index = 0; index < num_heads; ++index) pack.find_largest(pack.packed.heads.data[index]);
   const Task bound = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->bound_tails(index, index); };

@@ -3,9 +3,9 @@
 //
 // What matrix-inl.h offers, on an instruction that adds 16 sums of two products, of pairs of bfloat16, to 16 numbers of
 // float32. Factors lie as the unit wants them. A word of the first factor is loaded once for several vectors of the
-// second, because loads set the pace. Of float32 no parts come here: vectors multiply it faster as it is.
+// second, because loads set the pace. float32 does not come here: vectors multiply it faster without terms.
 
-constexpr int64_t kDeep = kSide;  // groups of queries as they come; any even depth would do
+constexpr int64_t kDeep = kLanes16;  // groups of queries as they come; any even depth would do
 
 struct MatrixUnit {};  // nothing to hold
 
@@ -55,14 +55,15 @@ LINBIAS_INLINE void strip_of_pairs(int64_t rows, int64_t depth, const uint16_t* 
 
 // c_j[rows, 16] (+)= a[rows, depth] b_j[depth, 16] for every j < count, with b_column elements of b from one to the
 // next, and c_column of c. rows is a multiple of 16.
-inline void multiply_columns(MatrixUnit&, int64_t count, int64_t rows, int64_t depth, Parts<uint16_t> a,
-                             Parts<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
-  for (int part = b.count - 1; part >= 0; --part, add = true) {
-    const uint32_t* with = b.data + part * b.step;
+inline void multiply_columns(MatrixUnit&, int64_t count, int64_t rows, int64_t depth, Terms<uint16_t> a,
+                             Terms<uint32_t> b, int64_t b_column, float* c, int64_t c_column, bool add) {
+  for (int term = b.count - 1; term >= 0; --term, add = true) {
+    const uint32_t* with = b.data + term * b.step;
     for (int64_t j = 0; j < count; j += count == 3 ? 3 : 1) {
       float* to = c + j * c_column;
-      if (count == 3) strip_of_pairs<3>(rows, depth, a.data, a.row, with, kSide, b_column, to, kSide, c_column, add);
-      else strip_of_pairs<1>(rows, depth, a.data, a.row, with + j * b_column, kSide, 0, to, kSide, 0, add);
+      if (count == 3)
+        strip_of_pairs<3>(rows, depth, a.data, a.row, with, kLanes16, b_column, to, kLanes16, c_column, add);
+      else strip_of_pairs<1>(rows, depth, a.data, a.row, with + j * b_column, kLanes16, 0, to, kLanes16, 0, add);
     }
   }
 }
@@ -72,9 +73,9 @@ inline int64_t columns_at_once(int64_t) { return 3; }
 // c[rows, columns] += a[rows, depth] b[depth, columns], b and c without gaps: rows and columns multiples of 16.
 inline void add_product(MatrixUnit&, int64_t rows, int64_t columns, int64_t depth, const uint16_t* a, int64_t a_row,
                         const uint32_t* b, float* c) {
-  for (int64_t j = 0; j < columns; j += 2 * kSide) {
-    if (columns - j > kSide)
-      strip_of_pairs<2>(rows, depth, a, a_row, b + j, columns, kSide, c + j, columns, kSide, true);
-    else strip_of_pairs<1>(rows, depth, a, a_row, b + j, columns, kSide, c + j, columns, kSide, true);
+  for (int64_t j = 0; j < columns; j += 2 * kLanes16) {
+    if (columns - j > kLanes16)
+      strip_of_pairs<2>(rows, depth, a, a_row, b + j, columns, kLanes16, c + j, columns, kLanes16, true);
+    else strip_of_pairs<1>(rows, depth, a, a_row, b + j, columns, kLanes16, c + j, columns, kLanes16, true);
   }
 }

@@ -15,15 +15,15 @@ struct Simd<float> {
   typedef std::int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f,
                          kRound = 12582912.0f;  // 1.5 * 2^23
-  static constexpr int kMantissaBits = 23, kExponentBias = 127, kTerms = 8;
-  static constexpr float kPolynomial[kTerms] = {1.9875691500e-4f,
-                                                1.3981999507e-3f,
-                                                8.3334519073e-3f,
-                                                4.1665795894e-2f,
-                                                1.6666665459e-1f,
-                                                5.0000001201e-1f,
-                                                1.0f,
-                                                1.0f};
+  static constexpr int kMantissaBits = 23, kExponentBias = 127, kCoefficients = 8;
+  static constexpr float kPolynomial[kCoefficients] = {1.9875691500e-4f,
+                                                       1.3981999507e-3f,
+                                                       8.3334519073e-3f,
+                                                       4.1665795894e-2f,
+                                                       1.6666665459e-1f,
+                                                       5.0000001201e-1f,
+                                                       1.0f,
+                                                       1.0f};
 };
 
 template <>
@@ -33,14 +33,16 @@ struct Simd<double> {
   typedef std::int64_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   static constexpr double kLowest = -708.0, kLog2e = 1.4426950408889634, kLn2High = 0.693147180369123816490,
                           kLn2Low = 1.90821492927058770002e-10, kRound = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr int kMantissaBits = 52, kExponentBias = 1023, kTerms = 14;
-  static constexpr double kPolynomial[kTerms] = {
+  static constexpr int kMantissaBits = 52, kExponentBias = 1023, kCoefficients = 14;
+  static constexpr double kPolynomial[kCoefficients] = {
       1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
       1.0 / 720,        1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
 };
 
 template <typename W>
 using Vector = typename Simd<W>::Vector;
+template <typename W>
+constexpr std::make_integer_sequence<int, Simd<W>::kLanes> kEveryLane{};
 
 #define LINBIAS_INLINE inline __attribute__((always_inline))
 
@@ -67,41 +69,21 @@ LINBIAS_INLINE Vector<W> larger(Vector<W> a, Vector<W> b) {
 }
 
 // x with its halves, quarters, ... exchanged: adding all of them up leaves the same sum in every lane.
-template <int kStep>
-LINBIAS_INLINE Vector<float> exchange(Vector<float> x) {
-#if LINBIAS_VECTOR_BYTES == 64
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep, 8 ^ kStep, 9 ^ kStep, 10 ^ kStep, 11 ^ kStep, 12 ^ kStep, 13 ^ kStep,
-                                 14 ^ kStep, 15 ^ kStep);
-#elif LINBIAS_VECTOR_BYTES == 32
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep);
-#else
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
-#endif
-}
-template <int kStep>
-LINBIAS_INLINE Vector<double> exchange(Vector<double> x) {
-#if LINBIAS_VECTOR_BYTES == 64
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep, 4 ^ kStep, 5 ^ kStep, 6 ^ kStep,
-                                 7 ^ kStep);
-#elif LINBIAS_VECTOR_BYTES == 32
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep, 2 ^ kStep, 3 ^ kStep);
-#else
-  return __builtin_shufflevector(x, x, 0 ^ kStep, 1 ^ kStep);
-#endif
+template <int kStep, typename V, int... kLane>
+LINBIAS_INLINE V exchange(V x, std::integer_sequence<int, kLane...>) {
+  return __builtin_shufflevector(x, x, (kLane ^ kStep)...);
 }
 
 template <typename W, int kStep = Simd<W>::kLanes / 2>
 LINBIAS_INLINE Vector<W> largest(Vector<W> x) {
-  x = larger<W>(x, exchange<kStep>(x));
+  x = larger<W>(x, exchange<kStep>(x, kEveryLane<W>));
   if constexpr (kStep > 1) x = largest<W, kStep / 2>(x);
   return x;
 }
 
 template <typename W, int kStep = Simd<W>::kLanes / 2>
 LINBIAS_INLINE Vector<W> sum_in_all_lanes(Vector<W> x) {
-  x = x + exchange<kStep>(x);
+  x = x + exchange<kStep>(x, kEveryLane<W>);
   if constexpr (kStep > 1) x = sum_in_all_lanes<W, kStep / 2>(x);
   return x;
 }
@@ -163,7 +145,7 @@ LINBIAS_INLINE Vector<W> exponential(Vector<W> x) {
   const V n = rounded - Simd<W>::kRound;
   const V r = (x - n * Simd<W>::kLn2High) - n * Simd<W>::kLn2Low;
   V y = broadcast<W>(Simd<W>::kPolynomial[0]);
-  for (int i = 1; i < Simd<W>::kTerms; ++i) y = y * r + Simd<W>::kPolynomial[i];
+  for (int i = 1; i < Simd<W>::kCoefficients; ++i) y = y * r + Simd<W>::kPolynomial[i];
   // The last bits of `rounded` hold n: add the exponent's bias and move it into place.
   const Integers exponent = ((Integers)rounded + Simd<W>::kExponentBias) << Simd<W>::kMantissaBits;
   const V power = (V)exponent;

@@ -2,16 +2,66 @@
 //
 // One tile: where it stands, its biased scores, its dropout, and what a worker needs for it.
 
-// What a worker needs for one tile; rows beyond the tile's are zeros.
+// What a worker knows of each row of a tile.
 template <typename W>
-struct Scratch {
-  W *q, *score, *acc, *dout, *dweight, *dropped;
+struct Rows {
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
-  W slope_sum[2][kRows], reach_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
+  W slope_sum[2][kRows], distance_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
   W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
   int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
   W fraction[kRows];     // so far from this one to the next
   int64_t open_row;      // the row that last kept the tile from stopping
+
+  void clear_gradients() {
+    for (int64_t i = 0; i < kRows; ++i) {
+      delta[i] = dscore_sum[i] = left_out[i] = 0;
+      slope_sum[kLeft][i] = slope_sum[kRight][i] = distance_sum[kLeft][i] = distance_sum[kRight][i] = 0;
+    }
+  }
+};
+
+// What a worker needs for one tile; rows beyond the tile's are zeros.
+template <typename W>
+struct Scratch : Rows<W> {
+  W *q, *score, *acc, *dout, *dweight, *dropped;
+
+  // The buffers and their sizes: take(buffer, count) for each.
+  template <typename Take>
+  void each_buffer(const Packed<W>& packed, const Take& take) {
+    const int64_t of_values = kRows * larger_of(packed.padded_D, packed.padded_E);  // acc holds out, or dq
+    take(q, kRows * packed.padded_D);
+    take(acc, of_values);
+    take(dout, of_values);
+    take(score, kRows * kKeys);
+    take(dweight, kRows * kKeys);
+    take(dropped, kRows * kKeys);
+  }
+};
+
+// A scratch for each worker.
+template <typename S>
+struct Scratches {
+  Buffer<S> each;
+  Buffer<char> memory;
+
+  template <typename AnyPacked>
+  bool allocate(const Call& call, const AnyPacked& packed) {
+    if (!each.allocate(call.num_threads)) return false;
+    int64_t bytes = 0;  // of a worker, each buffer on a cache line of its own
+    const auto size_of = [](auto* buffer, int64_t count) {
+      return round_up(count * static_cast<int64_t>(sizeof *buffer), 64);
+    };
+    each.data[0].each_buffer(packed, [&](auto*& buffer, int64_t count) { bytes += size_of(buffer, count); });
+    if (!memory.allocate(call.num_threads, bytes)) return false;
+    char* next = memory.data;
+    for (int worker = 0; worker < call.num_threads; ++worker) {
+      each.data[worker].each_buffer(packed, [&](auto*& buffer, int64_t count) {
+        buffer = reinterpret_cast<std::remove_reference_t<decltype(buffer)>>(next);
+        next += size_of(buffer, count);
+      });
+    }
+    return true;
+  }
 };
 
 // One tile of one query head: its rows, the head it reads, and its slopes. Positions count from the head's first key.
@@ -31,12 +81,7 @@ struct Tile {
     rows = smaller_of(kRows, c.T - start);
     padded_rows = round_up(rows, kBlockRows);
     position = position_of(c, b, start) - head->first;
-    const W left = static_cast<const W*>(c.left)[b * c.H + h];
-    const W right = c.right ? static_cast<const W*>(c.right)[b * c.H + h] : kInfinity<W>;
-    hidden[kLeft] = is_infinite(left);
-    hidden[kRight] = is_infinite(right);
-    slope[kLeft] = hidden[kLeft] ? W{0} : left;
-    slope[kRight] = hidden[kRight] ? W{0} : right;
+    find_slopes(c, b, h, slope, hidden);
     near_first = smaller_of(larger_of(position, 0) / kKeys, head->num_blocks);
     near_last = smaller_of(round_up(larger_of(position + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
   }
@@ -99,11 +144,13 @@ struct Biased {
 struct Dropout {
   uint32_t rows[kRows], threshold;
 
-  static uint32_t mix(uint32_t x) {
+  // Of one number, or of a vector of them.
+  template <typename X>
+  static LINBIAS_INLINE X mix(X x) {
     x ^= x >> 16;
-    x *= 0x7feb352d;
+    x *= 0x7feb352du;
     x ^= x >> 15;
-    x *= 0x846ca68b;
+    x *= 0x846ca68bu;
     return x ^ x >> 16;
   }
 
@@ -136,8 +183,7 @@ void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
   constexpr int kLanes = Simd<W>::kLanes;
   const Call& call = *tile.call;
   const W scale = static_cast<W>(call.scale);
-  const In* from =
-      static_cast<const In*>(call.q.data) + tile.b * call.q.batch + tile.h * call.q.head + tile.start * call.q.row;
+  const In* from = row_of<In>(call.q, tile.b, tile.h, tile.start);
   for (int64_t i = 0; i < tile.padded_rows; ++i, from += call.q.row, q += padded_D) {
     int64_t d = 0;
     if (i < tile.rows) {
@@ -146,22 +192,4 @@ void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
     }
     for (; d < padded_D; ++d) q[d] = 0;
   }
-}
-
-template <typename W>
-bool allocate_scratch(const Call& call, const Packed<W>& packed, Buffer<Scratch<W>>& scratches, Buffer<W>& memory) {
-  const int64_t of_queries = kRows * packed.padded_D, of_scores = kRows * kKeys;
-  const int64_t of_values = kRows * larger_of(packed.padded_D, packed.padded_E);  // acc holds out, or dq
-  const int64_t each = round_up(of_queries + 2 * of_values + 3 * of_scores, 64);
-  if (!scratches.allocate(call.num_threads) || !memory.allocate(call.num_threads, each)) return false;
-  for (int worker = 0; worker < call.num_threads; ++worker) {
-    Scratch<W>& scratch = scratches.data[worker];
-    scratch.q = memory.data + worker * each;
-    scratch.acc = scratch.q + of_queries;
-    scratch.dout = scratch.acc + of_values;
-    scratch.score = scratch.dout + of_values;
-    scratch.dweight = scratch.score + of_scores;
-    scratch.dropped = scratch.dweight + of_scores;
-  }
-  return true;
 }

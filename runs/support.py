@@ -9,12 +9,12 @@ from pathlib import Path
 from markers import fill
 
 import linbias.jax.call
-import linbias.torch.functional
+import linbias.torch.choice
 from linbias._checks import FLOATS
 from linbias._dispatch import Implementation
 
 DOCUMENTS = {
-    "docs/torch.md": linbias.torch.functional.IMPLEMENTATIONS,
+    "docs/torch.md": linbias.torch.choice.IMPLEMENTATIONS,
     "docs/jax.md": linbias.jax.call.IMPLEMENTATIONS,
 }
 

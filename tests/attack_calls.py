@@ -20,7 +20,8 @@ from budget import EPSILON, assert_within_budget
 from cases import Case, Inputs, arguments, round_to
 from linbias._checks import TOLERANCE
 from linbias.kernels import core
-from linbias.torch import dense, functional
+from linbias.torch import call as calls
+from linbias.torch import dense
 from truth import true_attention
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -136,8 +137,8 @@ def run_torch(
     bound = None
     if call.bounded and leaves["k"].shape[2]:
         bound = leaves["k"].detach().to(wide).norm(dim=-1).amax(-1) * 1.0001
-    original = functional.draw_seed
-    functional.draw_seed = lambda device: torch.tensor(call.seed, device=device)
+    original = calls.draw_seed
+    calls.draw_seed = lambda device: torch.tensor(call.seed, device=device)
     try:
         out, lse = linbias.torch.attention(
             **arguments(leaves),
@@ -151,7 +152,7 @@ def run_torch(
             return_lse=True,
         )
     finally:
-        functional.draw_seed = original
+        calls.draw_seed = original
     results = {"out": out, "lse": lse}
     dlse = call.dlse.to(lse.dtype) * (lse.detach() > -torch.inf)
     pairs = [(out, call.dout.to(out.dtype)), (lse, dlse)]
@@ -209,7 +210,7 @@ def _plain(
     """out, lse and all gradients by the formulas of DESIGN section 1, with the whole matrix in memory."""
     arrays = {n: x.to(dtype) for n, x in call.arrays.items()}
     options = {"causal": call.causal, "scale": call.scale, **call.placement}
-    inputs, _ = functional.prepare("attention", **arguments(arrays), **options)
+    inputs, _ = calls.prepare("attention", **arguments(arrays), **options)
     scale = inputs.scale
     if scaled_first:
         inputs = inputs._replace(q=inputs.q * scale, scale=1.0)

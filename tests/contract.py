@@ -81,6 +81,26 @@ def check_case(subject: Subject, case: Case, dtype: str, layout: str = "plain") 
             assert np.array_equal(actual[kind][name], again[kind][name], equal_nan=True), name
 
 
+def check_results(results: dict[str, np.ndarray], case: Case, dtype: str) -> None:
+    """Out and lse are within the budget: of calls that are not differentiated."""
+    _, truth, plains = expected(case, dtype)
+    for name, narrow in (("out", dtype), ("lse", "float64" if dtype == "float64" else "float32")):
+        plain = [p[0][name] for p in plains]
+        assert_within_budget(name, results[name], truth[0][name], plain, narrow, TOLERANCE[dtype])
+
+
+def check_hidden_keys_may_hold_anything(subject: Subject, case: Case) -> None:
+    """Keys and values outside the key range of a batch row change no bit of any result."""
+    inputs = make_inputs(case, "float32")
+    clean = subject.run(inputs, case, "float32")
+    for b, (first, end) in enumerate(case.key_range or ()):
+        for array in (inputs.k, inputs.v):
+            array[b, :, :first], array[b, :, end:] = np.nan, np.inf
+    for before, after in zip(clean, subject.run(inputs, case, "float32"), strict=True):
+        for name in before:
+            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+
+
 def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> None:
     """With a large tolerance, no row loses more of its probability than that.
 

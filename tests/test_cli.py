@@ -569,6 +569,7 @@ def test_arrays_that_would_run_code_are_refused(tmp_path):
     assert "arrays must be an .npz file" in result.stderr
 
 
+@pytest.mark.processes
 def test_a_real_process_ends_with_one_line_and_no_traceback():
     process = start("evaluate", "./absent")
     stdout, stderr = process.communicate(timeout=60)

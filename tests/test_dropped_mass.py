@@ -20,7 +20,7 @@ from linbias import near_to_far
 from linbias.jax import blocked as jax_blocked
 from linbias.jax import call as jax_call
 from linbias.torch import blocked
-from linbias.torch.functional import prepare
+from linbias.torch.call import prepare
 
 TOLERANCES = (0.2, 0.1, 0.07, 1e-3)
 # With steep slopes whole blocks are much: for some of these the last one that is read was hardly needed.

@@ -64,7 +64,7 @@ MESSAGES = [
     (dict(query_start=torch.tensor([0, -(2**31)])), ValueError, r"query_start must be within 2\^30 of key 0, got -2147483648 in batch row 1"),
     (dict(key_range=torch.tensor([[-1, 3], [0, 7]])), ValueError, r"got \[-1, 3\] in batch row 0"),
     (dict(key_bound=torch.ones(2, 3)), ValueError, r"key_bound must be floating point \[B, G\] = \[2, 2\], got float32 \[2, 3\]"),
-    (dict(mask=torch.ones(5, 7)), TypeError, "attention: mask must hold bool, True for what takes part, got float32"),
+    (dict(mask=torch.ones(5, 7, dtype=INT)), TypeError, "attention: mask must hold bool, True for what takes part, or .* added to the scores, got int64"),
     (dict(mask=[[True]]), TypeError, "mask must be a torch.Tensor, got list"),
     (dict(mask=torch.ones(2, 5, 7) > 0), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[2, 5, 7\]"),
     (dict(mask=torch.ones(1, 2, 4, 5, 7) > 0), ValueError, r"mask must broadcast to .*, got \[1, 2, 4, 5, 7\]"),
@@ -159,7 +159,6 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES[None], ONES[None], ONES[None], key_range=[0, 4]), ValueError, r"key_range must have shape \[B, 2\] = \[1, 2\] or"),
     (lambda: linbias.attention(ONES, ONES, ONES, key_range=[[0, 3], [2, 1]]), ValueError, r"got \[2, 1\] in batch row 0, key/value head 1"),
     (lambda: linbias.attention(ONES, ONES, ONES, query_start=0.5), TypeError, "query_start must hold integers, got float64"),
-    (lambda: linbias.attention(ONES, ONES, ONES, mask=np.ones((3, 3))), TypeError, "mask must hold bool, .*, got float64"),
     (lambda: linbias.attention(ONES[None, None], ONES[None, None], ONES[None, None], mask=np.ones((1, 3, 2, 3, 3), bool)), ValueError, r"mask must broadcast to .* = \[1, 2, 3, 3\], got \[1, 3, 2, 3, 3\]"),
     (lambda: linbias.attention(ONES, ONES, ONES, query_start=2**31), ValueError, r"query_start must be within 2\^30 of key 0, got 2147483648"),
     (lambda: linbias.merge([], []), ValueError, "merge: outs and lses must be as many, at least 1, got 0 and 0"),
@@ -182,6 +181,10 @@ NUMPY_MESSAGES = [
     (lambda: linbias.jax.attention(ONES[None], ONES[None], ONES[None], enable_gqa=True), TypeError, "attention: there is no argument enable_gqa; k and v may"),
     (lambda: linbias.explain(ONES, ONES, ONES).table("cat"), ValueError, "explain: query must be a number or token, got 'cat'"),
     (lambda: linbias.explain(ONES, ONES, ONES).table(-4), ValueError, r"explain: query must be in \[-3, 3\), got -4"),
+    (lambda: linbias.attention(ONES, ONES, ONES, mask=np.full((3, 3), np.nan)), ValueError, "attention: a mask of numbers must be below inf, got nan"),
+    (lambda: linbias.attention(ONES, ONES, ONES, mask=np.ones((3, 3), int)), TypeError, "attention: mask must hold bool, .*numbers that are added to the scores, got int64"),
+    (lambda: linbias.near_to_far.attention(ONES, ONES, ONES, mask=np.ones((3, 3), bool)), TypeError, "near_to_far: there is no argument mask; say key_range"),
+    (lambda: linbias.cpu.attention(ONES, ONES, ONES, mask=np.ones((3, 3))), TypeError, "attention: there is no argument mask; say key_range"),
     (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
 ]  # fmt: skip
 
@@ -306,4 +309,4 @@ def test_a_slow_fallback_warns_once(monkeypatch):
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 35
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 36

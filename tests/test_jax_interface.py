@@ -40,7 +40,6 @@ NUMBERS = {
     "ErrorCode::internal": "XLA_FFI_Error_Code_INTERNAL",
     "Type::boolean": "XLA_FFI_DataType_PRED",
     "Type::int32": "XLA_FFI_DataType_S32",
-    "Type::uint32": "XLA_FFI_DataType_U32",
     "Type::float16": "XLA_FFI_DataType_F16",
     "Type::float32": "XLA_FFI_DataType_F32",
     "Type::float64": "XLA_FFI_DataType_F64",

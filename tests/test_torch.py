@@ -14,8 +14,14 @@ import linbias
 import linbias.torch
 from budget import assert_within_budget
 from cases import CASES, Case, arguments, by_name, far_block, make_inputs, short
-from contract import SEED, check_case, check_certificate_holds, expected
-from linbias._checks import TOLERANCE
+from contract import (
+    SEED,
+    check_case,
+    check_certificate_holds,
+    check_hidden_keys_may_hold_anything,
+    check_results,
+    expected,
+)
 from linbias.torch.constant import constant
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu", "sdpa")
@@ -85,15 +91,15 @@ class _seeded_dropout:
         self.seed = seed
 
     def __enter__(self):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        self.original = functional.draw_seed
-        functional.draw_seed = lambda device: torch.tensor(self.seed, device=device)
+        self.original = call.draw_seed
+        call.draw_seed = lambda device: torch.tensor(self.seed, device=device)
 
     def __exit__(self, *_):
-        from linbias.torch import functional
+        from linbias.torch import call
 
-        functional.draw_seed = self.original
+        call.draw_seed = self.original
 
 
 OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of hidden keys
@@ -144,7 +150,7 @@ DECODING = (
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
     case = DECODING[index]
-    inputs, truth, plains = expected(case, dtype)
+    inputs = expected(case, dtype)[0]
     arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
     bound = arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None
     out, lse = linbias.torch.attention(
@@ -157,11 +163,7 @@ def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
         implementation=implementation,
         return_lse=True,
     )
-    wide = "float64" if dtype == "float64" else "float32"
-    for name, result, narrow in (("out", out, dtype), ("lse", lse, wide)):
-        plain = [p[0][name] for p in plains]
-        actual = result.double().numpy()
-        assert_within_budget(name, actual, truth[0][name], plain, narrow, TOLERANCE[dtype])
+    check_results({"out": out.double().numpy(), "lse": lse.double().numpy()}, case, dtype)
 
 
 def test_a_key_bound_spares_reading_far_keys():
@@ -182,16 +184,10 @@ def test_without_gradients_the_result_is_within_the_budget_too(implementation, n
     case = by_name(name)
     if implementation == "sdpa":
         case = replace(case, dropout=0.0)
-    inputs, truth, plains = expected(case, dtype)
+    inputs = expected(case, dtype)[0]
     with torch.no_grad():
         results = TorchSubject(implementation).forward(inputs, case, dtype)[0]
-    for what in ("out", "lse"):
-        plain = [p[0][what] for p in plains]
-        wide = "float64" if dtype == "float64" else "float32"
-        budget_dtype = dtype if what == "out" else wide
-        assert_within_budget(
-            what, _to_numpy(results)[what], truth[0][what], plain, budget_dtype, TOLERANCE[dtype]
-        )
+    check_results(_to_numpy(results), case, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,17 +283,7 @@ def test_values_that_are_not_finite_show_in_every_row_that_sees_them(implementat
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_keys_outside_the_key_range_may_hold_anything(implementation):
-    case = by_name("range-symmetric")
-    inputs = make_inputs(case, "float32")
-    clean = TorchSubject(implementation).run(inputs, case, "float32")
-    for b, (first, end) in enumerate(case.key_range):
-        for array in (inputs.k, inputs.v):
-            array[b, :, :first] = np.nan
-            array[b, :, end:] = np.inf
-    poisoned = TorchSubject(implementation).run(inputs, case, "float32")
-    for before, after in zip(clean, poisoned, strict=True):
-        for name in before:
-            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    check_hidden_keys_may_hold_anything(TorchSubject(implementation), by_name("range-symmetric"))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -447,6 +433,53 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         )
         wanted = linbias.attention_weights(*arrays[:2], left, **given)
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16"))
+@pytest.mark.parametrize("implementation", ("sdpa", "dense"))
+def test_numbers_of_a_mask_are_added_to_the_scores(implementation, dtype):
+    """The bias as a mask gives what slopes give; it may be learned, and hides where it is -inf."""
+    inputs = make_inputs(by_name("T-below-S"), dtype)
+    arrays = inputs.q, inputs.k, inputs.v
+    (H, T), S = inputs.q.shape[1:3], inputs.k.shape[2]
+    bias = linbias.bias(inputs.left, T, S, right_slopes=[torch.inf] * H)
+    flat = {"slopes": [0.0] * H, "causal": False}
+    expected = linbias.attention(*arrays, inputs.left)
+    np.testing.assert_allclose(linbias.attention(*arrays, **flat, mask=bias), expected, atol=1e-6)
+    assert linbias.explain(*arrays, **flat, mask=bias).weight.max() <= 1
+
+    q, k, v = (torch.tensor(x, dtype=getattr(torch, dtype)) for x in arrays)
+    mask = torch.tensor(bias).to(q.dtype if dtype == "float64" else torch.float32).requires_grad_()
+    given = {**flat, "mask": mask, "implementation": implementation}
+    out, lse = linbias.torch.attention(q, k, v, **given, return_lse=True)
+    wanted = linbias.torch.attention(q, k, v, inputs.left, implementation="dense", return_lse=True)
+    accuracy = {"bfloat16": 2**-6, "float32": 1e-5}.get(dtype, 1e-12)
+    for found, truth in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(found, truth, rtol=accuracy, atol=accuracy)
+    (gradient,) = torch.autograd.grad(out.square().sum(), mask)
+    (truth,) = torch.autograd.grad(
+        linbias.torch.attention(
+            q.double(), k.double(), v.double(), **{**given, "mask": mask.double(), "implementation": "dense"}
+        ).square().sum(), mask
+    )  # fmt: skip
+    torch.testing.assert_close(gradient, truth, rtol=4 * accuracy, atol=4 * accuracy)
+    weights = linbias.torch.attention_weights(q, k, flat["slopes"], causal=False, mask=mask)
+    assert (weights[:, mask == -torch.inf] == 0).all()
+
+
+def test_a_learned_mask_has_gradients_as_finite_differences_say():
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (4, 5, 5))
+    mask = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    for implementation in ("sdpa", "dense"):
+        run = functools.partial(linbias.torch.attention, implementation=implementation)
+        assert torch.autograd.gradcheck(lambda x, run=run: run(q, k, v, mask=x), (mask,))
+
+
+@pytest.mark.parametrize("name", ("cpu", "blocked", "triton"))
+def test_a_mask_of_numbers_is_refused_where_far_keys_are_left_out(name):
+    q = torch.randn(1, 2, 4, 3)
+    with pytest.raises(NotImplementedError, match="mask"):
+        linbias.torch.attention(q, q, q, mask=torch.zeros(4, 4), implementation=name)
 
 
 def test_a_mask_goes_where_it_can_be_used():

@@ -139,6 +139,7 @@ def test_a_million_tokens_stay_within_a_rounding_step_of_float64(T):
     assert (out - truth).abs().max() <= 2**-8 * truth.abs().max()  # of bfloat16
 
 
+@pytest.mark.processes
 def test_the_gpu_script_runs_dry(tmp_path):
     """Its measuring stages, at tiny sizes, in the interpreter."""
     if os.environ.get("TRITON_INTERPRET") != "1":

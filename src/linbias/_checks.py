@@ -67,8 +67,6 @@ OTHER_NAMES = {
     "value": "say v",
 }
 
-LARGEST_START = 2**30
-
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
 
 
@@ -132,13 +130,9 @@ def check(
     dropout: float = 0.0,
     tolerance: float | None = None,
     layout: str = "BHTD",
-    added: bool = False,
     **asked: bool,
 ) -> Problem:
-    """Return the problem that arrays of this layout pose, or raise for the first rule that they break.
-
-    added: The mask is one of numbers, which the front end takes and adds to the scores.
-    """
+    """Return the problem that arrays of this layout pose, or raise for the first rule that they break."""
     if not isinstance(causal, (bool, np.bool_)):
         raise TypeError(f"{function}: causal must be True or False, got {causal!r}")
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -190,7 +184,7 @@ def check(
             f" got {key_bound.dtype} {key_bound}"
         )
     if mask is not None:
-        _check_mask(function, mask, (B, H, T, S), q.device, added)
+        _check_mask(function, mask, (B, H, T, S), q.device)
     return Problem(
         B,
         H,
@@ -208,7 +202,7 @@ def check(
         key_range=key_range is not None,
         query_start=query_start is not None,
         mask=mask is not None,
-        added=added,
+        added=mask is not None and mask.dtype in FLOATS,
         **asked,
     )
 
@@ -223,13 +217,12 @@ def _missing_axes(name: str, array: Described, layout: str) -> str:
     return ""
 
 
-def _check_mask(
-    function: str, mask: Described, full: tuple[int, ...], device: str, added: bool
-) -> None:
+def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: str) -> None:
     """A mask holds truth values, or numbers that are added, broadcasts to [B, H, T, S], and lies where q does."""
-    if mask.dtype != "bool" and not added:
+    if mask.dtype != "bool" and mask.dtype not in FLOATS:
         raise TypeError(
-            f"{function}: mask must hold bool, True for what takes part, got {mask.dtype}"
+            f"{function}: mask must hold bool, True for what takes part, or floating-point numbers that are added"
+            f" to the scores, got {mask.dtype}"
         )
     own = mask.shape
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], full[::-1], strict=False)):
@@ -323,6 +316,13 @@ def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
     if not (values >= 0).all():
         bad = values[~(values >= 0)][0]
         raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
+
+
+def check_mask_values(function: str, mask: np.ndarray) -> None:
+    """Numbers that are added to scores are below inf; -inf hides."""
+    bad = np.isnan(mask) | np.isposinf(mask)
+    if bad.any():
+        raise ValueError(f"{function}: a mask of numbers must be below inf, got {mask[bad][0]}")
 
 
 def check_key_range_values(function: str, ranges: np.ndarray, S: int) -> None:

@@ -17,8 +17,11 @@ MOVED = {
     "linbias.lm.evaluate": "from linbias.lm import evaluate",
     "linbias.lm.extrapolate": "from linbias.lm import extrapolate",
     "linbias.lm.generate": "from linbias.lm import generate",
+    "linbias.lm.masked": "linbias.lm.hidden",
+    "linbias.lm.spans": "linbias.lm.hidden",
     "linbias.lm.terminal": "linbias.cli.report",
     "linbias.paper": "linbias.lm.paper",
+    "linbias.transformers": "linbias.models, which has its names (from linbias.models import fuse)",
     "linbias.runs": "linbias.lm.train and its like: what runs share is private",
 }
 

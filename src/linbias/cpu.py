@@ -14,13 +14,6 @@ from linbias.schedules import slopes as slopes_of_paper
 Floats = npt.NDArray[np.floating[Any]]
 
 
-class CoreOptions(Options, total=False):
-    """The keywords of `attention` but for return_lse."""
-
-    tolerance: float | None
-    num_threads: int
-
-
 @overload
 def attention(
     q: npt.ArrayLike,
@@ -28,8 +21,10 @@ def attention(
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = ...,
     *,
+    tolerance: float | None = ...,
+    num_threads: int = ...,
     return_lse: Literal[True],
-    **options: Unpack[CoreOptions],
+    **options: Unpack[Options],
 ) -> tuple[Floats, Floats]: ...
 @overload
 def attention(
@@ -38,8 +33,10 @@ def attention(
     v: npt.ArrayLike,
     slopes: npt.ArrayLike | None = ...,
     *,
+    tolerance: float | None = ...,
+    num_threads: int = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[CoreOptions],
+    **options: Unpack[Options],
 ) -> Floats: ...
 def attention(
     q: npt.ArrayLike,

@@ -120,11 +120,6 @@ class Options(TypedDict, total=False):
     scale: float | None
     key_range: npt.ArrayLike | None
     query_start: npt.ArrayLike | None
-
-
-class MaskedOptions(Options, total=False):
-    """Those, and the mask."""
-
     mask: npt.ArrayLike | None
 
 
@@ -137,7 +132,7 @@ def attention(
     *,
     num_heads: int | None = ...,
     return_lse: Literal[True],
-    **options: Unpack[MaskedOptions],
+    **options: Unpack[Options],
 ) -> tuple[Array, Float64]: ...
 @overload
 def attention(
@@ -148,7 +143,7 @@ def attention(
     *,
     num_heads: int | None = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[MaskedOptions],
+    **options: Unpack[Options],
 ) -> Array: ...
 def attention(
     q: npt.ArrayLike,
@@ -199,7 +194,8 @@ def attention(
         query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them
             too. None means that the last query stands at the last key of the range (of the range that ends last,
             where heads have their own).
-        mask: Broadcasts to [..., H, T, S], bool: True takes part. It hides further keys, whose entries must still be finite.
+        mask: Broadcasts to [..., H, T, S], bool: True takes part; it hides further keys, whose entries must still be
+            finite. Or floating point, below inf: added to the scores, where -inf hides.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
             v [..., S, G * E].
         return_lse: Also return lse.
@@ -241,7 +237,7 @@ def attention_weights(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     slopes: npt.ArrayLike | None = None,
-    **options: Unpack[MaskedOptions],
+    **options: Unpack[Options],
 ) -> Float64:
     """Compute the weights that `attention` gives to each key: softmax(score), to look at.
 
@@ -280,7 +276,7 @@ def attention_backward(
     slopes: npt.ArrayLike | None = None,
     *,
     dlse: npt.ArrayLike | None = None,
-    **options: Unpack[MaskedOptions],
+    **options: Unpack[Options],
 ) -> Gradients:
     """Differentiate `attention`, written out by hand as the kernels do it.
 
@@ -400,7 +396,7 @@ def compute(inputs: "Inputs") -> Steps:
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
     scaled = inputs.scale * raw
     # The only step that linear biases add: a score loses slope * distance, and a hidden key all of it.
-    penalty = 0.0 - _bias(inputs.left, inputs.right, inputs.distance)
+    penalty = 0.0 - inputs.added - _bias(inputs.left, inputs.right, inputs.distance)
     penalty = np.where(inputs.hidden, np.inf, np.broadcast_to(penalty, raw.shape))
     biased = np.where(np.isposinf(penalty), -np.inf, scaled - penalty)
     # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can overflow.
@@ -428,9 +424,8 @@ class Inputs:
     left: Float64  # [H] or [B, H]
     right: Float64  # likewise; inf: causal
     query_start: npt.NDArray[np.int64]  # [B]
-    hidden: npt.NDArray[
-        np.bool_
-    ]  # [B, H, 1 or T, S], whether a key lies outside its range or is masked
+    hidden: npt.NDArray[np.bool_]  # [B, H, 1 or T, S]: the key lies outside its range or is masked
+    added: Float64  # broadcasts with [B, H, T, S]: the numbers of a mask
     scale: float
     batch: tuple[int, ...]  # the batch axes as they were given
     dtype: np.dtype[Any]  # of the output
@@ -529,7 +524,12 @@ def prepare(
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
     k, v = (np.where(outside[..., None], 0.0, array) for array in (k, v))
     hidden = np.repeat(outside, H // max(1, G), axis=1)[:, :, None]
-    if mask is not None:
+    added = np.zeros(())
+    if mask is not None and mask.dtype != np.bool_:
+        _checks.check_mask_values(function, mask)
+        hidden = hidden | np.isneginf(mask)
+        added = np.where(np.isneginf(mask), 0.0, mask).astype(np.float64)
+    elif mask is not None:
         hidden = hidden | ~mask
     left, right = np.broadcast_arrays(left, right)
     return Inputs(
@@ -540,6 +540,7 @@ def prepare(
         right,
         query_start=starts.astype(np.int64),
         hidden=hidden,
+        added=added,
         scale=problem.scale,
         batch=batch,
         dtype=dtype,

@@ -43,7 +43,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
     if parts["linbias.torch"] is None:
         import torch
 
-        from linbias.torch.functional import IMPLEMENTATIONS
+        from linbias.torch.choice import IMPLEMENTATIONS
 
         devices += ["cuda"] * torch.cuda.is_available()
         machine["threads"] = torch.get_num_threads()

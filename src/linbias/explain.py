@@ -8,11 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias.definition import Float64, Options, compute, prepare
-
-
-def printable(token: str) -> str:
-    """A token on one line: line ends, tabs and what else has no picture, as Python writes them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+from linbias.explain_html import html
+from linbias.explain_html import printable as printable
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,7 +19,7 @@ class Explanation:
     Attributes:
         raw: [..., H, T, S], q . k.
         scaled: [..., H, T, S], scale * raw.
-        penalty: [..., H, T, S], what the bias takes away: slope * distance, inf where hidden.
+        penalty: [..., H, T, S], what the bias takes away: slope * distance, inf where hidden; less the numbers of a mask.
         biased: [..., H, T, S], scaled - penalty: the score that softmax sees.
         weight: [..., H, T, S], softmax(biased).
         output: [..., H, T, E], weight @ v.
@@ -51,8 +48,6 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The weights of each head and the steps of the last row, for notebooks."""
-        from linbias.explain_html import html  # 200 lines that only notebooks need
-
         return html(self)
 
     def slopes_in_words(self, head: int) -> str:

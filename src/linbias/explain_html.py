@@ -10,14 +10,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from linbias.definition import Float64
 
-if TYPE_CHECKING:
-    from linbias.explain import Explanation
+Explanation = Any  # of linbias.explain, which imports this file
 
 _MOST_CELLS = 12  # keys and queries of a table; larger matrices are pictures
 _MOST_PIXELS = 256
@@ -42,7 +41,7 @@ _STYLE = """
 _STEPS = (("q.k", "raw"), ("scaled", "scaled"), ("penalty", "penalty"), ("biased", "biased"))
 
 
-def html(explanation: "Explanation") -> str:
+def html(explanation: Explanation) -> str:
     """The whole picture, as one <div>."""
     *batch, H, T, S = explanation.biased.shape
     of = f", the first of a batch {batch}" if batch else ""
@@ -62,7 +61,7 @@ def html(explanation: "Explanation") -> str:
     )
 
 
-def _first_of_batch(explanation: "Explanation") -> "Explanation":
+def _first_of_batch(explanation: Explanation) -> Explanation:
     first = (0,) * (explanation.biased.ndim - 3)
     changed: dict[str, Any] = {
         name: getattr(explanation, name)[first]
@@ -83,7 +82,7 @@ def _first_of_batch(explanation: "Explanation") -> "Explanation":
     return replace(explanation, **changed)
 
 
-def _query_names(explanation: "Explanation") -> list[str]:
+def _query_names(explanation: Explanation) -> list[str]:
     names, (T, S) = explanation.names(), explanation.biased.shape[-2:]
     positions = range(int(explanation.query_start), int(explanation.query_start) + T)
     return [names[p] if 0 <= p < S else f"position {p}" for p in positions]
@@ -97,18 +96,21 @@ def _some_open(parts: Sequence[str]) -> str:
     return f'<div class="heads">{first}</div>{tail}'
 
 
-def _name(token: str) -> str:
-    from linbias.explain import printable
+def printable(token: str) -> str:
+    """A token on one line: line ends, tabs and what else has no picture, as Python writes them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
 
+
+def _name(token: str) -> str:
     return f"<bdi>{escape(printable(token))}</bdi>"
 
 
-def _heading(explanation: "Explanation", head: int) -> str:
+def _heading(explanation: Explanation, head: int) -> str:
     return escape(f"head {head}, {explanation.slopes_in_words(head)}")
 
 
 def _table_of_weights(
-    explanation: "Explanation", head: int, names: Sequence[str], queries: Sequence[str]
+    explanation: Explanation, head: int, names: Sequence[str], queries: Sequence[str]
 ) -> str:
     columns = "".join(f'<th scope="col">{_name(name)}</th>' for name in names)
     rows = "".join(
@@ -121,7 +123,7 @@ def _table_of_weights(
     )
 
 
-def _cells(explanation: "Explanation", head: int, t: int) -> Iterator[str]:
+def _cells(explanation: Explanation, head: int, t: int) -> Iterator[str]:
     for weight, penalty in zip(
         explanation.weight[head, t], explanation.penalty[head, t], strict=True
     ):
@@ -137,7 +139,7 @@ def _weight_cell(weight: float, hidden: bool) -> str:
 
 
 def _picture_of_weights(
-    explanation: "Explanation", head: int, names: Sequence[str], queries: Sequence[str]
+    explanation: Explanation, head: int, names: Sequence[str], queries: Sequence[str]
 ) -> str:
     weight = explanation.weight[head]
     T, S = weight.shape
@@ -177,7 +179,7 @@ def _png(weight: Float64) -> str:
     return base64.b64encode(whole).decode()
 
 
-def _table_of_row(explanation: "Explanation", head: int, names: Sequence[str], query: str) -> str:
+def _table_of_row(explanation: Explanation, head: int, names: Sequence[str], query: str) -> str:
     """The last row's steps, of all keys or of those with the most weight."""
     weight = explanation.weight[head, -1]
     keys = np.sort(np.argsort(-weight, kind="stable")[:_MOST_KEYS])

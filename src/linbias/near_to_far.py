@@ -23,7 +23,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias._checks import check_slope_values
+from linbias import _checks
 from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
 
 LEFT, RIGHT = 0, 1
@@ -63,7 +63,7 @@ def window(
         [67.1, inf]
     """
     slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    check_slope_values("window", "slope", slope)
+    _checks.check_slope_values("window", "slope", slope)
     if not 0 < tolerance < 1:
         raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)
@@ -146,6 +146,8 @@ def attention(
             "near_to_far: tolerance must be in [0, 1), rows and keys at least 1,"
             f" got {tolerance}, {rows}, {keys}"
         )
+    if "mask" in options:
+        _checks.refuse_unknown("near_to_far", {"mask": None}, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)

@@ -52,7 +52,7 @@ def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, function: str) -> list[int]:
-    """The open, locked file in a list, which is empty where there are no locks."""
+    """Lock the folder; return the open file in a list, which is empty where the system has no locks."""
     check_writable(folder, function)
     path = folder / _LOCK
     while fcntl is not None:
@@ -94,12 +94,12 @@ def _is_same_file(file: int, path: Path) -> bool:
 
 
 def _holder(lock: Path) -> str:
-    """Who holds a lock, in words."""
+    """Say who holds a lock."""
     try:
         holder = read_json(lock, "")
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, LookupError):
-        return "another process"  # which has not written its name yet
+        return "another process"  # it has not written its name yet
 
 
 def open_run_folder(
@@ -180,7 +180,7 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as names with dots and their values."""
+    """Flatten nested settings: names are joined by dots."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{name}.")

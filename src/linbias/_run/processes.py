@@ -29,7 +29,7 @@ def num_processes() -> int:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[None]:
-    """Joins the other processes for the length of the block: those that torchrun started, if it did."""
+    """Joins the processes that torchrun started, if it did, for the length of the block."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
         yield
         return

@@ -16,7 +16,7 @@ from rich.progress import (
 # Called with the amount that is done and the total, or None where the total is unknown.
 Advance = Callable[[int, int | None], None]
 
-# From one line to the next, the time grows by this factor, from the first to the last of these.
+# The time between two lines grows by this factor, from the shortest to the longest.
 _GROWTH, _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.25, 10.0, 600.0
 
 

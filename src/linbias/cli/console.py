@@ -4,6 +4,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,39 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
     return progress_bar(task, visible=not quiet, console=err)
 
 
-def number_table(*titles: str) -> Table:
-    """A table whose columns are aligned on the right."""
-    return NumberTable(*titles)
+# How tables show what evaluations measured: by title, the name of the number and its form.
+_COLUMNS = {
+    **{"split": ("split", ""), "length": ("length", ","), "context": ("context_window", ",")},
+    **{"stride": ("stride", ","), "nll": ("nll", ".4f"), "bits": ("loss_base2", ".4f")},
+    **{"perplexity": ("perplexity", ",.3f"), "bits/byte": ("bits_per_byte", ".4f")},
+    **{"accuracy": ("accuracy", ".1%"), "tokens": ("num_tokens", ",")},
+    **{"masked": ("num_scored", ","), "scored": ("num_scored", ",")},
+    "tokens/s": ("tokens_per_second", ",.0f"),
+}
 
 
-def mebibytes(num_bytes: int) -> str:
-    """A number of bytes for a table."""
-    return f"{num_bytes / 2**20:,.0f} MiB"
+def evaluation_table(
+    results: Iterable[Any], *titles: str, slopes: Sequence[str] | None = None
+) -> Table:
+    """What evaluations measured, a row each.
+
+    Args:
+        results: The evaluations.
+        titles: The columns to show before tokens per second and memory.
+        slopes: For a second column, how the slopes of each evaluation were scaled.
+    """
+    shown = (*titles, "tokens/s")
+    heads = [*shown, "memory"]
+    table = NumberTable(*(heads if slopes is None else [heads[0], "slopes", *heads[1:]]))
+    for number, result in enumerate(results):
+        cells = []
+        for name, form in (_COLUMNS[title] for title in shown):
+            value = getattr(result, name)
+            cells.append("-" if value is None else f"{value:{form}}")
+        if slopes is not None:
+            cells.insert(1, slopes[number])
+        table.add_row(*cells, f"{result.peak_memory_bytes / 2**20:,.0f} MiB")
+    return table
 
 
 def is_first_process() -> bool:

@@ -15,7 +15,7 @@ from linbias.explain import Explanation, printable
 _MOST_ROWS, _MOST_COLUMNS = 64, 64  # more than this is for a file
 _LONGEST_NAME = 12
 _GAP = "   "
-_LIGHT, _DARK = (247, 251, 255), (8, 81, 156)  # weights 0 and 1
+_LIGHT, _DARK = (247, 251, 255), (8, 81, 156)  # the colours of weights 0 and 1
 
 
 class Matrix(NamedTuple):
@@ -99,7 +99,7 @@ def _width(matrix: Matrix) -> int:
 
 
 def _parts(matrix: Matrix, room: int) -> list[Matrix]:
-    """As many columns at a time as there is room for."""
+    """Split a matrix into parts that fit the room, each with as many columns as possible."""
     size = max(1, room // _cell_width(matrix))
     title, columns, values, shaded = matrix
     return [
@@ -144,7 +144,7 @@ def _number(value: float) -> str:
 
 
 def _shade(weight: float) -> str:
-    """A background as dark as the weight is large; none where a key is hidden."""
+    """Choose a background that is the darker the larger the weight is, and none where a key is hidden."""
     if np.isnan(weight):
         return "dim"
     red, green, blue = (

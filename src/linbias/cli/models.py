@@ -13,9 +13,8 @@ from linbias.cli import options, presets
 from linbias.cli.console import (
     bar,
     err,
+    evaluation_table,
     is_first_process,
-    mebibytes,
-    number_table,
     out,
     print_json,
     print_path,
@@ -23,7 +22,7 @@ from linbias.cli.console import (
 from linbias.data import SPLITS
 
 if TYPE_CHECKING:
-    from linbias.lm.evaluation import Evaluation
+    pass
 
 
 _ENCODER = ("encoder_position", "symmetric")
@@ -278,28 +277,9 @@ def evaluate(
         )
         return
     out.print(escape(text.describe(results[0][1].num_tokens)), soft_wrap=True)
-    _print_evaluations(results, with_scale=scales is not None)
-
-
-def _print_evaluations(
-    results: list[tuple[float | str | None, "Evaluation"]], with_scale: bool
-) -> None:
-    """A line per length and scale; the column of scales only if they were chosen."""
-    titles = ("length", "stride", "nll", "perplexity", "bits/byte", "tokens", "tokens/s", "memory")
-    table = number_table(*titles[:1], *(("slopes",) if with_scale else ()), *titles[1:])
-    for scale, r in results:
-        table.add_row(
-            f"{r.length:,}",
-            *((_scale_in_words(scale),) if with_scale else ()),
-            "-" if r.stride is None else f"{r.stride:,}",
-            f"{r.nll:.4f}",
-            f"{r.perplexity:,.3f}",
-            f"{r.bits_per_byte:.4f}",
-            f"{r.num_tokens:,}",
-            f"{r.tokens_per_second:,.0f}",
-            mebibytes(r.peak_memory_bytes),
-        )
-    out.print(table)
+    words = None if scales is None else [_scale_in_words(scale) for scale, _ in results]
+    columns = ("length", "stride", "nll", "perplexity", "bits/byte", "tokens")
+    out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
 
 
 def _scale_in_words(scale: float | str | None) -> str:
@@ -346,22 +326,8 @@ def _evaluate_in_blocks(
     done = "masked and scored" if masked else f"took out {results[0].num_spans:,} spans and scored"
     words = f"{done} {scored:,} of {read:,} tokens, the same ones at every length"
     out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
-    table = number_table(
-        *("length", "stride", "nll", "perplexity", "accuracy", "masked" if masked else "scored"),
-        *("tokens/s", "memory"),
-    )
-    for r in results:
-        table.add_row(
-            f"{r.length:,}",
-            "-" if r.stride is None else f"{r.stride:,}",
-            f"{r.nll:.4f}",
-            f"{r.perplexity:,.3f}",
-            f"{r.accuracy:.1%}",
-            f"{r.num_scored:,}",
-            f"{r.tokens_per_second:,.0f}",
-            mebibytes(r.peak_memory_bytes),
-        )
-    out.print(table)
+    columns = ("length", "stride", "nll", "perplexity", "accuracy")
+    out.print(evaluation_table(results, *columns, "masked" if masked else "scored"))
 
 
 def generate(

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from linbias.cli import options
 from linbias.cli.console import (
     bar,
     err,
+    evaluation_table,
     is_first_process,
-    mebibytes,
     new_group,
-    number_table,
     out,
     print_json,
     print_path,
@@ -236,7 +234,7 @@ def evaluate(
     if as_json:
         print_json({"model": str(model), "data": str(data), **result.to_dict()})
         return
-    out.print(_evaluation_table([result]))
+    _print_scores([result])
     out.print(result.line)
 
 
@@ -279,7 +277,7 @@ def run(
         print_json(results.to_dict())
         return
     out.print(_training_summary(results.training), soft_wrap=True)
-    out.print(_evaluation_table(results.evaluations))
+    _print_scores(results.evaluations)
 
 
 def _training_summary(metrics: PaperMetrics) -> str:
@@ -297,19 +295,6 @@ def _training_summary(metrics: PaperMetrics) -> str:
     )
 
 
-def _evaluation_table(results: Sequence[Scores]) -> Table:
-    table = number_table(
-        *("split", "length", "context", "tokens", "bits", "perplexity", "tokens/s", "memory")
-    )
-    for r in results:
-        table.add_row(
-            r.split,
-            f"{r.length:,}",
-            f"{r.context_window:,}",
-            f"{r.num_tokens:,}",
-            f"{r.loss_base2:.4f}",
-            f"{r.perplexity:,.2f}",
-            f"{r.tokens_per_second:,.0f}",
-            mebibytes(r.peak_memory_bytes),
-        )
-    return table
+def _print_scores(results: Sequence[Scores]) -> None:
+    columns = ("split", "length", "context", "tokens", "bits", "perplexity")
+    out.print(evaluation_table(results, *columns))

@@ -32,7 +32,7 @@ class Preset:
     model: dict[str, Any]
 
 
-# That of the annotated implementation of ALiBi (labml_nn.transformers.alibi): its text, sizes and optimizer.
+# The text, sizes and optimizer are those of the annotated implementation of ALiBi (labml_nn.transformers.alibi).
 PRESETS = {
     "annotated": Preset(
         text={"corpus": "tiny-shakespeare", "tokenizer": "characters"},
@@ -68,7 +68,7 @@ def named(name: str | None) -> Preset:
 
 
 def apply(context: typer.Context, name: str | None) -> str | None:
-    """The callback of `--preset`: other defaults for those options of its command that are not given."""
+    """Give the options that are not on the command line the preset's values as defaults: the callback of `--preset`."""
     if name is None:
         return None
     if name not in PRESETS:

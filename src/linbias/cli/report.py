@@ -15,33 +15,12 @@ from linbias.methods import METHODS
 
 def tables(results: ExtrapolationResults) -> Iterator[Table]:
     """Bits per byte by test length and what validations kept, for each training length; then the costs."""
-    evaluations = results.evaluations
-    for train_length in findings.train_lengths(evaluations):
-        lengths = findings.test_lengths(evaluations, train_length)
-        heads = [f"{length:,}\n{length / train_length:g}x" for length in lengths]
-        title = f"Bits per byte, trained on {train_length:,} tokens, tested on"
-        table = _table(title, [*heads, "change"])
-        for row in findings.loss_rows(evaluations, train_length):
-            if None in row.losses:
-                table.caption = "-: beyond its table of positions"
-            cells = [cell or "-" for cell in row.cells()]
-            table.add_row(_name(row.method), *cells, row.change_cell())
-        yield table
+    for train_length in findings.train_lengths(results.evaluations):
+        yield _table(findings.loss_table(results.evaluations, train_length))
         validated = findings.validations(results.trainings, train_length)
         if validated is not None:
-            title = f"Nats per token, last validation while training on {train_length:,} tokens"
-            table = _table(title, [title.replace(" at ", "\nat ") for title in validated.titles])
-            for kept in validated.rows:
-                if None in kept.losses:
-                    table.caption = "-: beyond its table of positions"
-                table.add_row(_name(kept.method), *(cell or "-" for cell in kept.cells()))
-            yield table
-    title = f"Training, {findings.budget(results.settings.training)}"
-    table = _table(title, [title.replace(" ", "\n") for title in findings.COST_TITLES])
-    table.caption = findings.COST_CAPTION
-    for cost in findings.costs(results.trainings):
-        table.add_row(_name(cost.method), *cost.cells())
-    yield table
+            yield _table(validated.table(train_length))
+    yield _table(findings.cost_table(results))
 
 
 def sentences(results: ExtrapolationResults) -> Iterator[Text]:
@@ -58,12 +37,16 @@ def sentences(results: ExtrapolationResults) -> Iterator[Text]:
         yield Text(caution, "dim")
 
 
-def _table(title: str, heads: list[str]) -> NumberTable:
-    """A table with the names of methods before its columns."""
-    table = NumberTable(title=title)
-    table.add_column("")
-    for head in heads:
-        table.add_column(head, justify="right")
+def _table(found: findings.Table) -> NumberTable:
+    """A table for the terminal, with the names of methods before its columns."""
+    table = NumberTable("", *found.heads, title=found.caption)
+    table.columns[0].justify = "left"
+    for row in found.rows:
+        table.add_row(
+            _name(row.method), *(cell if cell is not None else "-" for cell in row.cells)
+        )
+    lacking = any(None in row.cells for row in found.rows)
+    table.caption = "-: beyond its table of positions" if lacking else found.note or None
     return table
 
 

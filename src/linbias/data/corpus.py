@@ -39,7 +39,7 @@ from linbias.data.tokenizers import (
 
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 
-_TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name with such an ending is that of a file
+_TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name that ends so means a file, not a data set
 _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 # Parts of the standard library that some distributions leave out, that later versions drop, or that
@@ -179,7 +179,7 @@ def find_corpus(name: str) -> None:
     if not _is_data_set(name):
         raise _no_such_corpus(name)
     with caches_if_unreachable() as reachable:
-        if not reachable:  # else it shows when it is fetched
+        if not reachable:  # a missing data set shows when it is fetched
             _open(name, stream=True, cache_dir=None)
 
 
@@ -252,7 +252,7 @@ def _why_binary(text: bytes) -> str | None:
 
 
 def _split_files(files: dict[str, bytes]) -> _Splits:
-    """Gives each file to a split; by the hash, the choice is arbitrary, yet the same everywhere."""
+    """Assigns each file to a split by a hash of its path: arbitrary, but the same on every machine."""
     unique = {text: path for path, text in sorted(files.items(), reverse=True) if text}
     order = sorted(unique, key=lambda text: hashlib.sha256(os.fsencode(unique[text])).digest())
     if len(order) < len(SPLITS):
@@ -310,7 +310,7 @@ def _data_set_splits(
 
 
 def _is_data_set(name: str) -> bool:
-    """Whether a name may be that of a data set."""
+    """Tell whether a data set may have this name."""
     return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from linbias._run.hub import caches_if_unreachable
 
-# The text as it was written, and with rare words replaced by <unk>, as the paper uses it.
+# WikiText as it was written; WIKITEXT_WORDS below has rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {
     "wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1",
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
 }
-# Every short name: of texts to train on as they are.
+# The short names of all texts that can be trained on as they are.
 TEXTS = {**WIKITEXT, "tiny-shakespeare": "karpathy/tiny_shakespeare"}
 WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
 

@@ -62,7 +62,7 @@ class SpanTokens(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The first and one past the last token of each span of a text, [spans] each, in order and apart."""
+    """Where the spans of a text start, and one past where they stop: [spans] each, in order, never touching."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
@@ -79,7 +79,7 @@ class Spans(NamedTuple):
         return int(self.starts[span]) if span >= 0 and self.stops[span] > place else place
 
     def cut_after(self, place: int) -> int:
-        """Likewise, or after that span."""
+        """Where a text can be cut at `place`, or after the span that it would cut."""
         span = int(np.searchsorted(self.starts, place)) - 1
         return int(self.stops[span]) if span >= 0 and self.stops[span] > place else place
 
@@ -221,7 +221,7 @@ class SpanSegments(Segments):
 
 
 def _padded(rows: Sequence[NDArray[np.int64]], value: int) -> Tensor:
-    """[rows, longest], padded on the right."""
+    """Pad rows on the right to the longest: [rows, longest]."""
     padded = np.full((len(rows), max(map(len, rows))), value, np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

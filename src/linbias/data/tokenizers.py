@@ -33,8 +33,8 @@ _MASK = "\x1a"
 _ROLES = {"pad_token": "\0", "bos_token": "\2", "eos_token": "\3", "mask_token": _MASK}
 _NUM_SENTINELS = 100
 _SENTINEL = "<extra_id_{}>"  # as of T5
-# The library encodes the pieces of a batch in parallel, and meanwhile holds much more than their ids
-# in memory. So a text goes to it in batches of pieces, each of whole lines.
+# The library encodes the pieces of a batch in parallel, which takes much more memory than their ids do.
+# So it gets a text in batches of pieces, each of which is made of whole lines.
 _PIECE_BYTES = 1 << 14
 _BATCH_PIECES = 64
 
@@ -170,7 +170,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.int32]:
-    id_of = np.full(max(map(ord, vocabulary)) + 2, -1, np.int32)  # the last one: beyond all
+    id_of = np.full(
+        max(map(ord, vocabulary)) + 2, -1, np.int32
+    )  # the last entry stands for all characters beyond
     for character, id in vocabulary.items():
         id_of[ord(character)] = id
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

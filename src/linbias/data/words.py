@@ -41,7 +41,7 @@ def _backend(words: Dictionary) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split(regex(r"[\s\x1c-\x1f]+"), "removed")
     backend.decoder = decoders.Sequence(
         [
-            # It puts spaces between words; the prefix, which would join two, is in none of them.
+            # It puts spaces between words. No word has the prefix, which would join it to the one before.
             decoders.WordPiece(prefix="\n", cleanup=False),
             decoders.Replace(regex(f"^ ?{end}$"), "\n"),
         ]

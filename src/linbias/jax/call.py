@@ -77,7 +77,6 @@ def prepare(
         dropout=dropout,
         tolerance=tolerance,
         layout="BTHD",
-        added=mask is not None and jnp.issubdtype(mask.dtype, jnp.floating),
     )
     _checks.warn_of_layout(function, problem, "BTHD")
     _check_values(function, left, right, key_range, query_start, problem.S)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from linbias import _checks
+
 
 def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
     """Merge the results of `attention` over disjoint sets of keys into that over all of them.
@@ -35,12 +37,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
         >>> bool(jnp.allclose(out, attention(q, k, v), atol=1e-5))
         True
     """
-    shapes = [[list(x.shape) for x in arrays] for arrays in (outs, lses)]
-    if not shapes[0] or shapes[0] != [[*shapes[1][0], shapes[0][0][-1]]] * len(shapes[1]):
-        raise ValueError(
-            "merge: outs and lses must be as many arrays [B, T, H, E] as [B, T, H], at least one,"
-            f" got {shapes[0]} and {shapes[1]}"
-        )
+    _checks.check_parts([x.shape for x in outs], [x.shape for x in lses])
     parts, scores = jnp.stack(list(outs)), jnp.stack(list(lses))
     empty = scores == -jnp.inf
     nothing = empty.all(0)

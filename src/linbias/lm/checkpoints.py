@@ -89,7 +89,7 @@ class Checkpoints(TrainerCallback):
         return newest.name, float(read_json(newest / _MARK, "train")["seconds"])
 
     def delete(self, *, all_but: int = 0) -> None:
-        """Deletes them, once the model itself is saved, all but so many of the newest."""
+        """Deletes all but so many of the newest, once the model itself is saved."""
         if is_main():
             found = self._list()
             for checkpoint in found[: len(found) - all_but]:
@@ -123,7 +123,7 @@ class Checkpoints(TrainerCallback):
         self.saving = False
 
     def _list(self) -> list[Path]:
-        """All checkpoints, complete or not, oldest first; nothing else that is in the folder."""
+        """List all checkpoints, complete or not, oldest first, and no other entry of the folder."""
         found = {}
         for path in self.folder.glob("checkpoint-*"):
             number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
@@ -133,7 +133,7 @@ class Checkpoints(TrainerCallback):
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint that has its mark; None where nothing is."""
+    """Say what is wrong with a checkpoint that has its mark; None if it is whole."""
     try:
         mark = read_json(checkpoint / _MARK, "train")
         whole = mark.pop("mark") == _digest_of(mark)

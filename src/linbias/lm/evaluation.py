@@ -48,9 +48,9 @@ _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
     LinbiasForConditionalGeneration: "reads one text to write another (evaluate_hidden scores it)",
 }
-# Logits in float32 that are held at once: 2^24 of them are 64 MiB. More do not make it faster.
+# The largest number of float32 logits that are held at once, 64 MiB. A larger one makes nothing faster.
 MAX_LOGITS = 2**24
-# What the products of each precision are computed in; the sums of losses are always float32 and float64.
+# The dtype of matrix products in each precision. Losses are always float32, and their sums float64.
 _DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
@@ -355,7 +355,9 @@ def _losses(
     model: PreTrainedModel, inputs: Tensor, targets: Tensor, head_is_separate: bool
 ) -> Tensor:
     """The nll [rows, keep] of `targets`, which follow the last `keep` of `inputs`."""
-    if isinstance(model, PaperForCausalLM):  # only the parts of the vocabulary that have targets
+    if isinstance(
+        model, PaperForCausalLM
+    ):  # it computes only the parts of the vocabulary that have targets
         return -model.log_probs(inputs, targets)
     rows, keep = targets.shape
     if not head_is_separate:

@@ -31,7 +31,7 @@ _TITLE: dict[str, Any] = {
     **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
     "color": _TEXT,
 }
-_WIDTH, _HEIGHT = 4.7, 4.2  # of a panel in inches, where two stand side by side
+_WIDTH, _HEIGHT = 4.7, 4.2  # inches of a panel, where two stand side by side
 _ALONE_WIDTH = 8.0
 _NARROW_WIDTH, _NARROW_HEIGHT = 3.9, 3.5
 
@@ -120,7 +120,7 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
 
 
 def colours() -> dict[str, str]:
-    """The colours of a figure by name: those of all methods, and those of what is no line."""
+    """Return the colours of a figure by name: those of the methods, and those of page, text, frame and grid."""
     page = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
     return {name: method.colour for name, method in METHODS.items()} | page
 
@@ -208,7 +208,7 @@ def _finish(
 
 
 def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
-    """The ticks that leave each other room for their labels, the largest first."""
+    """Choose ticks whose labels do not overlap, beginning with the largest."""
     room = math.log2(max(ticks) / min(ticks)) * sizes.tick_inches / (0.5 * _panel_inches(axes)[0])
     shown: list[float] = []
     for tick in sorted(ticks, reverse=True):
@@ -222,7 +222,7 @@ def _panel_inches(axes: Axes) -> tuple[float, float]:
     figure, grid = axes.get_figure(root=True), axes.get_gridspec()
     assert figure is not None
     width, height = figure.get_size_inches()
-    if grid is None:  # axes of a user's, in no grid
+    if grid is None:  # axes that a user made outside of a grid
         return width * axes.get_position().width, height * axes.get_position().height
     return width / grid.ncols, height / grid.nrows
 
@@ -251,7 +251,7 @@ def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
 
 
 def _without_overlap(ends: list[_LineEnd], line_height: float) -> Iterator[tuple[_LineEnd, float]]:
-    """Each label and its height, as near to its line as the others leave room for."""
+    """Give each label a height, as near to its line as the other labels allow."""
     groups: list[list[_LineEnd]] = []
     middles: list[float] = []
     for end in sorted(ends):  # by x, then y

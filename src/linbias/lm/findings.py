@@ -21,7 +21,7 @@ from linbias.methods import METHODS
 
 T = TypeVar("T")
 
-# A change of loss below this share is within what another seed would change.
+# Another seed can change the loss by up to this share.
 _CLEAR_CHANGE = 0.01
 # The mean loss over fewer predictions is mostly noise.
 _MIN_PREDICTIONS = 100
@@ -135,78 +135,72 @@ def change_in_words(change: float) -> str:
     return text.lstrip("+-") if float(text[:-1]) == 0.0 else text
 
 
-class LossRow(NamedTuple):
-    """One method's bits per byte at each test length; None where it cannot read so much."""
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        method: Names the row.
+        cells: The numbers as text; None where the length is beyond the method's table of positions.
+        bars: For some columns, counted from 0, the share of the largest number, which the page draws as a bar.
+    """
 
     method: str
-    losses: list[float | None]
-    change: float | None
-
-    def cells(self) -> list[str | None]:
-        """The losses as text."""
-        return [None if loss is None else f"{loss:.3f}" for loss in self.losses]
-
-    def change_cell(self) -> str:
-        """The change from the training length to the longest test length as text."""
-        return "" if self.change is None else change_in_words(self.change)
+    cells: list[str | None]
+    bars: tuple[tuple[int, float], ...] = ()
 
 
-def loss_rows(evaluations: Sequence[EvaluationRecord], train_length: int) -> list[LossRow]:
-    """The table of losses for one training length: a row per method, a column per test length."""
+class Table(NamedTuple):
+    """A table with a row per method; a line end in a head divides it."""
+
+    caption: str
+    heads: list[str]
+    rows: list[Row]
+    note: str = ""
+
+
+def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Table:
+    """Bits per byte for one training length, a column per test length, and the change from there to the longest."""
     lengths, rows = test_lengths(evaluations, train_length), []
     for method in methods(evaluations):
         means = {p.test_length: p.mean for p in curve(evaluations, method, train_length)}
         if means:
             first, last = means.get(train_length), means.get(lengths[-1])
-            change = last / first - 1 if first and last else None
-            rows.append(LossRow(method, [means.get(n) for n in lengths], change))
-    return rows
+            change = change_in_words(last / first - 1) if first and last else ""
+            losses = [f"{means[n]:.3f}" if n in means else None for n in lengths]
+            rows.append(Row(method, [*losses, change]))
+    heads = [f"{length:,}\n{length / train_length:g}x" for length in lengths]
+    caption = f"Bits per byte, trained on {train_length:,} tokens, tested on"
+    return Table(caption, [*heads, "change"], rows)
 
 
-class Cost(NamedTuple):
-    """What training a method at a length took: means over the seeds."""
-
-    method: str
-    train_length: int
-    tokens: float
-    seconds: float
-    tokens_per_second: float
-    peak_memory_bytes: float
-
-    def cells(self) -> list[str]:
-        """The numbers as text, in the order of `COST_TITLES`."""
-        return [
-            f"{self.train_length:,}",
-            f"{self.tokens / 1e6:.2f} M",
-            f"{self.seconds:.0f} s",
-            f"{self.tokens_per_second:,.0f}",
-            f"{self.peak_memory_bytes / 2**20:,.0f} MiB",
-        ]
-
-
-COST_CAPTION = "tokens/s: of a median step, without start-up"
-COST_TITLES = ("trained on", "tokens read", "time", "tokens/s", "peak memory")
-
-
-def costs(trainings: Sequence[TrainingRecord]) -> list[Cost]:
-    """The table of costs: a row per training length and method."""
+def cost_table(results: ExtrapolationResults) -> Table:
+    """What training took: a row per training length and method, with means over the seeds."""
+    trainings = results.trainings
+    grouped = [
+        (length, method, same)
+        for length, method in product(train_lengths(trainings), methods(trainings))
+        if (
+            same := [
+                r.metrics for r in trainings if (r.train_length, r.method) == (length, method)
+            ]
+        )
+    ]
+    speeds = [fmean(m.tokens_per_second for m in same) for *_, same in grouped]
+    memories = [fmean(m.peak_memory_bytes for m in same) for *_, same in grouped]
     rows = []
-    for train_length, method in product(train_lengths(trainings), methods(trainings)):
-        same = [
-            r.metrics for r in trainings if (r.method, r.train_length) == (method, train_length)
+    for (length, method, same), speed, memory in zip(grouped, speeds, memories, strict=True):
+        cells: list[str | None] = [
+            f"{length:,}",
+            f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
+            f"{fmean(m.seconds for m in same):.0f} s",
+            f"{speed:,.0f}",
+            f"{memory / 2**20:,.0f} MiB",
         ]
-        if same:
-            rows.append(
-                Cost(
-                    method,
-                    train_length,
-                    tokens=fmean(m.tokens for m in same),
-                    seconds=fmean(m.seconds for m in same),
-                    tokens_per_second=fmean(m.tokens_per_second for m in same),
-                    peak_memory_bytes=fmean(m.peak_memory_bytes for m in same),
-                )
-            )
-    return rows
+        bars = ((3, speed / max(speeds)), (4, memory / max(memories)))
+        rows.append(Row(method, cells, bars))
+    heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
+    note = "tokens/s: of a median step, without start-up"
+    return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
 
 
 class ValidationRow(NamedTuple):
@@ -228,6 +222,12 @@ class Validations(NamedTuple):
 
     titles: list[str]
     rows: list[ValidationRow]
+
+    def table(self, train_length: int) -> Table:
+        """The numbers."""
+        caption = f"Nats per token, last validation while training on {train_length:,} tokens"
+        heads = [title.replace(" at ", "\nat ") for title in self.titles]
+        return Table(caption, heads, [Row(row.method, row.cells()) for row in self.rows])
 
 
 def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:

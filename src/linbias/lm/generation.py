@@ -11,7 +11,7 @@ from linbias.data.tokenizers import Tokenizer
 from linbias.models.load import encode, load_model, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
-_LONG = 200  # characters of a prompt that is not printed again
+_LONG = 200  # a prompt with more characters is not printed again
 
 
 def generate(
@@ -73,7 +73,7 @@ def generate(
         options |= {"temperature": temperature, "top_k": top_k}
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    except Exception as error:  # the library's own, of a character that has no token
+    except Exception as error:  # the library raises its own kind for a character that has no token
         encode(path, prompt.encode())  # names the character
         raise ValueError(
             f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"

@@ -304,6 +304,6 @@ def _score_spans(
 
 
 def _sums(logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
-    """The nll of the targets, and how many are the likeliest, each summed."""
+    """Sum the nll of the targets, and count how many of them the model held for the likeliest."""
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     return np.array([float(losses), float((logits.argmax(-1) == targets).sum())])

@@ -27,7 +27,7 @@ _KINDS: dict[str, type[LanguageModel]] = {
     "masked": LinbiasForMaskedLM,
     "seq2seq": LinbiasForConditionalGeneration,
 }
-# The fields that the weights do not depend on.
+# These fields may differ from those of the model to go on from: its weights do not depend on them.
 _MAY_DIFFER = {
     *("hidden_dropout", "attention_dropout", "attention_implementation", "slope_scale"),
     *("initializer_range", "use_cache"),
@@ -91,7 +91,7 @@ def _defaults(settings: TrainSettings) -> dict[str, str]:
 
 
 def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:
-    """The model before its first step, in the state of PyTorch's random numbers."""
+    """Build the model before its first step; fresh weights are drawn from PyTorch's current random state."""
     model = _KINDS[settings.task](config)
     if settings.init is not None:
         model.load_state_dict(load_model(settings.init, device="cpu").state_dict())

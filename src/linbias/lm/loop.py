@@ -131,7 +131,7 @@ def trainer_arguments(
         bf16=precision == "bf16",
         fp16=precision == "fp16",
         use_cpu=on_cpu,
-        logging_nan_inf_filter=False,  # it would hide a diverging loss, and wait for each step
+        logging_nan_inf_filter=False,  # the filter would hide a diverging loss, and wait for each step
         disable_tqdm=True,  # `ProgressBar` replaces it
         report_to="none",
         train_sampling_strategy="sequential",  # the data sets have an order of their own

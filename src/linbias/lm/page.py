@@ -48,10 +48,13 @@ def html(results: ExtrapolationResults) -> str:
         loss_by_position=_figure(
             figures.loss_by_position, pooled, findings.positions_in_words(pooled)
         ),
-        length_tables="".join(_length_tables(evaluations)),
+        length_tables="".join(
+            _table(findings.loss_table(evaluations, length))
+            for length in findings.train_lengths(evaluations)
+        ),
         validations="".join(_validation_tables(results.trainings)),
         budget=escape(findings.budget(results.settings.training)),
-        training_table=_training_table(results.trainings),
+        training_table=_table(findings.cost_table(results)),
         facts=_fact_list(results.made),
     )
 
@@ -83,73 +86,48 @@ def _caution(found: Sequence[Finding]) -> str:
     return "" if text is None else f'<p class="note">{escape(text)}</p>'
 
 
-def _length_tables(evaluations: Sequence[EvaluationRecord]) -> Iterator[str]:
-    for train_length in findings.train_lengths(evaluations):
-        lengths = findings.test_lengths(evaluations, train_length)
-        titles = [f"{n / train_length:g}x<br>{n:,}" for n in lengths]
-        rows = []
-        for row in findings.loss_rows(evaluations, train_length):
-            cells = [
-                '<td class="missing">beyond<br>its table</td>' if c is None else f"<td>{c}</td>"
-                for c in row.cells()
-            ]
-            rows.append(_row(row.method, [*cells, f"<td>{row.change_cell()}</td>"]))
-        caption = f"Bits per byte, trained on {train_length:,} tokens, tested on"
-        yield _table(caption, [*titles, "change"], rows)
-
-
 def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
     """For each training length, what the last validation kept, and how each model continued the prompt."""
     for train_length in findings.train_lengths(trainings):
         validated = findings.validations(trainings, train_length)
         if validated is None:
             continue
-        rows, items = [], []
-        for kept in validated.rows:
-            cells = [
-                '<td class="missing">beyond<br>its table</td>' if c is None else f"<td>{c}</td>"
-                for c in kept.cells()
-            ]
-            rows.append(_row(kept.method, cells))
-            items += [
-                f"<li {_colour(kept.method)}><b>{escape(METHODS[kept.method].label)}</b> continues: "
-                f"<code>{escape(repr(text))}</code></li>"
-                for text in kept.continuations
-            ]
-        caption = f"Nats per token, trained on {train_length:,} tokens"
-        titles = [title.replace(" at ", "<br>at ") for title in validated.titles]
+        items = [
+            f"<li {_colour(kept.method)}><b>{escape(METHODS[kept.method].label)}</b> continues: "
+            f"<code>{escape(repr(text))}</code></li>"
+            for kept in validated.rows
+            for text in kept.continuations
+        ]
         yield "<h2>The last validation while training</h2>"
         yield "<p>On the validation split: the mean loss, the loss at single tokens, and the accuracy.</p>"
-        yield _table(caption, titles, rows)
+        yield _table(validated.table(train_length))
         if items:
             yield f'<ul class="findings">{"".join(items)}</ul>'
 
 
-def _training_table(trainings: Sequence[TrainingRecord]) -> str:
-    costs = findings.costs(trainings)
-    fastest = max(cost.tokens_per_second for cost in costs)
-    largest = max(cost.peak_memory_bytes for cost in costs)
-    rows = []
-    for cost in costs:
-        *cells, speed, memory = cost.cells()
-        speed += _bar(cost.tokens_per_second / fastest)
-        memory += _bar(cost.peak_memory_bytes / largest)
-        rows.append(_row(cost.method, [f"<td>{cell}</td>" for cell in (*cells, speed, memory)]))
-    return _table(f"What training took ({findings.COST_CAPTION})", findings.COST_TITLES, rows)
-
-
-def _table(caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:
+def _table(found: findings.Table) -> str:
     """A table that scrolls in itself where the window is too narrow; the methods' names stay."""
-    heads = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    caption = escape(found.caption + (f" ({found.note})" if found.note else ""))
+    heads = "".join(
+        f'<th scope="col">{head.replace(chr(10), "<br>")}</th>' for head in found.heads
+    )
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><tr><td></td>{heads}</tr>{''.join(rows)}</table></div>"
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table>'
+        f"<caption>{caption}</caption><tr><td></td>{heads}</tr>"
+        f"{''.join(map(_row, found.rows))}</table></div>"
     )
 
 
-def _row(method: str, cells: Sequence[str]) -> str:
-    name = f'<th scope="row">{escape(METHODS[method].label)}</th>'
-    return f"<tr {_colour(method)}>{name}{''.join(cells)}</tr>"
+def _row(row: findings.Row) -> str:
+    bars = {number: _bar(share) for number, share in row.bars}
+    cells = [
+        '<td class="missing">beyond<br>its table</td>'
+        if cell is None
+        else f"<td>{cell}{bars.get(number, '')}</td>"
+        for number, cell in enumerate(row.cells)
+    ]
+    name = f'<th scope="row">{escape(METHODS[row.method].label)}</th>'
+    return f"<tr {_colour(row.method)}>{name}{''.join(cells)}</tr>"
 
 
 def _colour(method: str) -> str:

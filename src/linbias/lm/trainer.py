@@ -1,4 +1,4 @@
-"""Transformers' Trainer as language models are trained with it: what is decayed, the schedule, validations."""
+"""Transformers' Trainer with the weight decay, the schedule and the validations of our language models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linbias.lm.validate import Validation
 
 
 class LanguageModelTrainer(Trainer):
-    """The Trainer, of which a validation leaves the training as it would be without; it decays matrices only.
+    """The Trainer, changed so that validations do not affect the training and only matrices decay.
 
     Args:
         learning_rate_floor: Share of its peak below which the learning rate does not go after the warmup.
@@ -37,7 +37,7 @@ class LanguageModelTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
-        """That of the Trainer; with a floor, the same kind that does not go below it."""
+        """Make the Trainer's schedule; with a floor, one of the same form that stops falling at the floor."""
         if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
             factor = partial(_share_of_peak, warmup, num_training_steps, self.learning_rate_floor)
@@ -46,8 +46,11 @@ class LanguageModelTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Those of the Trainer, but for learned slopes, which a decay would pull towards 1, and for token embeddings
-        that are no output weights, of which rare tokens' rows would only shrink.
+        """Return the names of the weights that decay: all matrices but the table of token embeddings.
+
+        Learned slopes are vectors and do not decay, which would pull them towards 1. The table of embeddings decays
+        only where it also computes the output: otherwise the row of a rare token, which gets no gradient at most
+        steps, would do nothing but shrink.
         """
         names = super().get_decay_parameter_names(model)
         spared = {name for name, weight in model.named_parameters() if weight.ndim < 2}
@@ -57,7 +60,7 @@ class LanguageModelTrainer(Trainer):
         return [name for name in names if name not in spared]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """As the Trainer's, which draws random numbers for the order of its data."""
+        """Evaluate as the Trainer does, and put the random numbers back that it draws for the order of its data."""
         with torch.random.fork_rng():
             return super().evaluate(*arguments, **options)
 
@@ -69,7 +72,7 @@ class LanguageModelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """That of the Trainer, or in its place the run's own `Validation`."""
+        """Run the run's own `Validation` if there is one, and the Trainer's loop otherwise."""
         if self.validation is None:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -79,7 +82,7 @@ class LanguageModelTrainer(Trainer):
 
 
 def _share_of_peak(warmup: int, steps: int, floor: float, step: int) -> float:
-    """Of the learning rate at a step, where the cosine has a floor: max(floor, cosine) after the warmup."""
+    """Return the share of the peak that the learning rate has at a step: after the warmup, max(floor, cosine)."""
     if step < warmup:
         return step / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -76,7 +76,7 @@ def _fill_gradients(
         dk[there], dv[there] = sums
 
 
-operators = operator.define(NAME, _fill, _fill_gradients, tile_rows)
+operators = operator.Operators(NAME, _fill, _fill_gradients, tile_rows)
 attention = operators.attention
 
 

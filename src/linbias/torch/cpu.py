@@ -74,7 +74,7 @@ def _fill_gradients(
     del alive
 
 
-operators = operator.define(
+operators = operator.Operators(
     NAME, _fill, _fill_gradients, lambda _: core.TILE_ROWS, narrows=(torch.bfloat16,)
 )
 attention = operators.attention

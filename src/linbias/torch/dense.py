@@ -19,6 +19,7 @@ ABILITIES = Abilities(
     how="the whole score matrix, for reading and checking",
     memory="length x length",
     mask=True,
+    added=True,
     higher_derivatives=True,
 )
 

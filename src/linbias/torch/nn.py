@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from linbias import _checks
 from linbias.torch import masks, nested
 from linbias.torch.constant import constant
-from linbias.torch.functional import attention, attention_added, attention_weights
+from linbias.torch.functional import attention, attention_weights
 from linbias.torch.theirs import NoMatrix, take_weights
 from linbias.variants import is_causal, variant_slopes
 
@@ -333,23 +333,9 @@ class MultiheadAttention(nn.Module):
         if seen.key_range is not None:  # by itself it would move the queries to its end
             start = seen.key_range.new_full((B,), S - T)
             options |= {"key_range": seen.key_range, "query_start": start}
-        weights = None
-        if seen.mask is not None and seen.mask.dtype != torch.bool:
-            out, weights = attention_added(
-                q,
-                k,
-                v,
-                self.slopes,
-                seen.mask,
-                need_weights=need_weights,
-                **options,
-                **self._running(),
-            )
-        else:
-            options["mask"] = seen.mask
-            out = attention(q, k, v, self.slopes, **options, **self._running())
-            if need_weights:
-                weights = attention_weights(q, k, self.slopes, **options)
+        options["mask"] = seen.mask
+        out = attention(q, k, v, self.slopes, **options, **self._running())
+        weights = attention_weights(q, k, self.slopes, **options) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _attend_nested(

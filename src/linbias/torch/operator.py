@@ -1,6 +1,6 @@
 """What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
 
-An implementation fills arrays (`Fill`, `FillGradients`); `define` makes of that an operator with a backward
+An implementation fills arrays (`Fill`, `FillGradients`); `Operators` makes of that an operator with a backward
 operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step,
 `torch.func` takes it through the functions of `linbias.torch.transforms`, and a plain call does without it
 (`linbias.torch.direct`).
@@ -39,9 +39,8 @@ class Inputs(NamedTuple):
     tolerance: float
     precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
     slope_gradients: bool = False  # backward: those of left and right are asked for
-    mask: Tensor | None = (
-        None  # broadcasts to [B, H, T, S], bool, or added to the scores; near-to-far implementations are never given one
-    )
+    # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
+    mask: Tensor | None = None
 
 
 class Results(NamedTuple):
@@ -87,62 +86,119 @@ class FillGradients(Protocol):
     ) -> None: ...
 
 
-class Operators(NamedTuple):
-    """An implementation's operators."""
+class Operators:
+    """The operators linbias::<name>_forward and linbias::<name>_backward of an implementation.
 
-    attention: Callable[
-        ..., tuple[Tensor, Tensor | None]
-    ]  # of `Inputs`, and whether lse is wanted; differentiable
-    forward: Callable[..., Sequence[Tensor]]  # of the fields of `Inputs`, to those of `Results`
-
-
-def define(
-    name: str,
-    fill: Fill,
-    fill_gradients: FillGradients,
-    tile_rows: Callable[[int], int],
-    *,
-    unit: float = 1.0,
-    out_is_wide: bool = True,
-    visited_on_device: bool = False,
-    narrows: tuple[torch.dtype, ...] = (),
-) -> Operators:
-    """Make the operators linbias::<name>_forward and linbias::<name>_backward.
-
-    Args:
-        name: Of the implementation.
-        fill: Computes forward.
-        fill_gradients: Computes backward.
-        tile_rows: Query rows per tile, given the query heads per key/value head.
-        unit: Of row_max and log_sum, in nats.
-        out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
-        visited_on_device: `visited` lies where q does; otherwise on the CPU.
-        narrows: Types of q for which `out` is in q's type where it will not be differentiated: written once, not twice.
-
-    Returns:
-        `attention`, which returns out [B, H, T, E] in q's dtype and lse [B, H, T]; and the forward operator itself.
+    Attributes:
+        forward: Of the fields of `Inputs`, to those of `Results`; differentiable.
+        backward: Of dout, dlse and the fields of `Results` and `Inputs`, to those of `Gradients`.
     """
 
-    def empty_results(inputs: Inputs) -> Results:
-        q, k, v, left = inputs[:4]
-        B, H, T, _ = q.shape
-        # One more than there are: a size that may be 1 would tie an exported program to short sequences.
-        num_tiles = -(-T // tile_rows(H // max(1, k.shape[1]))) + 1
-        wide = out_is_wide and (inputs.precise or q.dtype not in narrows)
-        out_like = left if wide else q
-        rows = left.new_empty((B, H, T))
-        return Results(
-            out_like.new_empty((B, H, T, v.shape[3])),
-            rows,
-            torch.empty_like(rows),
-            torch.zeros(
-                (B, H, num_tiles, 2),
-                dtype=torch.int32,
-                device=q.device if visited_on_device else _CPU,
-            ),
+    def __init__(
+        self,
+        name: str,
+        fill: Fill,
+        fill_gradients: FillGradients,
+        tile_rows: Callable[[int], int],
+        *,
+        unit: float = 1.0,
+        out_is_wide: bool = True,
+        visited_on_device: bool = False,
+        narrows: tuple[torch.dtype, ...] = (),
+    ) -> None:
+        """Define them.
+
+        Args:
+            name: Of the implementation.
+            fill: Computes forward.
+            fill_gradients: Computes backward.
+            tile_rows: Query rows per tile, given the query heads per key/value head.
+            unit: Of row_max and log_sum, in nats.
+            out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
+            visited_on_device: `visited` lies where q does; otherwise on the CPU.
+            narrows: Types of q for which `out` is in q's type where it will not be differentiated: written once, not
+                twice.
+        """
+        self.name, self.unit = name, unit
+        self._fill, self._fill_gradients, self._tile_rows = fill, fill_gradients, tile_rows
+        self._out_is_wide, self._narrows = out_is_wide, narrows
+        self._visited_on_device = visited_on_device
+        of_backward = ("dout", "dlse", *Results._fields, *Inputs._fields)
+        self.forward = torch.library.custom_op(
+            f"linbias::{name}_forward",
+            self._operate,
+            mutates_args=(),
+            schema=f"({parameters(Inputs)}) -> {returns(Results)}",
+        )
+        self.backward = torch.library.custom_op(
+            f"linbias::{name}_backward",
+            self._operate_backward,
+            mutates_args=(),
+            schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)}) -> {returns(Gradients)}",
+        )
+        self.forward.register_fake(lambda *arguments: self._empty_results(Inputs(*arguments)))
+        self.backward.register_fake(
+            lambda *arguments: self.empty_gradients(Inputs(*arguments[-len(Inputs._fields) :]))
+        )
+        self.forward.register_autograd(
+            functools.partial(self._differentiate, self.backward), setup_context=_save_operator
+        )
+        self.backward.register_autograd(self._refuse)
+        for operator, names in ((self.forward, Inputs._fields), (self.backward, of_backward)):
+            operator.register_vmap(transforms.vmap_rule(operator, names))
+        # For `torch.func`, which refuses the derivative of a custom operator.
+        backward_once = transforms.function(
+            self.backward, of_backward, _save_nothing, self._refuse, self._refuse_forward_mode
+        )
+        self._forward_once = transforms.function(
+            self.forward,
+            Inputs._fields,
+            _save_operator,
+            functools.partial(self._differentiate, backward_once),
+            self._refuse_forward_mode,
         )
 
-    def empty_gradients(inputs: Inputs, slopes: bool = True) -> Gradients:
+    def attention(self, inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Run a call by the shortest way on which all that looks on still sees it: out [B, H, T, E] in q's dtype, lse."""
+        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
+        if unobserved(*arrays):
+            if inputs.precise:
+                found = _Direct.apply(*inputs[:5], self, inputs, with_lse)
+                return found if with_lse else (found, None)
+            results = self.run_forward(inputs)
+        elif not transforms.active():
+            results = Results(*self.forward(*inputs))
+        elif not torch.compiler.is_compiling():
+            # Under nested transforms a tensor does not say what is asked of those that it wraps.
+            results = Results(*self._forward_once(*inputs._replace(precise=True)))
+        else:
+            if transforms.forward_mode():  # the compiler would take the tangents for zero
+                self._refuse_forward_mode()
+            results = Results(*self.forward(*inputs))
+        return _as_dtype(results.out, inputs.q.dtype), self.lse_of(results) if with_lse else None
+
+    def run_forward(self, inputs: Inputs) -> Results:
+        results = self._empty_results(inputs)
+        self._fill(inputs, results)
+        return results
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: Results,
+        inputs: Inputs,
+        gradients: Gradients,
+    ) -> Gradients:
+        with without_autocast(inputs.q.device):
+            self._fill_gradients(inputs, dout, dlse, saved, gradients)
+        return gradients
+
+    def lse_of(self, results: Results) -> Tensor:
+        lse = results.row_max + results.log_sum
+        return lse if self.unit == 1 else lse * self.unit
+
+    def empty_gradients(self, inputs: Inputs, slopes: bool = True) -> Gradients:
         q, k, v, left = inputs[:4]
         rows_first = torch.contiguous_format  # whatever the strides of q, k and v
         return Gradients(
@@ -153,76 +209,32 @@ def define(
             left.new_empty(q.shape[:2]) if slopes else None,
         )
 
-    def run_forward(inputs: Inputs) -> Results:
-        results = empty_results(inputs)
-        fill(inputs, results)
-        return results
+    def _empty_results(self, inputs: Inputs) -> Results:
+        q, k, v, left = inputs[:4]
+        B, H, T, _ = q.shape
+        # One more than there are: a size that may be 1 would tie an exported program to short sequences.
+        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) + 1
+        wide = self._out_is_wide and (inputs.precise or q.dtype not in self._narrows)
+        out_like = left if wide else q
+        rows = left.new_empty((B, H, T))
+        device = q.device if self._visited_on_device else _CPU
+        return Results(
+            out_like.new_empty((B, H, T, v.shape[3])),
+            rows,
+            torch.empty_like(rows),
+            torch.zeros((B, H, num_tiles, 2), dtype=torch.int32, device=device),
+        )
 
-    def operate(*arguments: Any) -> Results:
+    def _operate(self, *arguments: Any) -> Results:
         with without_autocast(arguments[0].device):
-            return run_forward(Inputs(*arguments))
+            return self.run_forward(Inputs(*arguments))
 
-    def run_backward(
-        dout: Tensor, dlse: Tensor | None, saved: Results, inputs: Inputs, gradients: Gradients
-    ) -> Gradients:
-        with without_autocast(inputs.q.device):
-            fill_gradients(inputs, dout, dlse, saved, gradients)
-        return gradients
-
-    def operate_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+    def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
-        return run_backward(dout, dlse, saved, inputs, empty_gradients(inputs))
+        return self.run_backward(dout, dlse, saved, inputs, self.empty_gradients(inputs))
 
-    forward = torch.library.custom_op(
-        f"linbias::{name}_forward",
-        operate,
-        mutates_args=(),
-        schema=f"({_parameters(Inputs)}) -> {_returns(Results)}",
-    )
-    backward = torch.library.custom_op(
-        f"linbias::{name}_backward",
-        operate_backward,
-        mutates_args=(),
-        schema=f"(Tensor dout, Tensor dlse, {_parameters(Results)}, {_parameters(Inputs)}) -> {_returns(Gradients)}",
-    )
-    forward.register_fake(lambda *arguments: empty_results(Inputs(*arguments)))
-    backward.register_fake(lambda *arguments: empty_gradients(Inputs(*arguments[6:])))
-
-    def lse_of(results: Results) -> Tensor:
-        lse = results.row_max + results.log_sum
-        return lse if unit == 1 else lse * unit
-
-    def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x if x.dtype == dtype else x.to(dtype)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-        arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
-        ctx.save_for_backward(*arrays, *output)
-
-    def saved(ctx: Any) -> tuple[Inputs, Results]:
-        # Read once: activation checkpointing recomputes them at the first touch.
-        tensors = ctx.saved_tensors
-        inputs = Inputs(*tensors[:_NUM_ARRAYS], *ctx.numbers)
-        if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
-            inputs = inputs._replace(slope_gradients=True)
-        return inputs, Results(*tensors[_NUM_ARRAYS:])
-
-    def for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, dleft, dright = gradients
-        sides: list[Tensor | None] = [None, None]
-        if inputs.slope_gradients:
-            for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
-                if slope is not None:  # an infinite slope hides its side and has no gradient
-                    total = d if slope.dim() == 2 else d.sum(0)
-                    sides[side] = total.masked_fill(slope == torch.inf, 0.0)
-        return dq, dk, dv, *sides
-
-    def save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        save(ctx, inputs, output)
-        # row_max counts as a constant, so that the gradient of log_sum is that of lse.
-        ctx.mark_non_differentiable(output[1], output[3])
-
-    def differentiate_by(
+    def _differentiate(
+        self,
         backward: Callable[..., Any],
         ctx: Any,
         dout: Tensor,
@@ -230,94 +242,96 @@ def define(
         dlog_sum: Tensor,
         _dvisited: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        inputs, results = saved(ctx)
-        found = for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        inputs, results = _saved(ctx)
+        found = _for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
         return *found, *[None] * (len(Inputs._fields) - len(found))
 
-    class Direct(torch.autograd.Function):
-        """Attention with its derivative and without its operators."""
-
-        @staticmethod
-        def forward(
-            ctx: Any,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            left: Tensor,
-            right: Tensor | None,
-            inputs: Inputs,
-            with_lse: bool,
-        ) -> Tensor | tuple[Tensor, Tensor]:
-            # `inputs` holds the five, too, which are arguments for autograd to see.
-            results = run_forward(inputs)
-            save(ctx, inputs, results)
-            out = as_dtype(results.out, q.dtype)
-            return (out, lse_of(results)) if with_lse else out
-
-        @staticmethod
-        def backward(
-            ctx: Any, dout: Tensor, dlse: Tensor | None = None
-        ) -> tuple[Tensor | None, ...]:
-            inputs, results = saved(ctx)
-            dlog_sum = dlse if dlse is None or unit == 1 else dlse * unit
-            dout = as_dtype(dout, results.out.dtype)
-            # Whoever wants a second derivative hears of it from the operator.
-            if torch.is_grad_enabled() or not unobserved(dout, dlse):
-                if dlog_sum is None:
-                    dlog_sum = torch.zeros_like(results.log_sum)
-                gradients = backward(dout, dlog_sum, *results, *inputs)
-            else:
-                gradients = empty_gradients(inputs, inputs.slope_gradients)
-                run_backward(dout, dlog_sum, results, inputs, gradients)
-            return *for_arguments(inputs, gradients), None, None
-
-    def refuse(*_: Any) -> Any:
+    def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
-            f"attention: {name} gives first derivatives only; implementation='dense' gives all"
+            f"attention: {self.name} gives first derivatives only; implementation='dense' gives all"
         )
 
-    def refuse_forward_mode(*_: Any) -> Any:
+    def _refuse_forward_mode(self, *_: Any) -> Any:
         raise NotImplementedError(
-            f"attention: {name} has no forward-mode derivative; implementation='dense' has it"
+            f"attention: {self.name} has no forward-mode derivative; implementation='dense' has it"
         )
 
-    forward.register_autograd(
-        functools.partial(differentiate_by, backward), setup_context=save_operator
-    )
-    backward.register_autograd(refuse)
-    names = Inputs._fields, ("dout", "dlse", *Results._fields, *Inputs._fields)
-    for operator, arguments in zip((forward, backward), names, strict=True):
-        operator.register_vmap(transforms.vmap_rule(operator, arguments))
-    backward_once = transforms.function(
-        backward, names[1], lambda ctx, inputs, output: None, refuse, refuse_forward_mode
-    )
-    forward_once = transforms.function(
-        forward,
-        names[0],
-        save_operator,
-        functools.partial(differentiate_by, backward_once),
-        refuse_forward_mode,
-    )
 
-    def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
-        if unobserved(*arrays):
-            if inputs.precise:
-                found = Direct.apply(*inputs[:5], inputs, with_lse)
-                return found if with_lse else (found, None)
-            results = run_forward(inputs)
-        elif not transforms.active():
-            results = Results(*forward(*inputs))
-        elif not torch.compiler.is_compiling():
-            # Under nested transforms a tensor does not say what is asked of those that it wraps.
-            results = Results(*forward_once(*inputs._replace(precise=True)))
+class _Direct(torch.autograd.Function):
+    """Attention with its derivative and without its operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: Tensor,
+        right: Tensor | None,
+        operators: Operators,
+        inputs: Inputs,
+        with_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # `inputs` holds the five, too, which are arguments for autograd to see.
+        results = operators.run_forward(inputs)
+        _save(ctx, inputs, results)
+        ctx.operators = operators
+        out = _as_dtype(results.out, q.dtype)
+        return (out, operators.lse_of(results)) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        (inputs, results), operators = _saved(ctx), ctx.operators
+        dlog_sum = dlse if dlse is None or operators.unit == 1 else dlse * operators.unit
+        dout = _as_dtype(dout, results.out.dtype)
+        # Whoever wants a second derivative hears of it from the operator.
+        if torch.is_grad_enabled() or not unobserved(dout, dlse):
+            if dlog_sum is None:
+                dlog_sum = torch.zeros_like(results.log_sum)
+            gradients = operators.backward(dout, dlog_sum, *results, *inputs)
         else:
-            if transforms.forward_mode():  # the compiler would take the tangents for zero
-                refuse_forward_mode()
-            results = Results(*forward(*inputs))
-        return as_dtype(results.out, inputs.q.dtype), lse_of(results) if with_lse else None
+            gradients = operators.empty_gradients(inputs, inputs.slope_gradients)
+            operators.run_backward(dout, dlog_sum, results, inputs, gradients)
+        return *_for_arguments(inputs, gradients), None, None, None
 
-    return Operators(attention, forward)
+
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
+    ctx.save_for_backward(*arrays, *output)
+
+
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs, output)
+    # row_max counts as a constant, so that the gradient of log_sum is that of lse.
+    ctx.mark_non_differentiable(output[1], output[3])
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
+
+
+def _saved(ctx: Any) -> tuple[Inputs, Results]:
+    # Read once: activation checkpointing recomputes them at the first touch.
+    tensors = ctx.saved_tensors
+    inputs = Inputs(*tensors[:_NUM_ARRAYS], *ctx.numbers)
+    if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
+        inputs = inputs._replace(slope_gradients=True)
+    return inputs, Results(*tensors[_NUM_ARRAYS:])
+
+
+def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v and the slopes, in the shapes in which the slopes were given."""
+    dq, dk, dv, dleft, dright = gradients
+    sides: list[Tensor | None] = [None, None]
+    if inputs.slope_gradients:
+        for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
+            if slope is not None:  # an infinite slope hides its side and has no gradient
+                total = d if slope.dim() == 2 else d.sum(0)
+                sides[side] = total.masked_fill(slope == torch.inf, 0.0)
+    return dq, dk, dv, *sides
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -329,17 +343,20 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 _CPU = torch.device("cpu")
 _NOTHING = contextlib.nullcontext()
-_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
+_SCHEMA_TYPES: dict[object, str] = {
+    **{Tensor: "Tensor", float: "float", bool: "bool", str: "str"},
+    **{Tensor | None: "Tensor?", float | None: "float?"},
+}
 
 
-def _parameters(record: type[Any]) -> str:
+def parameters(record: type[Any]) -> str:
     """The fields of a record as parameters of an operator's schema."""
     return ", ".join(
         f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(record).items()
     )
 
 
-def _returns(record: type[Any]) -> str:
+def returns(record: type[Any]) -> str:
     return f"({', '.join('Tensor' for _ in record._fields)})"
 
 

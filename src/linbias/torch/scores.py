@@ -29,7 +29,7 @@ def bias_of(inputs: Inputs) -> Tensor:
     if inputs.mask is None:
         return bias
     if inputs.mask.dtype != torch.bool:
-        return bias + inputs.mask
+        return bias + inputs.mask.to(bias.dtype)
     return bias.masked_fill(~inputs.mask, -torch.inf)
 
 

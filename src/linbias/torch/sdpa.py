@@ -24,6 +24,7 @@ ABILITIES = Abilities(
     how="PyTorch's own attention, the bias as its mask",
     memory="length x length",
     mask=True,
+    added=True,
     dropout=False,
     transforms=False,
 )

@@ -1,7 +1,7 @@
 """What `torch.func` and forward mode ask of a custom operator beyond its derivative.
 
 PyTorch gives a custom operator a derivative that `torch.func.grad` refuses, and whose forward-mode tangents are
-silently none. An `autograd.Function` around it says what each transform does, so `define` in `operator.py` calls
+silently none. An `autograd.Function` around it says what each transform does, so `Operators` in `operator.py` calls
 that one wherever a transform is active.
 """
 
@@ -20,7 +20,7 @@ def active() -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether tensors may carry tangents. That they do, a tensor inside further transforms does not say."""
+    """Whether tensors may carry tangents; a tensor inside further transforms cannot be asked whether it does."""
     return forward_ad._current_level >= 0
 
 

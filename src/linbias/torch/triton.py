@@ -144,7 +144,7 @@ def _fill_gradients(
         backward(call, _small_strides(dout), dlse, **saved._asdict(), **asked)
 
 
-operators = operator.define(
+operators = operator.Operators(
     NAME,
     _fill,
     _fill_gradients,

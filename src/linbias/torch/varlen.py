@@ -1,15 +1,15 @@
 """`attention_varlen`: packed sequences, put into batches of about the same length."""
 
 from collections import defaultdict
-from typing import Any, Never
+from typing import Never
 
 import torch
 from torch import Tensor
 
 from linbias import _checks
 from linbias.torch import packed
+from linbias.torch.call import Slopes, as_slopes, autocast, describe, last_end, prepare, run
 from linbias.torch.dropout import draw_seed
-from linbias.torch.functional import Slopes, as_slopes, attention, autocast, describe, last_end
 
 # Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
 # of its own costs a call, as much as a sequence of about 100 tokens.
@@ -78,36 +78,24 @@ def attention_varlen(
         None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
         for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
-    rest: tuple[Any, ...] = (
-        cu_seqlens_q, cu_seqlens_k, key_range, query_start, causal, scale, dropout, tolerance, implementation
+    call = packed.Packed(
+        q, k, v, left, right, None, cu_seqlens_q, cu_seqlens_k, key_range, query_start,
+        causal, scale, dropout, tolerance, implementation,
     )  # fmt: skip
     if torch.compiler.is_compiling():
+        q, k, v = autocast(q, k, v)
         seed = draw_seed(q.device) if dropout else None
-        out, lse = _operator(*autocast(q, k, v), left, right, seed, *rest)
+        out, lse = _operator(*call._replace(q=q, k=k, v=v, seed=seed))
     else:
-        out, lse = _run(q, k, v, left, right, *rest)
+        out, lse = _run(call)
     return (out, lse) if return_lse else out
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_range: Tensor | None,
-    query_start: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
-    tolerance: float | None,
-    implementation: str,
-) -> tuple[Tensor, Tensor]:
-    """out [total_q, H, E] and lse [total_q, H]."""
-    starts_q = _offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    starts_k = _offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+def _run(call: packed.Packed) -> packed.Results:
+    q, k, v, left, right = call[:5]
+    key_range, query_start = call.key_range, call.query_start
+    starts_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
+    starts_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
     if len(starts_q) != len(starts_k):
         raise ValueError(
             f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
@@ -130,27 +118,28 @@ def _run(
         # Sequences without padding and placement of their own need neither argument.
         plain = held.all() and real.all() and key_range is None and query_start is None
         ranges, starts = (None if plain else x[batch].to(q.device) for x in placement)
-        out, lse = attention(
+        inputs, problem = prepare(
+            "attention",
             _take(q, rows, real),
             _take(k, keys, held),
             _take(v, keys, held),
             own[0],
-            causal=causal,
+            causal=call.causal,
             right_slopes=own[1],
-            scale=scale,
+            scale=call.scale,
             key_range=ranges,
             query_start=starts,
-            dropout=dropout,
-            tolerance=tolerance,
-            implementation=implementation,
-            return_lse=True,
+            dropout=call.dropout,
+            tolerance=call.tolerance,
+            lse=True,
         )
+        out, lse = run(inputs, problem, call.implementation, True)
         chosen = real.to(q.device)
         outs.append(out.transpose(1, 2)[chosen])
         lses.append(lse.transpose(1, 2)[chosen])
         order.append(rows[real])
     back = torch.cat(order).argsort().to(q.device)
-    return torch.cat(outs)[back], torch.cat(lses)[back]
+    return packed.Results(torch.cat(outs)[back], torch.cat(lses)[back])
 
 
 _operator = packed.define(_run)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from linbias import _dispatch
+from linbias.torch.call import Options, Slopes, prepare
 from linbias.torch.choice import asked_in_turn
-from linbias.torch.functional import Placement, Slopes, prepare
 from linbias.torch.operator import Inputs
 
 
@@ -33,15 +33,13 @@ def visited(
     v: Tensor,
     slopes: Slopes | None = None,
     *,
-    tolerance: float | None = None,
     implementation: str = "auto",
-    **placement: Unpack[Placement],
+    **options: Unpack[Options],
 ) -> Visited:
     """Find out which keys `attention` reads for these inputs, by running it.
 
     Args:
-        q, k, v, slopes, placement: As for `attention`.
-        tolerance: As for `attention`.
+        q, k, v, slopes, options: As for `attention`.
         implementation: One that leaves keys out, `triton`, `cpu` or `blocked`; "auto" is the first that can run the
             call.
 
@@ -56,7 +54,7 @@ def visited(
         >>> visited(q, k, v, [0.5, 0.0], implementation="blocked").work_kept[0, 1].item()
         1.0
     """
-    inputs, problem = prepare("visited", q, k, v, slopes, tolerance=tolerance, **placement)
+    inputs, problem = prepare("visited", q, k, v, slopes, **options)
     near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.

@@ -40,7 +40,7 @@ _RATES = {
     "attention_dropout": "attention_dropout",
     "softmax_dropout": "adaptive_softmax_dropout",
 }
-# Settings that the original can have otherwise and this model cannot. An absent one has this value.
+# Settings that this model supports with one value only; a checkpoint that lacks one has this value.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
     "adaptive_input": True,
@@ -217,7 +217,7 @@ def check_dictionary(
 
 
 def _settings(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the model's settings are, and these; older files keep them together with all others."""
+    """Find the model's settings: the entry that holds them and their values. Older files keep all settings in one entry."""
     if record.get("args") is not None:
         return "args", _as_dict(record["args"])
     cfg = _as_dict(record.get("cfg"))
@@ -277,7 +277,7 @@ def _config(
 
 
 def _wrong(settings: dict[str, Any], position: str) -> list[str]:
-    """Which settings describe a model that this is not, in words."""
+    """List, in words, the settings that this model does not support."""
     wrong = [
         f"{name} must be {value!r}, got {settings[name]!r}"
         for name, value in _FIXED.items()
@@ -385,5 +385,5 @@ def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
         )
     try:
         return PaperConfig.from_dict(settings), weights
-    except Exception as error:  # Transformers reads fields of its own without a look at them
+    except Exception as error:  # Transformers does not check fields of its own
         raise ValueError(f"load: cannot use {str(path)!r}: {error}") from error

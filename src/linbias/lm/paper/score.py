@@ -232,7 +232,7 @@ def _check(
 def _check_memory(
     model: PaperForCausalLM, num_ids: int, length: int, context_window: int, batch_tokens: int
 ) -> None:
-    """Refuses at the start what would run out of memory later: compares a pass with what is free."""
+    """Refuses a call whose forward passes would not fit in the free memory, before it starts."""
     width, keep = min(length, num_ids), min(length - context_window, num_ids)
     rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
     needed = _pass_bytes(model, rows, width, keep)

@@ -130,7 +130,7 @@ def train(
     config = _config(recipe, len(dictionary))
     PartialState(cpu=on_cpu)  # joins the other processes, if there are any
     _check_processes(recipe, on_cpu)
-    # Whatever may refuse has done so, before anything is written.
+    # All checks are done before anything is written.
     with hold_run_folder(output, "train"), no_bars():
         _open_run(recipe, data, splits, output)
         if not is_finished(output):

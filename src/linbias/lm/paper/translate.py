@@ -6,13 +6,90 @@ its floor, later `--lr` is the peak and `--min-lr` the floor. What a command lea
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from linbias.lm.paper.recipe import PRESETS, Recipe
+
+# Our options, each with the original's flag and its default.
+_PREPARE = {
+    **{f"--{split}": (f"--{split}pref", "") for split in ("train", "valid", "test")},
+    "-o": ("--destdir", "data-bin"),
+    "--workers": ("--workers", ""),
+    "--dict": ("--srcdict", ""),
+    "--nwords": ("--nwordssrc", ""),
+    "--threshold": ("--thresholdsrc", ""),
+}
+_EVALUATE = {
+    "--split": ("--gen-subset", "test"),
+    "--length": ("--tokens-per-sample", 1024),
+    "--context-window": ("--context-window", 0),
+}
+# Fields of the recipe, which are options of `linbias paper train`, each with the flag and fairseq's default, whose
+# type the value has.
+_RECIPE: dict[str, tuple[str, Any]] = {
+    "length": ("--tokens-per-sample", 1024),
+    "max_tokens": ("--max-tokens", 0),
+    "rows_multiple": ("--required-batch-size-multiple", 8),
+    "batches_per_step": ("--update-freq", 1),
+    "steps": ("--max-update", 0),
+    "learning_rate": ("--lr", 0.25),
+    "warmup_steps": ("--warmup-updates", 0),
+    "initial_learning_rate": ("--warmup-init-lr", -1.0),
+    "period": ("--lr-period-updates", -1.0),
+    "min_learning_rate": ("--min-lr", 0.0),
+    "t_mult": ("--t-mult", 1.0),
+    "shrink": ("--lr-shrink", 0.1),
+    "momentum": ("--momentum", 0.99),
+    "weight_decay": ("--weight-decay", 0.0),
+    "clip": ("--clip-norm", 0.0),
+    "precision": ("--fp16", "fp32"),
+    "seed": ("--seed", 1),
+    "validate_steps": ("--validate-interval-updates", 0),
+    "log_steps": ("--log-interval", 100),
+    "save_steps": ("--save-interval-updates", 0),
+}
+# Flags of the model, each with our field.
+_MODEL = {
+    "--decoder-layers": "num_hidden_layers",
+    "--decoder-embed-dim": "hidden_size",
+    "--decoder-attention-heads": "num_attention_heads",
+    "--decoder-ffn-embed-dim": "intermediate_size",
+    "--dropout": "dropout",
+    "--attention-dropout": "attention_dropout",
+    "--activation-dropout": "activation_dropout",
+    "--adaptive-softmax-dropout": "softmax_dropout",
+    "--adaptive-softmax-cutoff": "cutoffs",
+    "--adaptive-input-factor": "adaptive_factor",
+}
+# Flags that have one value here; all but the last must be given, since fairseq's default is another.
+_FIXED = {
+    "--task": "language_modeling",
+    "--arch": "transformer_lm_wiki103",
+    "--optimizer": "nag",
+    "--lr-scheduler": "cosine",
+    "--criterion": "adaptive_loss",
+    "--sample-break-mode": "none",
+}
+_ALIASES = {"--max-sentences": "--batch-size", "-a": "--arch"}
+_SWITCHES = {
+    *("--fp16", "--bf16", "--only-source", "--disable-validation", "--no-epoch-checkpoints"),
+    *("--skip-invalid-size-inputs-valid-test", "--no-progress-bar", "--no-decoder-final-norm"),
+    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj", "--cpu"),
+}
+# These flags say how the original computes, stores and prints, or what its architecture has anyway.
+_WITHOUT_EFFECT = (
+    *("--skip-invalid-size-inputs-valid-test", "--ddp-backend", "--no-epoch-checkpoints"),
+    *("--no-progress-bar", "--log-format", "--num-workers", "--fp16-init-scale"),
+    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj"),
+    *("--no-decoder-final-norm", "--adaptive-input-cutoff"),
+)
+# How much an evaluation reads at once follows from its length.
+_SIZES = ("--batch-size", "--max-tokens", "--max-target-positions", "--model-overrides")
 
 
 @dataclass
@@ -65,12 +142,11 @@ def translate(command: str) -> Translation:
     except ValueError as error:
         raise ValueError(f"translate: command must be a line for the shell, got {error}") from None
     for index, word in enumerate(words):
-        name = word.rpartition("/")[2]
-        if name in _PROGRAMS:
-            given = _Given(words[index + 1 :])
-            found = _PROGRAMS[name](given, words[:index])
-            found.unknown += given.rest()
-            return found
+        if found := _PROGRAMS.get(word.rpartition("/")[2]):
+            program, without_effect = found
+            given = _Given(words[:index], words[index + 1 :])
+            ours = ["linbias", "paper", *program(given)]
+            return Translation(ours, given.notes, given.unknown + given.rest(without_effect))
     known = ", ".join(_PROGRAMS)
     raise ValueError(f"translate: command must call one of {known}, got {command!r}")
 
@@ -80,65 +156,69 @@ def _fill_variables(line: str) -> str:
     values = {name: int(n) for name, n in re.findall(r"\b(\w+)=(\d+)\s*(?:;|&&)", line)}
     line = re.sub(r"\b\w+=\d+\s*(?:;|&&)", "", line)
 
-    def compute(found: re.Match[str]) -> str:
-        name, sign, number = found.groups()
-        if name not in values:
-            return found[0]
-        return str(values[name] + (int(number) if sign == "+" else -int(number)))
+    def fill(found: re.Match[str]) -> str:
+        name, *change = found.groups()
+        added = int(change[0].replace(" ", "")) if change else 0
+        return str(values[name] + added) if name in values else found[0]
 
-    line = re.sub(r"\$\(\(\s*\$?(\w+)\s*([+-])\s*(\d+)\s*\)\)", compute, line)
-    return re.sub(r"\$\{?(\w+)\}?", lambda found: str(values.get(found[1], found[0])), line)
+    line = re.sub(r"\$\(\(\s*\$?(\w+)\s*([+-]\s*\d+)\s*\)\)", fill, line)
+    return re.sub(r"\$\{?(\w+)\}?", fill, line)
 
 
 class _Given:
-    """The words after the program: flags with their values, and the others."""
+    """The words before and after the program: flags with their values, and others; what is taken is translated."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, before: list[str], after: list[str]) -> None:
+        self.before = before
         self.flags: dict[str, str | None] = {}
         self.others: list[str] = []
-        words = [part for word in words for part in _parts(word)]
-        index = 0
-        while index < len(words):
-            name = _ALIASES.get(words[index], words[index])
-            index += 1
+        self.notes: list[str] = []
+        self.unknown: list[str] = []
+        words = [part for word in after for part in _parts(word)]
+        while words:
+            name = _ALIASES.get(words[0], words[0])
+            del words[0]
             if not name.startswith("--"):
                 self.others.append(name)
-            elif name in _SWITCHES or index == len(words) or words[index].startswith("--"):
+            elif name in _SWITCHES or not words or words[0].startswith("--"):
                 self.flags[name] = None
             else:
-                self.flags[name] = words[index]
-                index += 1
+                self.flags[name] = words.pop(0)
 
-    def take(self, name: str, convert: Callable[[str], Any] = str, default: Any = None) -> Any:
-        """The value of a flag, which is then read."""
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a flag, of the type of the default; True where it has none."""
         if name not in self.flags:
             return default
         value = self.flags.pop(name)
         try:
-            return convert(value) if value is not None else True
+            return (
+                True if value is None else str(value) if default is None else type(default)(value)
+            )
         except ValueError:
             raise ValueError(f"translate: {name} must be a number, got {value!r}") from None
 
-    def require(self, name: str, what: str) -> str:
-        value = self.take(name)
-        if not isinstance(value, str):
-            raise ValueError(f"translate: command must have {name}, {what}")
-        return value
+    def take_all(self, table: dict[str, tuple[str, Any]]) -> list[str]:
+        """Options of ours, with the values of the original's flags, if they have one."""
+        found = {option: self.take(*flag) for option, flag in table.items()}
+        return [word for option, value in found.items() if value for word in (option, str(value))]
 
-    def data(self) -> str:
+    def take_data(self) -> str:
         if not self.others:
             raise ValueError("translate: command must name the folder of the data")
         return self.others.pop(0)
 
-    def ignore(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.flags.pop(name, None)
+    def take_fixed(self, name: str, *, needed: bool) -> None:
+        """Read a flag that has one value here, and note another one as unknown."""
+        value, only = self.take(name), _FIXED[name]
+        if value is None and needed:
+            self.unknown.append(f"no {name}: here it is {only}")
+        elif value not in (None, only, only.replace("_lm_", "_lm_baevski_")):
+            self.unknown.append(f"{name} {value}: here it is {only}")
 
-    def rest(self) -> list[str]:
-        flags = (
-            name if value is None else f"{name} {value}" for name, value in self.flags.items()
-        )
-        return [*flags, *self.others]
+    def rest(self, without_effect: tuple[str, ...]) -> list[str]:
+        """The words that nothing took."""
+        flags = {name: value for name, value in self.flags.items() if name not in without_effect}
+        return [*(n if v is None else f"{n} {v}" for n, v in flags.items()), *self.others]
 
 
 def _parts(word: str) -> tuple[str, ...]:
@@ -146,208 +226,94 @@ def _parts(word: str) -> tuple[str, ...]:
     return (name, value) if equals and name.startswith("--") else (word,)
 
 
-def _prepare(given: _Given, _: Sequence[str]) -> Translation:
-    words = ["linbias", "paper", "prepare"]
-    for split in ("train", "valid", "test"):
-        path = given.take(f"--{split}pref")
-        words += [] if path is None else [f"--{split}", path]
-    words += ["-o", given.take("--destdir", default="data-bin")]
-    for name, option in (
-        ("--workers", "--workers"),
-        ("--srcdict", "--dict"),
-        ("--nwordssrc", "--nwords"),
-        ("--thresholdsrc", "--threshold"),
-    ):
-        value = given.take(name)
-        words += [] if value is None else [option, value]
-    unknown = []
+def _prepare(given: _Given) -> list[str]:
     if not given.take("--only-source"):
-        unknown.append("no --only-source: texts in two languages are not known here")
-    return Translation(words, unknown=unknown)
+        given.unknown.append("no --only-source: texts in two languages are not known here")
+    return ["prepare", *given.take_all(_PREPARE)]
 
 
-def _evaluate(given: _Given, _: Sequence[str]) -> Translation:
-    words = ["linbias", "paper", "evaluate", given.require("--path", "the model"), given.data()]
-    length = given.take("--tokens-per-sample", int, 1024)
-    words += ["--split", given.take("--gen-subset", default="test"), "--length", str(length)]
-    window = given.take("--context-window", int, 0)
-    words += ["--context-window", str(window)] if window else []
-    unknown = _fixed(given, {"--sample-break-mode": "none"})
-    # How many are read at once, and that the model may read so many, follow from the length.
-    sizes = ("--batch-size", "--max-tokens", "--max-target-positions", "--model-overrides")
-    given.ignore((*sizes, *_WITHOUT_EFFECT))
-    return Translation(words, unknown=unknown)
+def _evaluate(given: _Given) -> list[str]:
+    path = given.take("--path")
+    if not isinstance(path, str):
+        raise ValueError("translate: command must have --path, the model")
+    given.take_fixed("--sample-break-mode", needed=False)
+    return ["evaluate", path, given.take_data(), *given.take_all(_EVALUATE)]
 
 
-def _train(given: _Given, before: Sequence[str]) -> Translation:
-    notes: list[str] = []
-    unknown = _fixed(
-        given,
-        {
-            "--task": "language_modeling",
-            "--arch": "transformer_lm_wiki103",
-            "--optimizer": "nag",
-            "--lr-scheduler": "cosine",
-            "--criterion": "adaptive_loss",
-            "--sample-break-mode": "none",
-        },
-        needed=5,
-    )
-    data, output = given.data(), given.take("--save-dir", default="checkpoints")
-    recipe = Recipe(**_recipe(given, before, notes))
+def _train(given: _Given) -> list[str]:
+    for name in _FIXED:
+        given.take_fixed(name, needed=name != "--sample-break-mode")
+    data, output = given.take_data(), given.take("--save-dir", "checkpoints")
+    recipe = _recipe(given)
     preset = f"L{recipe.length}" if f"L{recipe.length}" in PRESETS else "L512"
-    words = ["linbias", "paper", "train", data, "-o", output, "--preset", preset]
     standard = PRESETS[preset]
     # Another number of steps would stretch warmup and cosine; said last, these stay.
-    names = [name for name in _OPTIONS if getattr(recipe, name) != getattr(standard, name)]
+    names = [name for name in _RECIPE if getattr(recipe, name) != getattr(standard, name)]
     if recipe.steps != standard.steps:
         names += [name for name in ("warmup_steps", "period") if name not in names]
     elif recipe.cosine_period == standard.cosine_period and "period" in names:
         names.remove("period")
+    words = ["train", data, "-o", output, "--preset", preset]
     for name in names:
-        value = getattr(recipe, name)
-        if value is not None:
+        if (value := getattr(recipe, name)) is not None:
             words += ["--" + name.replace("_", "-"), str(value).removesuffix(".0")]
-    for flag, (name, write) in _MODEL.items():
-        value = given.take(flag)
-        words += [] if value is None else ["--set", f"{name}={write(value)}"]
-    given.ignore(_WITHOUT_EFFECT)
-    return Translation(words, notes, unknown)
+    for flag, name in _MODEL.items():
+        if (value := given.take(flag)) is not None:
+            words += ["--set", f"{name}=[{value}]" if name == "cutoffs" else f"{name}={value}"]
+    return words
 
 
-def _recipe(given: _Given, before: Sequence[str], notes: list[str]) -> dict[str, Any]:
-    """The fields of the recipe, fairseq's defaults where the command is silent."""
-    length = given.take("--tokens-per-sample", int, 1024)
-    steps = given.take("--max-update", int)
-    if not steps:
+def _recipe(given: _Given) -> Recipe:
+    """The recipe, with fairseq's defaults where the command is silent."""
+    found = {name: given.take(*flag) for name, flag in _RECIPE.items()}
+    if not found["steps"]:
         raise ValueError("translate: command must have --max-update, the number of steps")
-    warmup = given.take("--warmup-updates", int, 0)
-    period = given.take("--lr-period-updates", float, -1.0)
-    schedule = _learning_rates(given)
-    clip = given.take("--clip-norm", float, 0.0)
-    if clip <= 0:
-        clip = 1e9
-        notes.append(
+    rows = given.take("--batch-size", 0) * found["length"]
+    if not (rows or found["max_tokens"]):
+        raise ValueError("translate: command must have --max-tokens or --batch-size")
+    found["max_tokens"] = min(rows or math.inf, found["max_tokens"] or math.inf)
+    if (
+        peak := given.take("--max-lr", 0.0)
+    ) > 0:  # the older dialect, in which --min-lr ends the run
+        found["learning_rate"], found["min_learning_rate"] = peak, found["learning_rate"]
+    if float(given.flags.get("--stop-min-lr") or "inf") <= found["min_learning_rate"]:
+        given.take("--stop-min-lr")  # which is never reached
+    if found["initial_learning_rate"] < 0:
+        found["initial_learning_rate"] = found["learning_rate"]
+    if found["clip"] <= 0:
+        found["clip"] = 1e9
+        given.notes.append(
             "the original does not clip gradients without --clip-norm, nor does --clip 1e9"
         )
-    validate = given.take("--validate-interval-updates", int) or None
-    if given.take("--disable-validation"):
-        validate = 0
-    log_steps = given.take("--log-interval", int, 100)
-    save_steps = given.take("--save-interval-updates", int) or 10 * log_steps
-    return {
-        "length": length,
-        "max_tokens": _max_tokens(given, length),
-        "rows_multiple": given.take("--required-batch-size-multiple", int, 8),
-        "batches_per_step": given.take("--update-freq", int, 1) * _num_gpus(given, before, notes),
-        "steps": steps,
-        "warmup_steps": warmup,
-        "period": int(period) if period > 0 else max(1, steps - warmup),
-        "t_mult": given.take("--t-mult", float, 1.0),
-        "shrink": given.take("--lr-shrink", float, 0.1),
-        "momentum": given.take("--momentum", float, 0.99),
-        "weight_decay": given.take("--weight-decay", float, 0.0),
-        "clip": clip,
-        "precision": _precision(given),
-        "seed": given.take("--seed", int, 1),
-        "validate_steps": validate,
-        "log_steps": log_steps,
-        "save_steps": save_steps,
-        **schedule,
-    }
+    if found["period"] <= 0:
+        found["period"] = max(1, found["steps"] - found["warmup_steps"])
+    found["period"] = int(found["period"])
+    halves = given.take("--bf16")
+    found["precision"] = "fp16" if found["precision"] is True else "bf16" if halves else "fp32"
+    found["batches_per_step"] *= _num_gpus(given)
+    found["validate_steps"] = (
+        0 if given.take("--disable-validation") else found["validate_steps"] or None
+    )
+    found["save_steps"] = found["save_steps"] or 10 * found["log_steps"]
+    return Recipe(**found)
 
 
-def _learning_rates(given: _Given) -> dict[str, float]:
-    peak = given.take("--max-lr", float)
-    if peak is not None:  # the older dialect, in which --min-lr ends the run
-        floor = given.take("--lr", float, 0.25)
-        given.take("--min-lr")
-    else:
-        peak, floor = given.take("--lr", float, 0.25), given.take("--min-lr", float, 0.0)
-    if given.flags.get("--stop-min-lr") and float(given.flags["--stop-min-lr"] or 0) <= floor:
-        given.take("--stop-min-lr")  # which is never reached
-    initial = given.take("--warmup-init-lr", float, -1.0)
-    return {
-        "learning_rate": peak,
-        "min_learning_rate": floor,
-        "initial_learning_rate": peak if initial < 0 else initial,
-    }
-
-
-def _max_tokens(given: _Given, length: int) -> int:
-    tokens, rows = given.take("--max-tokens", int), given.take("--batch-size", int)
-    sizes = [size for size in (tokens, rows and rows * length) if size]
-    if not sizes:
-        raise ValueError("translate: command must have --max-tokens or --batch-size")
-    return min(sizes)
-
-
-def _num_gpus(given: _Given, before: Sequence[str], notes: list[str]) -> int:
+def _num_gpus(given: _Given) -> int:
     """As many as the command says, by a flag or in its environment, or 8."""
-    said = given.take("--distributed-world-size", int)
-    for word in before:
+    said: int = given.take("--distributed-world-size", 0)
+    for word in given.before:
         if word.startswith("CUDA_VISIBLE_DEVICES="):
             said = said or len(word.partition("=")[2].split(","))
-    if said:
-        return int(said)
-    notes.append("8 GPUs are assumed, as the paper had; --distributed-world-size says others")
-    return 8
+    if not said:
+        given.notes.append(
+            "8 GPUs are assumed, as the paper had; --distributed-world-size says others"
+        )
+    return said or 8
 
 
-def _precision(given: _Given) -> str:
-    chosen = [name for name in ("fp16", "bf16") if given.take(f"--{name}")]
-    return chosen[0] if chosen else "fp32"
-
-
-def _fixed(given: _Given, values: dict[str, str], needed: int = 0) -> list[str]:
-    """Read flags that have one value here; name those that have another, and of the first `needed` those that lack."""
-    unknown = []
-    for index, (name, only) in enumerate(values.items()):
-        value = given.take(name)
-        if value is None and index < needed:
-            unknown.append(f"no {name}: here it is {only}")
-        elif value not in (None, only, only.replace("_lm_", "_lm_baevski_")):
-            unknown.append(f"{name} {value}: here it is {only}")
-    return unknown
-
-
-# Fields of the recipe that are options of `linbias paper train` of the same name.
-_OPTIONS = (
-    *("length", "max_tokens", "rows_multiple", "batches_per_step", "steps", "learning_rate"),
-    *("warmup_steps", "initial_learning_rate", "period", "min_learning_rate", "t_mult", "shrink"),
-    *("momentum", "weight_decay", "clip", "precision", "seed"),
-    *("validate_steps", "log_steps", "save_steps"),
-)
-_MODEL: dict[str, tuple[str, Callable[[str], str]]] = {
-    "--decoder-layers": ("num_hidden_layers", str),
-    "--decoder-embed-dim": ("hidden_size", str),
-    "--decoder-attention-heads": ("num_attention_heads", str),
-    "--decoder-ffn-embed-dim": ("intermediate_size", str),
-    "--dropout": ("dropout", str),
-    "--attention-dropout": ("attention_dropout", str),
-    "--activation-dropout": ("activation_dropout", str),
-    "--adaptive-softmax-dropout": ("softmax_dropout", str),
-    "--adaptive-softmax-cutoff": ("cutoffs", "[{}]".format),
-    "--adaptive-input-factor": ("adaptive_factor", str),
-}
-_ALIASES = {"--max-sentences": "--batch-size", "-a": "--arch"}
-_SWITCHES = {
-    *("--fp16", "--bf16", "--only-source", "--disable-validation", "--no-epoch-checkpoints"),
-    *("--skip-invalid-size-inputs-valid-test", "--no-progress-bar", "--no-decoder-final-norm"),
-    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj", "--cpu"),
-}
-# How the original computes, stores and prints; and what its architecture has anyway.
-_WITHOUT_EFFECT = (
-    *("--skip-invalid-size-inputs-valid-test", "--ddp-backend", "--no-epoch-checkpoints"),
-    *("--no-progress-bar", "--log-format", "--num-workers", "--fp16-init-scale"),
-    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj"),
-    *("--no-decoder-final-norm", "--adaptive-input-cutoff"),
-)
-_PROGRAMS: dict[str, Callable[[_Given, Sequence[str]], Translation]] = {
-    "fairseq-train": _train,
-    "train.py": _train,
-    "fairseq-eval-lm": _evaluate,
-    "eval_lm.py": _evaluate,
-    "fairseq-preprocess": _prepare,
-    "preprocess.py": _prepare,
+# By the program's name: how its words are translated, and which of its flags change nothing here.
+_PROGRAMS: dict[str, tuple[Callable[[_Given], list[str]], tuple[str, ...]]] = {
+    **dict.fromkeys(("fairseq-train", "train.py"), (_train, _WITHOUT_EFFECT)),
+    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), (_evaluate, _SIZES + _WITHOUT_EFFECT)),
+    **dict.fromkeys(("fairseq-preprocess", "preprocess.py"), (_prepare, ())),
 }

@@ -22,7 +22,7 @@ from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
 from linbias.models.fused.family import Family, Options
 from linbias.models.fused.mask import NAME, make_mask
-from linbias.torch.functional import IMPLEMENTATIONS
+from linbias.torch.choice import IMPLEMENTATIONS
 
 FAMILIES = {family.model_type: family for family in (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY)}
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}

@@ -1,34 +1,34 @@
 // Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
 //
 // The inputs as sums of bfloat16, which is all that these targets multiply: one for bfloat16 itself, and three for
-// float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of parts i and j
+// float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of terms i and j
 // with i + j < 3: what is left out is below 2^-22 of the product, of either sign, and about 2^-26 in the mean, less
-// than a float32 sum loses by rounding. Parts below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
+// than a float32 sum loses by rounding. Terms below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
 // becomes NaN where it is multiplied.
 
-constexpr int kMostParts = 3;  // of a number
+constexpr int kMostTerms = 3;  // of a number
 template <typename In>
-constexpr int kPartsOf = kMostParts;
+constexpr int kTermsOf = kMostTerms;
 template <>
-constexpr int kPartsOf<Bfloat16> = 1;
+constexpr int kTermsOf<Bfloat16> = 1;
 
-constexpr int64_t kSide = 16;  // queries across the lanes, or rows and columns of a tile of sums
+constexpr int64_t kLanes16 = 16;  // of a vector of float32: queries of a group, and rows of a register of the unit
 
 // A factor of a product: the sum of `count` matrices of bfloat16 (uint16_t, in rows) or of pairs of them (uint32_t),
 // each `step` elements after the one before.
 template <typename X>
-struct Parts {
+struct Terms {
   X* data;
   int64_t row;
   int count = 1;
   int64_t step = 0;
 
-  Parts at(int64_t offset) const { return {data + offset, row, count, step}; }
+  Terms at(int64_t offset) const { return {data + offset, row, count, step}; }
 };
 
-// Where a product of float32 sums over queries, the parts of a number fill the pairs that the unit multiplies, so that
-// 16 queries are as deep as a product is. x = x0 + x1 + x2 is then in two kinds of pairs, (x0, x1) and (x0, x2), and
-// the other factor in three, (y0, y1), (y1, y0) and (y2, y0): kinds 0 and 0, 0 and 1, 1 and 2 make the six products.
+// Where a product of float32 sums over queries, each pair that the unit multiplies holds two terms of one number, so
+// that 16 queries fill the depth of a product. x = x0 + x1 + x2 is then stored in two kinds of pairs, (x0, x1) and (x0,
+// x2), and the other factor in three, (y0, y1), (y1, y0) and (y2, y0). add_groups draws how they make the six products.
 constexpr int kPairKinds = 2, kOtherPairKinds = 3;
 
 constexpr uint32_t kUpperHalf = 0xffff0000u;
@@ -57,8 +57,8 @@ LINBIAS_INLINE void store_upper_halves(Words first, Words second, uint16_t* to, 
 #endif
 }
 
-// Two vectors in three parts: put(part, first, second) gets words whose upper halves are the numbers of a part. The
-// first part is cut off, so that no number becomes infinite, the second is rounded, and the third is what is left.
+// Two vectors in three terms: put(term, first, second) gets words whose upper halves are the numbers of a term. The
+// first term is cut off, so that no number becomes infinite, the second is rounded, and the third is what is left.
 template <typename Put>
 LINBIAS_INLINE void split(Floats first, Floats second, const Put& put) {
   put(0, (Words)first, (Words)second);
@@ -69,17 +69,17 @@ LINBIAS_INLINE void split(Floats first, Floats second, const Put& put) {
   put(2, (Words)(first - (Floats)(one & kUpperHalf)), (Words)(second - (Floats)(two & kUpperHalf)));
 }
 
-// Two vectors as pairs, in kParts parts `step` words apart; fewer than three are rounded.
-template <int kParts>
+// Two vectors as pairs, in kTerms terms `step` words apart; fewer than three are rounded.
+template <int kTerms>
 LINBIAS_INLINE void store_pairs(Floats even, Floats odd, uint32_t* to, int64_t step) {
-  if constexpr (kParts == kMostParts) {
-    split(even, odd, [&](int part, Words first, Words second) __attribute__((always_inline)) {
-      store_words(to + part * step, side_by_side(first, second));
+  if constexpr (kTerms == kMostTerms) {
+    split(even, odd, [&](int term, Words first, Words second) __attribute__((always_inline)) {
+      store_words(to + term * step, side_by_side(first, second));
     });
   } else {
-    for (int part = 0; part < kParts; ++part) {
+    for (int term = 0; term < kTerms; ++term) {
       const Words pairs = round_to_pairs<false>(even, odd);
-      store_words(to + part * step, pairs);
+      store_words(to + term * step, pairs);
       even -= even_of_pairs(pairs);
       odd -= odd_of_pairs(pairs);
     }
@@ -87,7 +87,7 @@ LINBIAS_INLINE void store_pairs(Floats even, Floats odd, uint32_t* to, int64_t s
 }
 
 // 16 numbers in two kinds of pairs, `step` words apart.
-LINBIAS_INLINE void store_pairs_of_parts(Floats x, uint32_t* to, int64_t step) {
+LINBIAS_INLINE void store_kinds(Floats x, uint32_t* to, int64_t step) {
   const Words first = (Words)x;
   x -= (Floats)(first & kUpperHalf);
   const Words second = (Words)x + 0x8000u, third = (Words)(x - (Floats)(second & kUpperHalf));
@@ -95,24 +95,24 @@ LINBIAS_INLINE void store_pairs_of_parts(Floats x, uint32_t* to, int64_t step) {
   store_words(to + step, side_by_side(first, third));
 }
 
-// The sum of the parts of 16 numbers.
-template <int kParts>
-LINBIAS_INLINE Floats sum_of_parts(const uint16_t* from, int64_t step) {
+// The sum of the terms of 16 numbers.
+template <int kTerms>
+LINBIAS_INLINE Floats sum_of_terms(const uint16_t* from, int64_t step) {
   Floats total{};
-  for (int part = kParts - 1; part >= 0; --part) {
+  for (int term = kTerms - 1; term >= 0; --term) {
     HalfWords half;
-    __builtin_memcpy(&half, from + part * step, sizeof half);
+    __builtin_memcpy(&half, from + term * step, sizeof half);
     total += even_of_pairs(__builtin_convertvector(half, Words));
   }
   return total;
 }
 
-// Rows of inputs as they come, into `rows` rows without gaps, zeros behind each and in those that are missing.
+// Rows of inputs in terms, to `rows` rows without gaps, zeros behind each and in those that are missing.
 template <typename In>
-LINBIAS_INLINE void copy_parts(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
-                               Parts<uint16_t> to) {
-  if constexpr (kPartsOf<In> == 1) {
-    copy_rows(reinterpret_cast<const uint16_t*>(from), from_row, count, size, rows, to.row, to.data);
+LINBIAS_INLINE void pack_terms(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t rows,
+                               Terms<uint16_t> to) {
+  if constexpr (kTermsOf<In> == 1) {
+    pack_rows(reinterpret_cast<const uint16_t*>(from), from_row, count, size, rows, to.row, to.data);
     return;
   }
   for (int64_t i = 0; i < rows; ++i, from += from_row, to.data += to.row) {
@@ -127,43 +127,43 @@ LINBIAS_INLINE void copy_parts(const In* from, int64_t from_row, int64_t count, 
         x[0] = load_wide(some);
         x[1] = load_wide(some + 16);
       }
-      split(x[0], x[1], [&](int part, Words first, Words second) __attribute__((always_inline)) {
-        store_upper_halves(first, second, to.data + part * to.step + d);
+      split(x[0], x[1], [&](int term, Words first, Words second) __attribute__((always_inline)) {
+        store_upper_halves(first, second, to.data + term * to.step + d);
       });
     }
   }
 }
 
 // Rows in three kinds of pairs: rows[count, row] to to[count, columns] words of each kind.
-LINBIAS_INLINE void lay_pairs_of_parts(Parts<uint16_t> rows, int64_t count, int64_t columns, Parts<uint32_t> to) {
+LINBIAS_INLINE void pack_kinds(Terms<uint16_t> rows, int64_t count, int64_t columns, Terms<uint32_t> to) {
   constexpr int kLow[] = {0, 1, 2}, kHigh[] = {1, 0, 0};
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t d = 0; d < columns; d += kSide) {
-      HalfWords part[kMostParts];
-      for (int j = 0; j < kMostParts; ++j) {
-        __builtin_memcpy(&part[j], rows.data + j * rows.step + i * rows.row + d, sizeof part[j]);
+    for (int64_t d = 0; d < columns; d += kLanes16) {
+      HalfWords term[kMostTerms];
+      for (int j = 0; j < kMostTerms; ++j) {
+        __builtin_memcpy(&term[j], rows.data + j * rows.step + i * rows.row + d, sizeof term[j]);
       }
       for (int kind = 0; kind < kOtherPairKinds; ++kind) {
-        store_words(to.data + kind * to.step + i * to.row + d, interleave(part[kLow[kind]], part[kHigh[kind]]));
+        store_words(to.data + kind * to.step + i * to.row + d, interleave(term[kLow[kind]], term[kHigh[kind]]));
       }
     }
   }
 }
 
-LINBIAS_INLINE void lay_transposed(Parts<uint16_t> rows, int64_t columns, Parts<uint16_t> to) {
-  for (int part = 0; part < rows.count; ++part) {
-    lay_transposed(rows.data + part * rows.step, rows.row, columns, to.data + part * to.step);
+LINBIAS_INLINE void pack_transposed(Terms<uint16_t> rows, int64_t columns, Terms<uint16_t> to) {
+  for (int term = 0; term < rows.count; ++term) {
+    pack_transposed(rows.data + term * rows.step, rows.row, columns, to.data + term * to.step);
   }
 }
 
-// Rows of inputs transposed, in parts: to[columns, kKeys], zeros for keys that are missing. For one part `room` is
+// Rows of inputs transposed, in terms: to[columns, kKeys], zeros for keys that are missing. For one term `room` is
 // kKeys rows.
 template <typename In>
-LINBIAS_INLINE void copy_transposed(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t columns,
-                                    Parts<uint16_t> room, Parts<uint16_t> to) {
-  if constexpr (kPartsOf<In> == 1) {
-    copy_parts(from, from_row, count, size, kKeys, room);
-    lay_transposed(room, columns, to);
+LINBIAS_INLINE void pack_transposed(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t columns,
+                                    Terms<uint16_t> room, Terms<uint16_t> to) {
+  if constexpr (kTermsOf<In> == 1) {
+    pack_terms(from, from_row, count, size, kKeys, room);
+    pack_transposed(room, columns, to);
     return;
   }
   for (int64_t d = 0; d < columns; d += 16) {
@@ -184,25 +184,25 @@ LINBIAS_INLINE void copy_transposed(const In* from, int64_t from_row, int64_t co
       }
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
-        split(x[0][i], x[1][i], [&](int part, Words first, Words second) __attribute__((always_inline)) {
-          store_upper_halves(first, second, to.data + part * to.step + (d + i) * kKeys + s);
+        split(x[0][i], x[1][i], [&](int term, Words first, Words second) __attribute__((always_inline)) {
+          store_upper_halves(first, second, to.data + term * to.step + (d + i) * kKeys + s);
         });
       }
     }
   }
 }
 
-LINBIAS_INLINE void lay_in_pairs(Parts<uint16_t> rows, int64_t count, int64_t columns, Parts<uint32_t> to) {
-  for (int part = 0; part < rows.count; ++part) {
-    lay_in_pairs(rows.data + part * rows.step, rows.row, count, columns, to.data + part * to.step);
+LINBIAS_INLINE void pack_pairs(Terms<uint16_t> rows, int64_t count, int64_t columns, Terms<uint32_t> to) {
+  for (int term = 0; term < rows.count; ++term) {
+    pack_pairs(rows.data + term * rows.step, rows.row, count, columns, to.data + term * to.step);
   }
 }
 
 // Rows to [count / 16, row / 2, 16]: each 16 of them to the second factor of a product with their transpose.
-LINBIAS_INLINE void lay_across(Parts<uint16_t> rows, int64_t count, Parts<uint32_t> to) {
-  for (int part = 0; part < rows.count; ++part) {
-    for (int64_t i = 0; i < count; i += kSide) {
-      lay_across(rows.data + part * rows.step + i * rows.row, rows.row, to.data + part * to.step + i * rows.row / 2);
+LINBIAS_INLINE void pack_across(Terms<uint16_t> rows, int64_t count, Terms<uint32_t> to) {
+  for (int term = 0; term < rows.count; ++term) {
+    for (int64_t i = 0; i < count; i += kLanes16) {
+      pack_across(rows.data + term * rows.step + i * rows.row, rows.row, to.data + term * to.step + i * rows.row / 2);
     }
   }
 }

@@ -1,0 +1,229 @@
+"""A call of attention from its arguments to its results: check them, fill in what they leave open, choose, run."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linbias import _checks, _dispatch
+from linbias.torch import transforms
+from linbias.torch.choice import asked_in_turn
+from linbias.torch.constant import default_slopes
+from linbias.torch.dropout import draw_seed
+from linbias.torch.operator import Inputs, without_autocast
+
+Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `attention` that say what is computed."""
+
+    causal: bool
+    right_slopes: Slopes | None
+    scale: float | None
+    key_range: Tensor | None
+    query_start: Tensor | None
+    mask: Tensor | None
+    key_bound: Tensor | None
+    dropout: float
+    tolerance: float | None
+
+
+def prepare(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Slopes | None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_bound: Tensor | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    lse: bool = False,
+    **unknown: object,
+) -> tuple[Inputs, _checks.Problem]:
+    """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    if unknown:
+        _checks.refuse_unknown(function, unknown, prepare)
+    given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
+    for name, array in given:
+        if not isinstance(array, Tensor):
+            describe(name, array, function)  # which refuses it
+    q, k, v = autocast(q, k, v)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    left = None if slopes is None else as_slopes(function, "slopes", slopes, wide, q.device)
+    right = None
+    if right_slopes is not None:
+        right = as_slopes(function, "right_slopes", right_slopes, wide, q.device)
+    differentiated = torch.is_grad_enabled()
+    slope_gradients = differentiated and (
+        (left is not None and left.requires_grad) or (right is not None and right.requires_grad)
+    )
+    problem = _check(
+        function,
+        (q, k, v, left, right, key_range, query_start, key_bound, mask),
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+        tolerance=tolerance,
+        lse=lse,
+        gradients=differentiated
+        and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
+        slope_gradients=slope_gradients,
+        transformed=transforms.active(),
+    )
+    if not torch.compiler.is_compiling():
+        _checks.warn_of_layout(function, problem)
+        if not (left is None and right is None and key_range is None and query_start is None):
+            _check_values(function, left, right, key_range, query_start, problem.S)
+    if left is None:
+        left = default_slopes(problem.H, wide, q.device)
+    if not causal and right is None:
+        right = left
+    if key_range is not None:
+        if key_range.dim() == 2:
+            key_range = key_range[:, None].expand(-1, problem.G, -1)
+        if query_start is None:
+            query_start = last_end(key_range) - problem.T
+    seed = draw_seed(q.device) if problem.dropout else None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+    arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
+    numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
+    return Inputs(*arrays_of_call, *numbers, mask=mask), problem
+
+
+def run(
+    inputs: Inputs, problem: _checks.Problem, implementation: str, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Choose an implementation for a call that is prepared, and give out, or out and lse."""
+    chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
+    with without_autocast(inputs.q.device):
+        out, lse = chosen.attention(inputs, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def last_end(key_range: Tensor) -> Tensor:
+    """Where the ranges [B, G, 2] of each batch row end at last: [B], 0 where there are no heads."""
+    ends = key_range[..., 1]
+    return ends.amax(1) if ends.shape[1] else ends.sum(1)
+
+
+def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
+    if not isinstance(array, Tensor):
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
+    if array.is_nested:
+        raise TypeError(
+            f"{function}: {name} is a nested tensor, which attention takes, jagged [B, H, lengths, D]"
+        )
+    return _checks.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
+
+
+def _name(thing: torch.dtype | torch.device) -> str:
+    """What PyTorch calls a dtype or a device; looked up, because building the string takes longer."""
+    if torch.compiler.is_compiling():
+        return str(thing).removeprefix("torch.")
+    if thing not in _NAMES:
+        _NAMES[thing] = str(thing).removeprefix("torch.")
+    return _NAMES[thing]
+
+
+_NAMES: dict[torch.dtype | torch.device, str] = {}
+
+
+_CHECKED = (
+    "q",
+    "k",
+    "v",
+    "slopes",
+    "right_slopes",
+    "key_range",
+    "query_start",
+    "key_bound",
+    "mask",
+)
+
+
+def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Problem:
+    """`_checks.check`, whose answers are kept: most calls pose the same problem as one before."""
+    if not torch.compiler.is_compiling():
+        try:
+            return _kept_check(function, *map(_signature, arrays), **options)
+        except TypeError:
+            pass  # a wrong kind of argument, to be refused below, or a size that is a symbol, which cannot be a key
+    described: list[Any] = [
+        None if array is None else describe(name, array, function)
+        for name, array in zip(_CHECKED, arrays, strict=True)
+    ]
+    return _checks.check(function, *described, **options)
+
+
+def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    """What a rule may know of an array, as it comes: a key is looked up faster than names are."""
+    if array is None:
+        return None
+    if not isinstance(array, Tensor) or array.is_nested:
+        raise TypeError
+    return array.shape, array.dtype, array.device
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _kept_check(function: str, *signatures: Any, **options: Any) -> _checks.Problem:
+    described: list[Any] = [
+        None if x is None else _checks.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
+        for x in signatures
+    ]
+    return _checks.check(function, *described, **options)
+
+
+def as_slopes(
+    function: str, name: str, values: Slopes, dtype: torch.dtype, device: torch.device | None
+) -> Tensor:
+    """Slopes in the wide dtype; those that are no tensor pass through float64, whatever PyTorch's default dtype."""
+    if isinstance(values, Tensor):
+        if values.is_complex():
+            kind = str(values.dtype).removeprefix("torch.")
+            raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
+        return values.to(device=device, dtype=dtype)
+    if not torch.compiler.is_compiling():
+        values = _checks.real_array(function, name, values).astype(np.float64)
+    return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
+
+
+def _check_values(
+    function: str,
+    left: Tensor | None,
+    right: Tensor | None,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+    S: int,
+) -> None:
+    """Check what only the values tell, where reading them does not wait for a device."""
+    slopes_left, slopes_right, ranges, starts = (
+        None if x is None or x.device.type != "cpu" else transforms.known_values(x)
+        for x in (left, right, key_range, query_start)
+    )
+    for name, slope in (("slopes", slopes_left), ("right_slopes", slopes_right)):
+        if slope is not None:
+            _checks.check_slope_values(function, name, slope)
+    if ranges is not None:
+        _checks.check_key_range_values(function, ranges, S)
+    if starts is not None:
+        _checks.check_query_start_values(function, starts)
+
+
+def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    device = arrays[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(a.to(dtype) if a.dtype != torch.float64 else a for a in arrays)
