@@ -284,7 +284,7 @@ def test_seq2seq_trainer_and_collator_train_it(tmp_path: Path) -> None:
     first = float(model(**batch).loss.detach())
     assert first == pytest.approx(math.log(256), abs=0.2)
     arguments = Seq2SeqTrainingArguments(
-        str(tmp_path / "run"), max_steps=60, learning_rate=1e-2, report_to="none", predict_with_generate=True,
+        str(tmp_path / "run"), max_steps=90, learning_rate=1e-2, report_to="none", predict_with_generate=True,
         per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, save_strategy="no", generation_max_length=12,
     )  # fmt: skip
     trainer = Seq2SeqTrainer(

@@ -11,6 +11,8 @@ from linbias.definition import Array, Options, flatten_batch, real_arrays
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
 
+__all__ = ["attention"]
+
 Floats = npt.NDArray[np.floating[Any]]
 
 

@@ -223,7 +223,8 @@ def attention(
         q, k, v = _split_heads(num_heads, q, k, v)
     inputs = prepare(
         "attention", q, k, v, slopes,
-        causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask, **unknown,
+        causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
+        **unknown,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)

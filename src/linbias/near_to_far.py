@@ -26,6 +26,8 @@ import numpy.typing as npt
 from linbias import _checks
 from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
 
+__all__ = ["attention", "share_outside", "window"]
+
 LEFT, RIGHT = 0, 1
 
 
@@ -103,9 +105,8 @@ class Visit(NamedTuple):
 
     out: Array  # [..., H, T, E]
     lse: Float64  # [..., H, T]
-    tiles: list[
-        list[list[Tile]]
-    ]  # of batch row b and head h: tiles[b][h], from the first query row on
+    # tiles[b][h]: of batch row b and head h, from the first query row on
+    tiles: list[list[list[Tile]]]
 
 
 def attention(
@@ -264,9 +265,8 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
         num_left = nearest + 1 if side == LEFT else len(rows.k) - nearest
         slope, distance = rows.slopes[side], np.abs(rows.positions - nearest)
         tail = largest[side][:, nearest] - slope * distance + log_geometric(slope, num_left)
-        with np.errstate(
-            divide="ignore", invalid="ignore"
-        ):  # a row without keys yet: inf or nan, never a reason to stop
+        # A row without keys yet: inf or nan, never a reason to stop.
+        with np.errstate(divide="ignore", invalid="ignore"):
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
         # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
         stop = slope > 0 and share > 0 and bound <= math.log(share)

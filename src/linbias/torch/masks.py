@@ -32,9 +32,7 @@ class Seen(NamedTuple):
     causal: bool = False  # those up to their own position
     key_range: Tensor | None = None  # [B, 2]
     ends_early: bool = False  # the last key of some row is padding
-    mask: Tensor | None = (
-        None  # [B or 1, H or 1, T or 1, S]: True takes part; or added to the scores
-    )
+    mask: Tensor | None = None  # [B or 1, H or 1, T or 1, S]: True takes part, or numbers to add
 
 
 def read(

@@ -36,9 +36,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     _checks.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
     parts = torch.stack(tuple(lses))
     highest = parts.detach().amax(0)
-    highest = highest.masked_fill(
-        highest == -torch.inf, 0.0
-    )  # any finite number serves an empty row
+    # Any finite number serves an empty row.
+    highest = highest.masked_fill(highest == -torch.inf, 0.0)
     weights = torch.exp(parts - highest)
     total = weights.sum(0)
     empty = total == 0

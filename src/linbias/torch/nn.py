@@ -48,7 +48,7 @@ class MultiheadAttention(nn.Module):
         batch_first: Sequences are [B, T, width]; by default [T, B, width], as in PyTorch.
         num_kv_heads: Key/value heads G, a divisor of H; None means H.
         head_dim: Size D of a head; None means embed_dim // num_heads.
-        variant: See above; None means `none` with cross_attention and `causal` without.
+        variant: See above; None means `none` with cross_attention and `causal` without, as `attention` is by default.
         cross_attention: key and value come from another sequence.
         learned: Train the slopes; None means only for `asymmetric`.
         schedule: As for `linbias.slopes`.
@@ -155,7 +155,8 @@ class MultiheadAttention(nn.Module):
 
         Args:
             theirs: Without add_bias_kv and add_zero_attn.
-            variant: As above; None means `none` with cross_attention and `symmetric` without: what is seen, masks say.
+            variant: As above; None means `none` with cross_attention and `symmetric` without, not `causal` as for a new
+                layer: of a layer of PyTorch's, the masks of the calls say what is seen.
             options: cross_attention, learned, schedule, max_bias or implementation, as above.
 
         Returns:

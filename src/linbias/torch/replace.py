@@ -24,7 +24,7 @@ def replace_attention(
 
     Args:
         model: Holds `torch.nn.MultiheadAttention` somewhere, as `torch.nn.Transformer` and its layers do.
-        variant: Of self-attention, a name in the table of `MultiheadAttention`.
+        variant: Of self-attention, a name in the table of `MultiheadAttention`; by default that of its `from_torch`.
         cross: The last part of the names of layers that attend to another sequence. Layers whose keys have another
             width than the queries do so, too.
         cross_variant: Of those.

@@ -50,9 +50,8 @@ def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | N
         wide = bias.dtype
         score = q.to(wide) @ per_query_head(k.to(wide), inputs).mT * inputs.scale + bias
         lse = _log_sum_exp(score)
-    if (
-        q.device.type != "cpu" and q.dtype != bias.dtype
-    ):  # elsewhere a mask must have the dtype of q
+    # Away from the CPU a mask must have the dtype of q.
+    if q.device.type != "cpu" and q.dtype != bias.dtype:
         q, k, v = (x.to(bias.dtype) for x in (q, k, v))
     # Head sizes that differ would cost the fast way.
     q, k, v = (pad(x, (0, max(D, E) - x.shape[3])) if D != E else x for x in (q, k, v))

@@ -113,9 +113,8 @@ class Group:
     ) -> Tensor:
         """Score [B, heads, rows, keys] where all keys lie on one side of all rows."""
         score = _rows_times(q, self.k[:, slice(*keys)].mT)
-        slope, sign = (
-            (self.left, -1) if side == LEFT else (self.right, 1)
-        )  # distances turn negative
+        # To the right, distances are negative.
+        slope, sign = (self.left, -1) if side == LEFT else (self.right, 1)
         assert slope is not None, "nothing lies to the right of a causal row"
         return score.addcmul_(slope[:, heads], self.distance(tile, keys), value=sign)
 
