@@ -152,6 +152,7 @@ PACKAGES = (
     "linbias.cpu",
     "linbias.torch",
     "linbias.jax",
+    "linbias.models",
     "linbias.lm",
     "linbias.data",
     "linbias.explore",
@@ -176,7 +177,7 @@ def test_every_public_name_has_an_entry(site):
 # Results that the function which gives them shows, settings, and what needs a model that is trained or stored.
 WITHOUT_EXAMPLE = {
     "linbias.Explanation", "linbias.torch.Visited", "linbias.data.Corpus", "linbias.lm.ExtrapolateSettings",
-    "linbias.lm.generate", "linbias.models.convert", "linbias.models.unfuse",
+    "linbias.lm.generate", "linbias.models.convert", "linbias.models.unfuse", "linbias.models.Document", "linbias.models.load_tokenizer",
 }  # fmt: skip
 
 
