@@ -30,7 +30,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 import record
 from linbias.models import LinbiasBertConfig, LinbiasBertModel, fuse
-from linbias.models.encoders.rows import Rows
+from linbias.models.encoders.bert import Attention
 
 VOCABULARY = 1000
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -117,11 +117,11 @@ def padded(model: LinbiasBertModel, table: Tensor, ids: Tensor, mask: Tensor) ->
         hidden = torch.zeros(B, T, dtype=model.dtype).masked_fill(mask == 0, -torch.inf)
         bias = bias + hidden[:, None, None]
 
-    def attend(rows: Rows, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-        q, k, v = (rows.unpack(x).transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(0, 1)
+    def attend(_: Attention, q: Tensor, k: Tensor, v: Tensor, *__: object) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, bias).transpose(1, 2)
 
-    with mock.patch.object(Rows, "attend", attend):
+    with mock.patch.object(Attention, "_attend", attend):
         return model(ids).last_hidden_state
 
 

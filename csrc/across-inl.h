@@ -109,7 +109,7 @@ struct PackAcross : PackTask<float, In> {
   }
 
   // Does what measure_block does, but takes the Gram matrix of the keys as they are, whose products are exact but for
-  // the terms left out, and subtracts the center afterwards; `reach` bounds the rounding of that.
+  // the terms left out, and subtracts the center afterwards; `bound` allows for the rounding of that.
   void measure(MatrixUnit& unit, const Head<float>& head, int64_t block, const In* given, Terms<uint16_t> keys,
                bool measure_spread, uint32_t* room) const {
     const int64_t count = smaller_of(kKeys, head.num_keys - block * kKeys), deep_D = across.deep_D;
@@ -146,9 +146,9 @@ struct PackAcross : PackTask<float, In> {
       for (int lane = 0; lane < kLanes16; ++lane) total[lane] = t + lane < count ? total[lane] : 0.0f;
       largest_row = total <= largest_row ? largest_row : total;
     }
-    const float reach = radius + 2 * head.center_norm;
+    const float bound = radius + 2 * head.center_norm;
     const float square =
-        square_root(largest<float>(largest_row)[0] / static_cast<float>(count)) * (1 + slack) + slack * reach * reach;
+        square_root(largest<float>(largest_row)[0] / static_cast<float>(count)) * (1 + slack) + slack * bound * bound;
     head.spread[block] = square_root(square);
   }
 
@@ -294,12 +294,12 @@ struct BiasedAcross {
     end_shown = larger_of(end_shown, 0);
   }
 
-  LINBIAS_INLINE Floats reach(int64_t s) const { return relative - kNumbers.of[s]; }
+  LINBIAS_INLINE Floats distances(int64_t s) const { return relative - kNumbers.of[s]; }
 
   // The pivot is subtracted from every score of a query. In a far block it goes into `base`, far_base(pivot), first.
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
-    if constexpr (kFine) return less_product(product * scale, broadcast(outwards), reach(s)) - base;
+    if constexpr (kFine) return less_product(product * scale, broadcast(outwards), distances(s)) - base;
     else return product * scale + (base + further[s]);
   }
 
@@ -308,7 +308,7 @@ struct BiasedAcross {
   }
 
   LINBIAS_INLINE Floats near_score(Floats product, int64_t s) const {
-    const Floats lowest = broadcast(-kInfinity<float>), distance = reach(s);
+    const Floats lowest = broadcast(-kInfinity<float>), distance = distances(s);
     Floats y = product * scale;
     if (hidden[kRight] && !hidden[kLeft]) {  // causal
       y = distance < 0.0f ? lowest : less_product(y, broadcast(slope[kLeft]), distance);

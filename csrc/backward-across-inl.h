@@ -218,7 +218,7 @@ struct BackwardAcross {
     const Biased& biased = of.biased;
     const Floats delta = load(scratch.delta + of.group * kLanes16);
     const float* dweights = scratch.dweight + of.place * kGroupScores;
-    Floats total{}, slope[2] = {}, reach[2] = {};
+    Floats total{}, slope[2] = {}, weighted[2] = {};
     const bool one_side = biased.far || biased.hidden[kRight];
     for (int64_t s = 0; s < of.shown; s += 2) {
       Floats weight[2], dscore[2];
@@ -228,17 +228,17 @@ struct BackwardAcross {
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kLanes16));
         dscore[i] = weight[i] * (dweight - delta);
         if constexpr (kSlopes) {
-          const Floats distance = biased.reach(s + i);
+          const Floats distance = biased.distances(s + i);
           total += dscore[i];
           if (one_side) {
             slope[kLeft] += dscore[i] * distance;
-            reach[kLeft] += weight[i] * distance;
+            weighted[kLeft] += weight[i] * distance;
           } else {
             const Floats left = distance > 0.0f ? distance : Floats{}, right = left - distance;
             slope[kLeft] += dscore[i] * left;
-            reach[kLeft] += weight[i] * left;
+            weighted[kLeft] += weight[i] * left;
             slope[kRight] += dscore[i] * right;
-            reach[kRight] += weight[i] * right;
+            weighted[kRight] += weight[i] * right;
           }
         }
         weight[i] = drop(s + i, weight[i]);
@@ -252,10 +252,10 @@ struct BackwardAcross {
     const int64_t at = of.group * kLanes16;
     add_to(scratch.dscore_sum + at, total);
     add_to(scratch.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
-    add_to(scratch.distance_sum[nearer] + at, to_the_right ? -reach[kLeft] : reach[kLeft]);
+    add_to(scratch.distance_sum[nearer] + at, to_the_right ? -weighted[kLeft] : weighted[kLeft]);
     if (one_side) return;
     add_to(scratch.slope_sum[kRight] + at, slope[kRight]);
-    add_to(scratch.distance_sum[kRight] + at, reach[kRight]);
+    add_to(scratch.distance_sum[kRight] + at, weighted[kRight]);
   }
 
   // Store the weights of two keys and the gradients of their scores as rows, and the gradients also as pairs.

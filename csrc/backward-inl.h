@@ -78,7 +78,7 @@ struct BackwardTask {
                   h = index / self.num_pieces % call.H;
     const int64_t from = piece * self.tiles_per_piece, to = smaller_of(from + self.tiles_per_piece, self.num_tiles);
     self.clear_gradients(index, visited_blocks<W>(call, self.packed, self.results.saved, b, h, from, to));
-    self.tiles(b, h, from, to, b * call.G + h / (call.H / call.G), worker, index, index);
+    self.tiles(b, h, piece, worker);
   }
 
   // Compute all query heads that read one key/value head.
@@ -88,22 +88,26 @@ struct BackwardTask {
     const Readers readers(self.call, index);
     pack_head(self.pack, index, worker, worker);
     self.clear_gradients(worker, {0, self.packed.num_blocks});
-    for (int64_t h = readers.first; h < readers.end; ++h) {
-      self.tiles(readers.b, h, 0, self.num_tiles, worker, worker, worker, readers.b * self.call.H + h);
-    }
+    for (int64_t h = readers.first; h < readers.end; ++h) self.tiles(readers.b, h, 0, worker);
     self.collect_rows(index, 0, self.call.S, worker, 1);
   }
 
-  // Compute some tiles of a head, whose keys are packed in `slot`. `gradients` and `sums` say to which gradients of
-  // keys and values, and to which of slopes, they add.
-  void tiles(int64_t b, int64_t h, int64_t from, int64_t to, int64_t slot, int worker, int64_t gradients,
-             int64_t sums) const {
-    double* dslopes_of = dslopes + 2 * sums;
+  // Compute the tiles of a piece of a query head.
+  void tiles(int64_t b, int64_t h, int64_t piece, int worker) const {
+    const int64_t index = (b * call.H + h) * num_pieces + piece, gradients = packed.by_head ? worker : index;
+    const int64_t from = piece * tiles_per_piece, to = smaller_of(from + tiles_per_piece, num_tiles);
+    double* dslopes_of = dslopes + 2 * index;
     dslopes_of[kLeft] = dslopes_of[kRight] = 0;
     for (int64_t t = from; t < to; ++t) {
       const Tile<W> tile(call, packed, b, h, t);
-      Work work{
-          call, results, packed, tile, slot, scratches[worker], keys_gradient(gradients), values_gradient(gradients)};
+      Work work{call,
+                results,
+                packed,
+                tile,
+                packed.slot_of(call, b, h, worker),
+                scratches[worker],
+                keys_gradient(gradients),
+                values_gradient(gradients)};
       work.begin();
       const Blocks visited = visited_blocks(tile, results.saved);
       // From either end inwards, as the outer blocks may turn out to be negligible.
@@ -198,13 +202,13 @@ Status backward_with(const Call& call, const Backward& results) {
     parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<Work>::collect, &task);
   }
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
-    double totals[2] = {0, 0};
-    for (int64_t piece = 0; piece < num_pieces; ++piece) {
-      totals[kLeft] += dslopes.data[(head * num_pieces + piece) * 2 + kLeft];
-      totals[kRight] += dslopes.data[(head * num_pieces + piece) * 2 + kRight];
+    for (int side = kLeft; side <= kRight; ++side) {
+      double total = 0;
+      for (int64_t piece = 0; piece < num_pieces; ++piece) {
+        total += dslopes.data[(head * num_pieces + piece) * 2 + side];
+      }
+      static_cast<W*>(side == kLeft ? results.dleft : results.dright)[head] = static_cast<W>(total);
     }
-    static_cast<W*>(results.dleft)[head] = static_cast<W>(totals[kLeft]);
-    static_cast<W*>(results.dright)[head] = static_cast<W>(totals[kRight]);
   }
   return Status::ok;
 }
@@ -317,25 +321,25 @@ struct BackwardWork {
 
   // Turn the gradients of the weights of row i into those of its scores, and sum what the slopes need.
   LINBIAS_INLINE void score_gradients(const Biased<W>& biased, int64_t i) {
-    Vector<W> total{}, slope[2] = {}, reach[2] = {};
+    Vector<W> total{}, slope[2] = {}, weighted[2] = {};
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
       W* at = scratch.dweight + i * kKeys + j * kLanes;
       const Vector<W> weight = load(scratch.score + i * kKeys + j * kLanes);
-      const Vector<W> dscore = weight * (load(at) - scratch.delta[i]), distance = biased.reach(i, j);
+      const Vector<W> dscore = weight * (load(at) - scratch.delta[i]), distance = biased.distances(i, j);
       store<W>(at, dscore);
       total += dscore;
       const Vector<W> left = distance > W{0} ? distance : Vector<W>{}, right = left - distance;
       slope[kLeft] += dscore * left;
-      reach[kLeft] += weight * left;
+      weighted[kLeft] += weight * left;
       slope[kRight] += dscore * right;
-      reach[kRight] += weight * right;
+      weighted[kRight] += weight * right;
     }
     scratch.dscore_sum[i] += sum<W>(total);
     for (int side = kLeft; side <= kRight; ++side) {
       if (biased.tile.hidden[side]) continue;
       scratch.slope_sum[side][i] += sum<W>(slope[side]);
-      scratch.distance_sum[side][i] += sum<W>(reach[side]);
+      scratch.distance_sum[side][i] += sum<W>(weighted[side]);
     }
   }
 };

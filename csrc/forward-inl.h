@@ -22,7 +22,7 @@ struct ForwardTask {
     // much the same keys, so they follow each other.
     const int64_t head = self.call.B * self.call.H - 1 - task / self.num_tiles;
     const int64_t t = self.num_tiles - 1 - task % self.num_tiles, b = head / self.call.H, h = head % self.call.H;
-    self.tile(b, h, t, b * self.call.G + h / (self.call.H / self.call.G), self.scratches[worker]);
+    self.tile(b, h, t, worker);
   }
 
   // Compute all query heads that read one key/value head.
@@ -32,12 +32,14 @@ struct ForwardTask {
     const Readers readers(self.call, index);
     pack_head(self.pack, index, worker, worker);
     for (int64_t h = readers.first; h < readers.end; ++h) {
-      for (int64_t t = self.num_tiles - 1; t >= 0; --t) self.tile(readers.b, h, t, worker, self.scratches[worker]);
+      for (int64_t t = self.num_tiles - 1; t >= 0; --t) self.tile(readers.b, h, t, worker);
     }
   }
 
-  void tile(int64_t b, int64_t h, int64_t t, int64_t slot, typename Work::WorkScratch& scratch) const {
+  void tile(int64_t b, int64_t h, int64_t t, int worker) const {
     using Negligible = typename Work::Negligible;
+    const int64_t slot = packed.slot_of(call, b, h, worker);
+    typename Work::WorkScratch& scratch = scratches[worker];
     const Tile<W> tile(call, packed, b, h, t);
     Work work{call, results, packed, tile, slot, scratch, slack_of<W>(call.D)};
     work.begin();

@@ -127,15 +127,16 @@ void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, 
   }
 }
 
-// Up to kKeys rows of inputs to rows: to[kKeys, padded], zeros behind each and where rows are missing.
+// `count` rows of inputs times a factor, to rows: to[rows, padded], zeros behind each and where rows are missing.
 template <typename W, typename In>
-void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, int64_t padded, W* to) {
+void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, W factor, int64_t rows, int64_t padded,
+                W* to) {
   constexpr int kLanes = Simd<W>::kLanes;
-  for (int64_t i = 0; i < kKeys; ++i, from += from_row, to += padded) {
+  for (int64_t i = 0; i < rows; ++i, from += from_row, to += padded) {
     int64_t d = 0;
     if (i < count) {
-      for (; d + kLanes <= size; d += kLanes) store<W>(to + d, load_wide(from + d));
-      for (; d < size; ++d) to[d] = static_cast<W>(widen(from[d]));
+      for (; d + kLanes <= size; d += kLanes) store<W>(to + d, load_wide(from + d) * factor);
+      for (; d < size; ++d) to[d] = static_cast<W>(widen(from[d])) * factor;
     }
     for (; d < padded; ++d) to[d] = 0;
   }

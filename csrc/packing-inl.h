@@ -26,6 +26,11 @@ struct Packing {
   // Whether heads whose keys and values take so many bytes stay in a worker's cache.
   bool is_small(int64_t bytes_per_key) const { return rows <= kBytesByHead / larger_of(bytes_per_key, 1); }
 
+  // The slot of what a query head reads.
+  int64_t slot_of(const Call& call, int64_t b, int64_t h, int worker) const {
+    return by_head ? worker : b * call.G + h / (call.H / call.G);
+  }
+
   int64_t num_slots(const Call& call) const {
     return by_head ? smaller_of(call.num_threads, call.B * call.G) : call.B * call.G;
   }
@@ -158,9 +163,11 @@ struct PackTask {
     if (packed.backward) pack_across<W>(v, call.v.row, count, E, head.values_across + block * E * kKeys);
     if (packed.in_place) return;
     if (packed.backward) {
-      pack_along<W>(k, call.k.row, count, D, packed.padded_D, packed_keys(slot) + block * kKeys * packed.padded_D);
+      pack_along<W>(k, call.k.row, count, D, W{1}, kKeys, packed.padded_D,
+                    packed_keys(slot) + block * kKeys * packed.padded_D);
     } else {
-      pack_along<W>(v, call.v.row, count, E, packed.padded_E, packed_values(slot) + block * kKeys * packed.padded_E);
+      pack_along<W>(v, call.v.row, count, E, W{1}, kKeys, packed.padded_E,
+                    packed_values(slot) + block * kKeys * packed.padded_E);
     }
   }
 

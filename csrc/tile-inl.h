@@ -118,19 +118,19 @@ struct Biased {
   }
 
   // Distances of row i to the keys of vector j: integers, exact.
-  LINBIAS_INLINE Vector<W> reach(int64_t i, int j) const {
+  LINBIAS_INLINE Vector<W> distances(int64_t i, int j) const {
     return static_cast<W>(tile.position + i - first_key - j * kLanes) - ramp;
   }
 
   LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
     if (far) {
 #pragma GCC unroll 16
-      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) - one_slope * reach(i, j);
+      for (int j = 0; j < kVectors; ++j) x[j] = load(score + j * kLanes) - one_slope * distances(i, j);
       return;
     }
     const Vector<W> lowest = broadcast(-kInfinity<W>);
     for (int j = 0; j < kVectors; ++j) {
-      const Vector<W> distance = reach(i, j);
+      const Vector<W> distance = distances(i, j);
       Vector<W> y = load(score + j * kLanes);
       y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
       if (tile.hidden[kLeft]) y = distance > W{0} ? lowest : y;
@@ -180,16 +180,7 @@ struct Dropout {
 
 template <typename W, typename In>
 void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
-  constexpr int kLanes = Simd<W>::kLanes;
   const Call& call = *tile.call;
-  const W scale = static_cast<W>(call.scale);
-  const In* from = row_of<In>(call.q, tile.b, tile.h, tile.start);
-  for (int64_t i = 0; i < tile.padded_rows; ++i, from += call.q.row, q += padded_D) {
-    int64_t d = 0;
-    if (i < tile.rows) {
-      for (; d + kLanes <= call.D; d += kLanes) store<W>(q + d, load_wide(from + d) * scale);
-      for (; d < call.D; ++d) q[d] = static_cast<W>(widen(from[d])) * scale;
-    }
-    for (; d < padded_D; ++d) q[d] = 0;
-  }
+  pack_along<W>(row_of<In>(call.q, tile.b, tile.h, tile.start), call.q.row, tile.rows, call.D,
+                static_cast<W>(call.scale), tile.padded_rows, padded_D, q);
 }

@@ -5,7 +5,7 @@
 
 `linbias.models.LinbiasForCausalLM` is a Transformers model: Trainer, collators, callbacks, checkpoints and `generate` are
 theirs. It trains on 64 tokens, is evaluated on 64 to 512, writes a few words with a cache, and lies in the output
-folder, from where `AutoModelForCausalLM.from_pretrained` takes it.
+folder, from where `linbias.models.load` takes it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import linbias.models
 
@@ -77,7 +77,7 @@ def run(chosen: argparse.Namespace, folder: str) -> dict[int, float]:
         results[length] = found["eval_loss"] / math.log(2)
         print(f"{length:>6} tokens: {results[length]:.3f} bits per byte")
     trainer.save_model(folder)
-    again = AutoModelForCausalLM.from_pretrained(folder)
+    again = linbias.models.load(folder, device="cpu")
     prompt = torch.tensor([list(b"def ")])
     written = again.generate(prompt, max_new_tokens=20, do_sample=False)
     print(bytes(written[0].tolist()).decode(errors="replace"))

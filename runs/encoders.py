@@ -35,7 +35,7 @@ from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models.config import ENCODER_POSITIONS
 from linbias.models.limits import position_limit
-from linbias.models.load import load_model
+from linbias.models.loading import load
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("tune", "models", "write")
@@ -94,7 +94,7 @@ class Plan:
 def train_model(place: str, home: Path, settings: TrainSettings) -> Record:
     """Trains it, or finds it trained."""
     metrics = train(settings, load_corpus(place), home, progress=False, keep_checkpoint=False)
-    position = load_model(home, device="cpu").model.position
+    position = load(home, device="cpu").model.position
     slopes: Record = {}
     if hasattr(position, "sides"):
         left, right = position.sides(torch.float64, torch.device("cpu"))
@@ -118,7 +118,7 @@ def _numbers(slopes: torch.Tensor) -> list[float | str]:
 
 def test_model(place: str, home: Path, plan: Plan) -> list[Record]:
     """Nats per masked token at each length that the model can read, in blocks and amid other tokens."""
-    model, corpus = load_model(home, device="cpu"), load_corpus(place)
+    model, corpus = load(home, device="cpu"), load_corpus(place)
     limit = position_limit(model) or math.inf
     found = []
     for margin, length in product((0, plan.margin), plan.test_lengths):

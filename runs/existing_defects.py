@@ -48,12 +48,11 @@ import record  # noqa: E402
 from linbias.models import (  # noqa: E402
     LinbiasBertConfig,
     LinbiasBertModel,
-    LinbiasMptConfig,
-    LinbiasMptForCausalLM,
-    from_pretrained,
     fuse,
+    load,
 )
 from linbias.models.encoders.original import to_original  # noqa: E402
+from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM  # noqa: E402
 
 RECORD = ROOT / "records" / "existing_defects.json"
 DOCUMENT = ROOT / "docs" / "guides" / "existing-models.md"
@@ -202,7 +201,7 @@ def other_mpt(attention: dict[str, Any]) -> dict[str, Any]:
     ids = text(129)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model.save_pretrained(folder)
-        ours = LinbiasMptForCausalLM.from_pretrained(folder)(ids).logits
+        ours = load(folder)(ids).logits
         expected = model.double()(ids).logits
         try:
             theirs: float | str = error(MptForCausalLM.from_pretrained(folder), ids, expected)
@@ -248,7 +247,7 @@ def encoders() -> Iterator[dict[str, Any]]:
         Path(folder, "config.json").write_text(json.dumps(original))
         with torch.no_grad():
             expected = copy.deepcopy(source).double()(ids).last_hidden_state
-            ours = from_pretrained(folder)(ids).last_hidden_state
+            ours = load(folder)(ids).last_hidden_state
             plain, info = AutoModel.from_pretrained(folder, output_loading_info=True)
             theirs = plain.eval()(ids).last_hidden_state
     yield {

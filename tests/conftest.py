@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from linbias._machine import processor
+
 # Without a GPU, Triton's kernels run in its interpreter, which has to be said before triton loads.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -11,8 +13,9 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each worker, set before torch loads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Some hundred small JAX programs, of which compiling would take most of the tests' time: without optimisation and without
-# the newer emitters of fused loops XLA needs a third of it. JAX reads this at its first computation.
+# The tests compile some hundred small JAX programs, which would take most of their time. Without optimisation and without the
+# newer emitters of fused loops XLA needs a third of it, and what it has compiled it finds again the next time. JAX reads this
+# at its first computation.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -20,6 +23,11 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_use_fusion_emitters=false",
     )
 )
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+    Path(__file__).parents[1] / "build" / "jax" / processor().replace(" ", "-")
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import pytest
@@ -117,6 +125,7 @@ def data_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return fake.data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("linbias.data.data_sets.answers", lambda: True)
     return fake
 
 

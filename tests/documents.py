@@ -82,16 +82,13 @@ def write_existing_models(folder: Path) -> None:
 
     from linbias.data.tokenizers import byte_tokenizer
     from linbias.models import (
-        BaichuanConfig,
-        BaichuanForCausalLM,
-        JaisConfig,
-        JaisForCausalLM,
         LinbiasBertConfig,
         LinbiasBertForMaskedLM,
-        LinbiasMptConfig,
-        LinbiasMptForCausalLM,
     )
+    from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
     from linbias.models.encoders.original import to_original
+    from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+    from linbias.models.jais import JaisConfig, JaisForCausalLM
 
     storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
     decoders = {

@@ -293,7 +293,6 @@ def test_evaluate_at_lengths_and_slope_scales(model, corpus, tmp_path):
     assert [(r["length"], r["slope_scale"]) for r in ours] == [
         (length, scale) for length in (16, 48) for scale in (None, "interpolate", 0.5)
     ]
-    assert not any(r["fused"] for r in ours)
     nll = [r["nll"] for r in ours]
     assert (
         nll[0] == nll[1] and len({*nll[1:]}) == 5
@@ -321,8 +320,8 @@ def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     byte_tokenizer().save(tmp_path / "bloom")
     words = ["evaluate", tmp_path / "bloom", "--corpus", corpus, "--split", "test", "-q"]
     words += ["--limit-tokens", 192, "--length", 64]
-    (theirs,) = json.loads(run(*words, "--json").stdout)
-    scaled = [*words, "--fuse", "--slope-scale", "none,interpolate,0.25"]
+    (theirs,) = json.loads(run(*words, "--no-fuse", "--json").stdout)
+    scaled = [*words, "--slope-scale", "none,interpolate,0.25"]
     none, interpolated, quarter = json.loads(run(*scaled, "--json").stdout)
     assert none["fused"] and not theirs["fused"]
     assert none["nll"] == pytest.approx(theirs["nll"], rel=1e-6)
@@ -427,7 +426,6 @@ ERRORS = [
     (["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"], "length must be at least 1"),
     (["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"], "train, valid, test, got 'no'"),
     (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
-    (["evaluate", "{model}", "--fuse", "--corpus", "{corpus}", "--split", "test"], "fuse: model must contain one of BloomModel, FalconModel, MptModel"),
     (["evaluate", "{model}", "--slope-scale", "none,0"], "--slope-scale: must be none, interpolate or a positive number, got '0'"),
     (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "train_length must be at least 1, got 0"),
     (["evaluate", "{model}", "--device", "tpu"], "evaluate: device must be 'auto', 'cpu', or a GPU"),
@@ -435,8 +433,8 @@ ERRORS = [
     (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"], "evaluate: precision 'fp16' must have a GPU, got a CPU"),
     (["evaluate", "{model}", "--corpus", "{tmp}/one"], "text must hold two tokens or more, got 1 in"),
     (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
-    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got './absent'"),
-    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "must hold an encoder, got a linbias model, which is a decoder"),
+    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: path must be a folder with a config.json, got './absent'"),
+    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must hold an encoder, got"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
     (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),
@@ -523,7 +521,7 @@ def test_a_real_process_ends_with_one_line_and_no_traceback():
     process = start("evaluate", "./absent")
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: load_model: path must be a folder")
+    assert stderr.startswith("error: evaluate: path must be a folder")
     assert stderr.count("\n") == 1
 
 

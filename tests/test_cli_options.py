@@ -12,7 +12,7 @@ NAMES = """
     accumulation batch-size batch-tokens back batches-per-step call clip context-window corpus csv
     dataset device dict epochs fsdp fuse head init initial-learning-rate json learning-rate length
     limit-tokens log-steps max-bytes max-length max-new-tokens max-tokens methods min-learning-rate
-    momentum no-open normalize nwords output period pooling position precision preset prompt prompt-file
+    momentum no-fuse no-open normalize nwords output period pooling position precision preset prompt prompt-file
     query quiet results resume rows-multiple save-steps seconds seed seeds set shrink slope slope-scale
     split steps stride symmetric t-mult task temperature tensorboard text test test-lengths threads
     threshold tokenizer tokens top-k train train-length train-lengths valid validate-lengths

@@ -10,7 +10,7 @@ import linbias.lm.extrapolation
 import linbias.lm.training
 from linbias.cli.presets import PRESETS
 from linbias.lm.settings import TrainSettings
-from linbias.models.load import load_model
+from linbias.models.loading import load
 from test_cli import TINY, run
 
 
@@ -129,7 +129,7 @@ def test_one_command_trains_validates_continues_and_says_its_settings(corpus, tm
             assert f"  {length} tokens: loss {scores['loss']:.3f}, " in done.stderr
             assert f"{scores['trained']:.3f} at token 64" in done.stderr
     assert f"{validations[-1]['lengths']['80']['last']:.3f} at token 80" in done.stderr
-    config = load_model(tmp_path / "run").config
+    config = load(tmp_path / "run").config
     assert (config.train_length, config.vocab_size) == (64, 4 + len(set(corpus.read_text())))
     again = run(*words, "--json")  # it is finished
     assert json.loads(again.stdout)["validation"] == validations[-1]

@@ -19,7 +19,7 @@ from linbias.models import (
     LinbiasBertConfig,
     LinbiasBertModel,
     embed,
-    from_pretrained,
+    load,
     read_documents,
 )
 from linbias.models.encoders.embed import plan_batches
@@ -50,7 +50,7 @@ def encoder(tmp_path: Path) -> Path:
 @torch.no_grad()
 def alone(encoder: Path, text: str) -> torch.Tensor:
     """The hidden states [T, hidden_size] of one document in float64, byte by byte."""
-    model = from_pretrained(encoder, dtype=torch.float64)
+    model = load(encoder, dtype=torch.float64)
     return model(torch.tensor([list(text.encode())])).last_hidden_state[0]
 
 
@@ -246,7 +246,7 @@ def test_refused_models(tmp_path: Path) -> None:
 def test_a_vector_that_is_not_finite_names_its_document(
     encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = from_pretrained(encoder)
+    model = load(encoder)
     with torch.no_grad():
         model.embeddings.words.weight[ord("Z")] = torch.nan
     model.save_pretrained(encoder)

@@ -21,7 +21,7 @@ from transformers import (
 
 from linbias.lm.evaluation import Evaluation, evaluate, windows
 from linbias.models.limits import default_length
-from linbias.models.load import load_model
+from linbias.models.loading import load
 
 VOCAB = 37
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}  # the defaults lie beyond the vocabulary
@@ -230,7 +230,7 @@ def test_bad_arguments_are_named(gpt2, arguments, message):
 
 def test_a_saved_model_loads_and_scores_the_same(gpt2, tmp_path: Path):
     gpt2.save_pretrained(tmp_path)
-    loaded = load_model(tmp_path, device="cpu")
+    loaded = load(tmp_path, device="cpu")
     assert not loaded.training
     assert evaluate(loaded, text(30), length=8).nll == evaluate(gpt2, text(30), length=8).nll
 
@@ -252,12 +252,12 @@ DAMAGES = {
 def test_a_damaged_checkpoint_is_one_clear_error(gpt2, tmp_path, damage):
     gpt2.save_pretrained(tmp_path)
     DAMAGES[damage](tmp_path)
-    with pytest.raises(ValueError, match=r"^load_model: .*" + tmp_path.name) as raised:
-        load_model(tmp_path)
+    with pytest.raises(ValueError, match=r"^load: .*" + tmp_path.name) as raised:
+        load(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     for path in [tmp_path, tmp_path / "absent", "./absent/model"]:
         with pytest.raises(ValueError, match="must be a folder with a config"):
-            load_model(path)
+            load(path)

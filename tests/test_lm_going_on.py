@@ -18,7 +18,7 @@ from linbias.data.tokenizers import Tokenizer
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
-from linbias.models.load import load_model
+from linbias.models.loading import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
 LONGER = replace(SETTINGS, steps=20)
@@ -111,7 +111,7 @@ def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
     assert list(losses) == [5, 10, 12] and all(losses.values())
     ids = torch.from_numpy(valid.valid[: scored * 16 + 1].astype("int64"))
     with torch.inference_mode():
-        logits = load_model(run, device="cpu")(ids[:-1].view(scored, 16)).logits
+        logits = load(run, device="cpu")(ids[:-1].view(scored, 16)).logits
     expected = cross_entropy(logits.flatten(0, 1), ids[1:]).item()
     assert losses[12] == pytest.approx(expected, rel=1e-5)
     assert metrics(run)["validation_loss"] == losses[12]
@@ -138,7 +138,7 @@ def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
     )
     second = train_into(settings, other, tmp_path / "second")
 
-    before, after = (load_model(folder, device="cpu") for folder in (first, second))
+    before, after = (load(folder, device="cpu") for folder in (first, second))
     for name, value in before.state_dict().items():  # a step of 1e-9 leaves them where they were
         torch.testing.assert_close(after.state_dict()[name], value, atol=1e-6, rtol=0)
     assert after.config.train_length == 20
@@ -196,7 +196,7 @@ def test_tokens_of_another_tokenizer_and_a_short_table_are_refused(
         train(replace(settings, init=learned, length=17), corpus, tmp_path / "run", progress=False)
     shorter = replace(settings, init=learned, length=8)
     run = train_into(shorter, corpus, tmp_path / "run")
-    assert load_model(run, device="cpu").config.train_length == 16  # the table keeps its rows
+    assert load(run, device="cpu").config.train_length == 16  # the table keeps its rows
 
 
 def test_lines_of_progress_grow_rarer() -> None:

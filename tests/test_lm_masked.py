@@ -16,7 +16,7 @@ from linbias.lm.hidden import evaluate_hidden, masked_blocks, masked_positions
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models import LinbiasConfig, LinbiasForMaskedLM
-from linbias.models.load import load_model
+from linbias.models.loading import load
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 from test_cli import run
 
@@ -121,7 +121,7 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_an_unbroken_one(
 ) -> None:
     interrupt(corpus, tmp_path, 7, MASKED)
     assert_same_run(train_into(MASKED, corpus, tmp_path), masked_run)
-    trained = load_model(masked_run, device="cpu")
+    trained = load(masked_run, device="cpu")
     assert type(trained) is LinbiasForMaskedLM
     position = trained.model.position
     assert not torch.equal(position.log_left, position.log_right)
@@ -135,7 +135,7 @@ def test_training_learns_and_leaves_slopes_undecayed(corpus: Corpus, tmp_path: P
     frozen = replace(
         settings, learning_rate=1e-9, weight_decay=1e6, clip=0.0, steps=1, validate_steps=0
     )
-    slopes = load_model(train_into(frozen, corpus, tmp_path / "b")).model.position.log_left.exp()
+    slopes = load(train_into(frozen, corpus, tmp_path / "b")).model.position.log_left.exp()
     torch.testing.assert_close(slopes.detach(), torch.tensor([2**-4, 2**-8]))
 
 

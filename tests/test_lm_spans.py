@@ -29,7 +29,7 @@ from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
-from linbias.models.load import load_model
+from linbias.models.loading import load
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 from test_cli import run
 
@@ -231,7 +231,7 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_an_unbroken_one(
 ) -> None:
     interrupt(corpus, tmp_path, 7, SPANS)
     assert_same_run(train_into(SPANS, corpus, tmp_path), span_run)
-    trained = load_model(span_run, device="cpu")
+    trained = load(span_run, device="cpu")
     assert type(trained) is LinbiasForConditionalGeneration and trained.config.vocab_size == 356
     assert not torch.equal(
         *(getattr(trained.model.encoder.position, side) for side in ("log_left", "log_right"))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import linbias.lm.training as train_module
 from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
@@ -24,6 +24,7 @@ from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
 from linbias.lm.text import read_text
 from linbias.lm.training import LanguageModelMetrics, train
+from linbias.models import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
 
@@ -41,7 +42,7 @@ def test_every_segment_is_read_once_per_pass_and_predicts_its_next_tokens() -> N
 
 
 def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(unbroken)
+    model = load(unbroken)
     assert (model.config.train_length, model.config.vocab_size) == (16, 256)
     assert model.config.use_cache
     assert AutoTokenizer.from_pretrained(unbroken)("ab").input_ids == [97, 98]

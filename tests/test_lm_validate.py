@@ -16,7 +16,7 @@ from linbias.lm.generation import generate
 from linbias.lm.settings import TrainSettings
 from linbias.lm.trainer import LanguageModelTrainer
 from linbias.lm.training import train
-from linbias.models.load import load_model
+from linbias.models.loading import load
 from lm_training import SETTINGS, assert_same_run, history, interrupt, metrics, train_into
 
 VALIDATED = replace(
@@ -39,7 +39,7 @@ def validated(by_characters: Corpus, tmp_path_factory: pytest.TempPathFactory) -
 
 def scores_of(folder: Path, ids: torch.Tensor, length: int) -> dict[str, float]:
     """Segment by segment, as anyone would."""
-    model = load_model(folder, device="cpu")
+    model = load(folder, device="cpu")
     losses: list[list[float]] = [[] for _ in range(length)]
     hits = 0
     for start in range(0, len(ids) - 1, length):

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 import linbias
-from linbias.models import BaichuanConfig, BaichuanForCausalLM
+from linbias.models import load
+from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -91,7 +91,7 @@ def test_an_original_folder_loads_by_its_model_type(tmp_path: Path) -> None:
     model = build().float()
     model.save_pretrained(tmp_path)
     assert '"model_type": "baichuan"' in (tmp_path / "config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = load(tmp_path)
     ids = torch.randint(VOCABULARY, (1, 7))
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
@@ -123,7 +123,7 @@ def test_golden_data() -> None:
     for case in sorted(GOLDEN.iterdir()):
         expected = load_file(case / "expected.safetensors")
         settings = {"normalize_head": True} if case.name == "heads12" else {}
-        model = AutoModelForCausalLM.from_pretrained(case, **settings).eval()
+        model = load(case, **settings)
         for name in ("T17", "T129", "T700", "right"):
             ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
             logits = model(ids, attention_mask=mask).logits * mask[..., None]

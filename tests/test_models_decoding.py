@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import linbias.torch
-from linbias.models import GrowingLayer
+from linbias.models.cache import GrowingLayer
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
 from small_models import (
     assert_same,

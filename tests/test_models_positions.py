@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
-from linbias.models import LinbiasConfig, LinbiasForCausalLM
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, load
 from linbias.models.config import POSITIONS
 from linbias.models.positions import T5, Alibi, AttendOptions, Rotary, Sinusoidal, make_position
 from small_models import VOCAB, assert_same, build, settings, tokens
@@ -72,7 +71,7 @@ def test_slope_scale_can_be_chosen_when_loading(tmp_path: Path) -> None:
     model = build(train_length=8)
     model.save_pretrained(tmp_path)
     ids = tokens(1, 32)
-    other = AutoModelForCausalLM.from_pretrained(tmp_path, slope_scale="interpolate")
+    other = load(tmp_path, slope_scale="interpolate")
     assert_same(other(ids[:, :8]).logits, model(ids[:, :8]).logits)
     assert not torch.allclose(other(ids).logits, model(ids).logits)
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 from transformers import (
-    AutoModel,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DynamicCache,
@@ -27,6 +25,7 @@ from linbias.models import (
     LinbiasForConditionalGeneration,
     LinbiasSeq2SeqConfig,
     LinbiasSeq2SeqModel,
+    load,
 )
 from linbias.models.config import ENCODER_POSITIONS, POSITIONS
 from small_models import VOCAB, assert_same, left_padded, tokens
@@ -252,7 +251,7 @@ def test_a_saved_model_comes_back_by_the_auto_classes(tmp_path: Path) -> None:
         model.model.encoder.position.log_left.normal_()
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    loaded = load(tmp_path)
     assert type(loaded) is LinbiasForConditionalGeneration
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
     ids, said = tokens(1, 9), tokens(1, 3)
@@ -261,7 +260,7 @@ def test_a_saved_model_comes_back_by_the_auto_classes(tmp_path: Path) -> None:
     )
     options = {"do_sample": False, "max_new_tokens": 5}
     assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
-    half = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    half = load(tmp_path, task="base", dtype=torch.bfloat16)
     assert type(half) is LinbiasSeq2SeqModel and half.decoder.norm.weight.dtype == torch.bfloat16
     slopes = model.model.encoder.position.log_left  # which keep their digits
     assert torch.equal(half.encoder.position.log_left, slopes.float())

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import paper_original as original
 from linbias.data.dictionary import Dictionary
 from linbias.lm.paper.checkpoint import convert, load, load_original
-from linbias.models import PaperConfig, PaperForCausalLM, PaperModel
+from linbias.models import PaperConfig, PaperForCausalLM, PaperModel, install
 from linbias.models.paper_config import POSITIONS
 from small_models import build_paper, paper_tokens, tokens
 
@@ -42,6 +42,7 @@ def test_a_checkpoint_becomes_a_folder_of_the_same_model_bit_for_bit(golden_file
 
     ids, targets = tokens(3, 70, vocab_size=1024), tokens(3, 70, vocab_size=1024)
     expected = load(golden_file).log_probs(ids, targets)
+    install()
     auto = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for again in (load(tmp_path / "model"), auto.eval()):
         assert isinstance(again, PaperForCausalLM)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
 from linbias.lm.paper.train import train
+from linbias.models import load
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
 
 
@@ -65,7 +65,7 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
         with pytest.raises(OSError, match=r"train: could not write to .*No space left") as error:
             train(paper_data, tmp_path, RECIPE, progress=False)
         assert str(error.value).count("could not write") == 1
-    assert AutoModelForCausalLM.from_pretrained(tmp_path)  # the best of the first steps
+    assert load(tmp_path)  # the best of the first steps
     assert_same_run(train_into(paper_data, tmp_path), paper_run)
 
 
@@ -85,6 +85,7 @@ from pathlib import Path
 from torch import distributed
 from interrupting import Stop, StopAt
 from linbias.lm.paper.train import train
+from linbias.models import load
 from paper_training import SMOOTH
 
 data, folder = map(Path, sys.argv[1:])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 import linbias.lm.paper.train as train_module
 from interrupting import Stop, StopAt
@@ -22,6 +22,7 @@ from linbias.lm.paper.optimizer import NAG, cosine_lr
 from linbias.lm.paper.step import PaperTrainer
 from linbias.lm.paper.store import read_ids, write_ids
 from linbias.lm.paper.train import PaperMetrics, train
+from linbias.models import load as load_model
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 from paper_training import MODEL, ORIGINAL, RECIPE, log, metrics, train_into
@@ -108,7 +109,7 @@ def test_log_and_metrics_describe_the_run(paper_run: Path) -> None:
 def test_result_loads_by_auto_classes_and_has_every_weight_once(
     paper_data: Path, paper_run: Path
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(paper_run)
+    model = load_model(paper_run)
     assert isinstance(model, PaperForCausalLM)
     config = model.config
     assert (config.train_length, config.vocab_size, config.use_cache) == (16, 48, True)

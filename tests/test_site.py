@@ -152,6 +152,7 @@ PACKAGES = (
     "linbias.cpu",
     "linbias.torch",
     "linbias.jax",
+    "linbias.models",
     "linbias.lm",
     "linbias.data",
     "linbias.explore",
@@ -171,6 +172,30 @@ def test_every_public_name_has_an_entry(site):
     }
     assert public - entries <= {"linbias.plots.DOUBLE_COLUMN", "linbias.plots.SINGLE_COLUMN"}
     assert "linbias.torch.attention" in entries
+
+
+# Results that the function which gives them shows, settings, and what needs a model that is trained or stored.
+WITHOUT_EXAMPLE = {
+    "linbias.Explanation", "linbias.torch.Visited", "linbias.data.Corpus", "linbias.lm.ExtrapolateSettings",
+    "linbias.lm.generate", "linbias.models.convert", "linbias.models.unfuse", "linbias.models.Document", "linbias.models.load_tokenizer",
+}  # fmt: skip
+
+
+def test_documented_names_are_few_and_shown_in_use(site):
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    names = {
+        name
+        for kind in ("py:function", "py:class")
+        for name, item in inventory[kind].items()
+        if item.uri.endswith(("$", f"#{name}"))  # and not under another name
+    }
+    assert 40 < len(names) <= 65
+    without = set()
+    for name in names:
+        module, _, own = name.rpartition(".")
+        if ">>> " not in (getattr(importlib.import_module(module), own).__doc__ or ""):
+            without.add(name)
+    assert without <= WITHOUT_EXAMPLE
 
 
 def test_every_command_is_explained(pages):

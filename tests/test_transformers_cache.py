@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from linbias.models import GrowingLayer, key_bound, use_growing_layers
+from linbias.models.cache import GrowingLayer, key_bound, use_growing_layers
 from small_models import assert_same, build, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

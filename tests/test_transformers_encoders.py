@@ -25,11 +25,12 @@ from linbias.models import (
     LinbiasBertForTokenClassification,
     LinbiasBertModel,
     convert,
-    from_pretrained,
+    install,
+    load,
+    loading,
 )
-from linbias.models.encoders import load
 from linbias.models.encoders.original import to_original, to_ours
-from linbias.models.encoders.rows import Rows
+from linbias.models.places import read_attention_mask
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -189,10 +190,10 @@ def test_every_head(family: str, prefix: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "masked", original_config(family), masked)
     classifier = write(tmp_path / "classifier", original_config(family), labelled)
     inputs = {"attention_mask": mask, "token_type_ids": types}
-    base = from_pretrained(folder)(ids, **inputs)
-    logits = from_pretrained(folder, "masked")(ids, **inputs).logits
-    classes = from_pretrained(classifier, "sequence")(ids, **inputs).logits
-    each = from_pretrained(classifier, "token")(ids, **inputs).logits
+    base = load(folder)(ids, **inputs)
+    logits = load(folder, task="masked")(ids, **inputs).logits
+    classes = load(classifier, task="sequence")(ids, **inputs).logits
+    each = load(classifier, task="token")(ids, **inputs).logits
     for row in range(4):
         real = mask[row].bool()
         expected = plain(masked, family, ids[row, real], types[row, real])
@@ -244,6 +245,7 @@ def test_split_over_devices(tmp_path: Path) -> None:
     """Layers that lie on disk, and what a layer on another device is given."""
     model = masked_model().eval()
     model.save_pretrained(tmp_path / "a")
+    install()
     ids, mask, _ = texts()
     here = dict.fromkeys(("encoder.embeddings", "encoder.layers.0", "transform", "norm"), "cpu")
     loaded = AutoModelForMaskedLM.from_pretrained(
@@ -253,8 +255,8 @@ def test_split_over_devices(tmp_path: Path) -> None:
     )
     expected = model(ids, attention_mask=mask).logits
     assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-    rows = Rows.read("model", mask, ids).to("meta", non_blocking=True)
-    assert rows.key_range.is_meta and rows.is_token.is_meta
+    places = read_attention_mask("model", mask, ids, 0).to("meta", non_blocking=True)
+    assert places.key_range.is_meta and places.is_token.is_meta and places.positions.is_meta
 
 
 @torch.no_grad()
@@ -289,13 +291,14 @@ def test_converted_and_back(family: str, tmp_path: Path) -> None:
     )
     run = CliRunner().invoke(cli.app, ["convert", str(folder), "-o", str(tmp_path / "ours")])
     assert run.exit_code == 0, run.output
+    install()
     ids, mask, _ = texts()
     with torch.no_grad():
-        expected = from_pretrained(folder, "masked")(ids, attention_mask=mask).logits
+        expected = load(folder, task="masked")(ids, attention_mask=mask).logits
         loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
         assert type(loaded) is LinbiasBertForMaskedLM
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
-        ours = from_pretrained(tmp_path / "ours", "masked")(ids, attention_mask=mask).logits
+        ours = load(tmp_path / "ours", task="masked")(ids, attention_mask=mask).logits
         assert torch.equal(ours, expected)
     assert isinstance(AutoModel.from_pretrained(tmp_path / "ours"), LinbiasBertModel)
     assert json.loads((tmp_path / "ours" / "tokenizer_config.json").read_text()) == {"a": 1}
@@ -324,10 +327,11 @@ def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     convert(folder, tmp_path / "ours")
+    install()
     model = sentence_transformers.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
     ours = model.encode(["near far near", "far"])
     with torch.no_grad():
-        hidden = from_pretrained(folder)(torch.tensor([[3, 2, 3]])).last_hidden_state
+        hidden = load(folder)(torch.tensor([[3, 2, 3]])).last_hidden_state
     assert torch.allclose(torch.as_tensor(ours[0]), hidden[0].mean(0), atol=1e-5)
 
 
@@ -344,51 +348,54 @@ class Harm:
 def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
     weights = original_weights("jina")
     folder = write(tmp_path / "jina", original_config("jina"), weights)
-    expected = from_pretrained(folder).state_dict()
+    expected = load(folder).state_dict()
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    ours = from_pretrained(folder).state_dict()
+    ours = load(folder).state_dict()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
     with (folder / "pytorch_model.bin").open("wb") as file:
         pickle.dump({"x": Harm(tmp_path / "harm")}, file, protocol=2)
     with pytest.raises(ValueError, match=r"damaged, or asks for code, which was not run"):
-        from_pretrained(folder)
+        load(folder)
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("name", ["jinaai/typo", "./typo"])
-def test_a_mistyped_name_is_answered_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the Hub cannot be reached, nothing tries to for half a minute."""
+def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Hub cannot be reached, nothing tries to for half a minute, and no flag of its library is touched."""
 
     def unreachable() -> None:
         raise ConnectionError
 
     looked_only_here = []
 
-    def look(*_: Any, **__: Any) -> None:
-        looked_only_here.append(constants.HF_HUB_OFFLINE)
+    def look(*_: Any, local_files_only: bool, **__: Any) -> None:
+        looked_only_here.append((local_files_only, constants.HF_HUB_OFFLINE))
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", unreachable)
-    monkeypatch.setattr(load, "cached_file", look)
-    with pytest.raises(ValueError, match=rf"folder must be one that is here, .*got '{name}'"):
-        from_pretrained(name)
-    assert looked_only_here == [True]
-    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(loading, "cached_file", look)
+    with pytest.raises(
+        ValueError, match=r"load: cannot read .*'jinaai/typo': there is no such folder"
+    ):
+        load("jinaai/typo")
+    assert looked_only_here == [(True, False)]
+    with pytest.raises(ValueError, match=r"load: path must be a folder with .*got './typo'"):
+        load("./typo")
+    assert len(looked_only_here) == 1
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", b"{", r"config.json of .* must be JSON"),
-        ("config.json", b"[1]", r"config.json of .* must hold a JSON object, got \[1\]"),
-        ("model.safetensors", b"cut off", r"model.safetensors of .* is damaged$"),
+        ("config.json", b"{", r"config.json must be JSON"),
+        ("config.json", b"[1]", r"config.json must hold a JSON object, got \[1\]"),
+        ("model.safetensors", b"cut off", r"model.safetensors is damaged$"),
         ("pytorch_model.bin", b"PK cut off", r"is damaged, or asks for code"),
-        ("pytorch_model.bin.index.json", b"{}", r"bin.index.json of .* is damaged"),
+        ("pytorch_model.bin.index.json", b"{}", r"bin.index.json is damaged"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"a": 3}}',
-            r"index.json of .* is damaged",
+            r"index.json is damaged",
         ),
     ],
 )
@@ -398,7 +405,7 @@ def test_damaged_files(file: str, content: bytes, message: str, tmp_path: Path) 
         (folder / "model.safetensors").unlink()
     (folder / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        from_pretrained(folder)
+        load(folder)
 
 
 def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
@@ -408,16 +415,20 @@ def without(weights: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
 def test_a_new_head(tmp_path: Path) -> None:
     bare = without(original_weights("jina"), "cls.", "pooler")
     folder = write(tmp_path / "jina", original_config("jina"), bare)
-    with pytest.raises(ValueError, match=r"lacks encoder.pooler.weight, .*classifier.weight"):
-        from_pretrained(folder, "sequence")
-    model = from_pretrained(folder, "sequence", new_head=True, num_labels=5)
+    with pytest.raises(
+        ValueError, match=r"lacks classifier.bias, classifier.weight, .*pooler.bias, .*4 in all"
+    ):
+        load(folder, task="sequence")
+    model = load(folder, task="sequence", new_head=True, num_labels=5)
     assert isinstance(model, LinbiasBertForSequenceClassification)
     assert model.classifier.out_features == 5 and model.classifier.weight.std() > 0
-    token = from_pretrained(folder, "token", new_head=True)
+    token = load(folder, task="token", new_head=True)
     assert isinstance(token, LinbiasBertForTokenClassification)
     missing = write(tmp_path / "less", original_config("jina"), without(bare, "layer.1.mlp.wo"))
-    with pytest.raises(ValueError, match=r"lacks layers.1.feed_forward.out.weight"):
-        from_pretrained(missing, new_head=True)
+    with pytest.raises(
+        ValueError, match=r"lacks layers.1.feed_forward.out.bias, layers.1.feed_forward.out.weight"
+    ):
+        load(missing, new_head=True)
 
 
 @pytest.mark.parametrize(
@@ -432,18 +443,18 @@ def test_a_new_head(tmp_path: Path) -> None:
         ({"feed_forward_type": "original"}, r"must be one of \('geglu', .*got 'original'"),
         (
             {"intermediate_size": 60},
-            r"feed_forward.gated.weight .*must have shape \[120, 48\], got \[128",
+            r"feed_forward.gated.weight of shape \[128, 48\] where it asks for \[120",
         ),
         (
             {"position_embedding_type": "absolute"},
-            r"must hold one of jina-embeddings-v2, MosaicBERT",
+            r"a family that is known \(linbias, .*bloom.*jina-embeddings-v2.*\), .*got model_type 'bert'",
         ),
     ],
 )
 def test_refused_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "x", original_config("jina", **changes), original_weights("jina"))
     with pytest.raises(ValueError, match=message):
-        from_pretrained(folder)
+        load(folder)
 
 
 def test_refused_folders(tmp_path: Path) -> None:
@@ -452,36 +463,28 @@ def test_refused_folders(tmp_path: Path) -> None:
         tmp_path / "x", original_config("mosaic"), weights | {"bert.more": torch.ones(1)}
     )
     with pytest.raises(ValueError, match=r"has unknown weights: more"):
-        from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"head must be one of \('base', .*got 'classification'"):
-        from_pretrained(folder, "classification")
+        load(folder)
+    with pytest.raises(ValueError, match=r"task must be one of \('base', .*got 'classification'"):
+        load(folder, task="classification")
     with pytest.raises(ValueError, match=r"LinbiasBertConfig has no field 'rope'"):
-        from_pretrained(folder, rope=1)
+        load(folder, rope=1)
     with pytest.raises(ValueError, match=r"dtype must be a floating type of PyTorch, got 'int9'"):
-        from_pretrained(folder, dtype="int9")
+        load(folder, dtype="int9")
     integers = {name: tensor.int() for name, tensor in weights.items()}
     with pytest.raises(ValueError, match=r"must hold floating numbers, got torch.int32"):
-        from_pretrained(write(tmp_path / "integers", original_config("mosaic"), integers))
+        load(write(tmp_path / "integers", original_config("mosaic"), integers))
     untied = weights | {"cls.predictions.decoder.weight": torch.randn(VOCABULARY, SIZE)}
     with pytest.raises(ValueError, match=r"has unknown weights: decoder.weight"):
-        from_pretrained(write(tmp_path / "untied", original_config("mosaic"), untied), "masked")
-    for model_type, advice in (
-        ("bloom", "linbias.models.fuse runs"),
-        ("mpt", "LinbiasMptForCausalLM"),
-        ("baichuan", "after `import linbias.models`"),
-    ):
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        with pytest.raises(
-            ValueError, match=rf"must hold an encoder, got a {model_type} .*{advice}"
-        ):
-            from_pretrained(folder)
+        load(write(tmp_path / "untied", original_config("mosaic"), untied), task="masked")
     (folder / "config.json").write_text(json.dumps(original_config("mosaic")))
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"task must be one of .*for .*MosaicBERT.*got 'causal'"):
+        load(folder, task="causal")
+    with pytest.raises(ValueError, match=r"path must be a folder with a config.json"):
+        load(tmp_path)
     (tmp_path / "y").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "y")
-    with pytest.raises(ValueError, match=r"has no model.safetensors or"):
-        from_pretrained(tmp_path / "y")
+    with pytest.raises(ValueError, match=r"it has no model.safetensors or"):
+        load(tmp_path / "y")
     with pytest.raises(ValueError, match=r"output must not hold a model already"):
         convert(folder, folder)
     own = tmp_path / "own"
@@ -506,8 +509,8 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
     for case in sorted((GOLDEN / family).iterdir()):
         expected = load_file(case / "expected.safetensors")
         masked = "T17.logits" in expected
-        model = from_pretrained(case, "masked") if masked else None
-        base = from_pretrained(case)
+        model = load(case, task="masked") if masked else None
+        base = load(case)
         for name in ("T17", "T129", "T700"):
             mask = expected[f"{name}.attention_mask"]
             inputs = {
@@ -535,13 +538,11 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
                 for name in ("input_ids", "attention_mask", "token_type_ids")
             }
             assert_near(
-                from_pretrained(whole, "sequence")(**inputs).logits,
+                load(whole, task="sequence")(**inputs).logits,
                 expected["T17.classification"],
                 2e-5,
             )
-            assert_near(
-                from_pretrained(whole)(**inputs).pooler_output, expected["T17.pooler"], 2e-5
-            )
+            assert_near(load(whole)(**inputs).pooler_output, expected["T17.pooler"], 2e-5)
 
 
 @needs_golden
@@ -550,7 +551,7 @@ def test_golden_data_in_bfloat16() -> None:
     """Nearer to the float32 truth than the reference is in bfloat16."""
     for case in sorted((GOLDEN / "jina-bert-v2").iterdir()):
         expected = load_file(case / "expected.safetensors")
-        base = from_pretrained(case, dtype=torch.bfloat16)
+        base = load(case, dtype=torch.bfloat16)
         for name in ("T129", "T700"):
             mask = expected[f"{name}.attention_mask"]
             hidden = base(expected[f"{name}.input_ids"], attention_mask=mask).last_hidden_state

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from linbias.models import Padding, read_attention_mask
 from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
+from linbias.models.places import Places, read_attention_mask
 from small_models import assert_same, build, build_paper, every_position, paper_tokens, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
 
-def read(mask: list[list[int]], num_cached: int = 0) -> Padding:
+def read(mask: list[list[int]], num_cached: int = 0) -> Places:
     mask = torch.tensor(mask)
     ids = torch.zeros(len(mask), mask.shape[1] - num_cached)
     return read_attention_mask("model", mask, ids, num_cached)

@@ -142,7 +142,10 @@ def drawn(seed: int) -> tuple[Case, Sizes]:
     return case, tiles
 
 
-@pytest.mark.parametrize("seed", range(18))
+SEEDS = [pytest.param(n, marks=[pytest.mark.thorough] if n >= 6 else []) for n in range(18)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_drawn_cases_are_right_to_a_few_roundings(seed, little_tiles, poisoned_memory):
     """A wrong key or row shows; the budget, which knows no large scores and nothing rounded on the way, is for named cases."""
     case, tiles = drawn(seed)

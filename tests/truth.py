@@ -48,7 +48,7 @@ def true_attention(
             dropped = weight * share[b, h]
             results["out"][b, h] = dropped @ v[b, g]
             dweight = (dout[b, h] @ v[b, g].T) * share[b, h]
-            center = (dweight * weight).sum(1) - dlse[b, h]
+            center = (dout[b, h] * results["out"][b, h]).sum(1) - dlse[b, h]
             dscore = weight * (dweight - center[:, None])
             gradients["q"][b, h] = scale * dscore @ k[b, g]
             gradients["k"][b, g] += scale * dscore.T @ q[b, h]

@@ -7,6 +7,7 @@ from types import ModuleType
 
 # An old module, which answers for what was below it too, and what to write in its place.
 MOVED = {
+    "linbias.data.hub": "linbias.data.data_sets",
     "linbias.data.reading": "linbias.lm.windows",
     "linbias.lm.methods": "linbias.methods",
     **{
@@ -21,6 +22,8 @@ MOVED = {
     "linbias.lm.spans": "linbias.lm.hidden",
     "linbias.lm.terminal": "linbias.cli.report",
     "linbias.paper": "linbias.lm.paper",
+    "linbias.models.load": "from linbias.models import load",
+    "linbias.models.padding": "linbias.models.places",
     "linbias.transformers": "linbias.models, which has its names (from linbias.models import fuse)",
     "linbias.runs": "linbias.lm.train and its like: what runs share is private",
 }

@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 # A Hub that takes longer to answer is taken for one that cannot be reached.
 _PATIENCE_SECONDS = 2.0
 
 
-@contextmanager
-def caches_if_unreachable(path: str | os.PathLike[str] | None = None) -> Iterator[bool]:
-    """Within the block, where the Hub does not answer at once, only what was fetched before is looked at.
+def answers() -> bool:
+    """Ask the Hub whether it is there, unless `HF_HUB_OFFLINE` says not to.
 
-    Else a folder that is not there, which may be the name of something on the Hub, is looked for in vain for half
-    a minute.
-
-    Args:
-        path: What is looked for; where it is here, the Hub is not asked.
-
-    Yields:
-        False where the Hub was asked and does not answer.
+    Where it is not, what is handed on as `local_files_only` keeps libraries from trying for half a minute.
     """
-    if path is not None and Path(path).exists():
-        yield True
-        return
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    answers = not before and _hub_answers()
-    constants.HF_HUB_OFFLINE = not answers
-    try:
-        yield answers
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-def _hub_answers() -> bool:
-    """Asks in a thread: the look-up of a name may wait much longer than any time limit of a request."""
     from huggingface_hub import constants, get_session
 
+    if constants.HF_HUB_OFFLINE:
+        return False
     answered = threading.Event()
 
-    def ask() -> None:
+    def ask() -> (
+        None
+    ):  # in a thread: the look-up of a name may wait longer than any time limit of a request
         try:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
             answered.set()

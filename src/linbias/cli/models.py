@@ -156,10 +156,12 @@ def evaluate(
         typer.Option(help="Tokens read at a time; several as 128,256,512. Default: as trained."),
     ] = None,
     stride: options.Stride = None,
-    fuse: Annotated[
+    fuse: Annotated[bool, typer.Option("--fuse", hidden=True)] = False,
+    no_fuse: Annotated[
         bool,
         typer.Option(
-            "--fuse", help="Run an existing BLOOM, Falcon or MPT model on linbias' attention."
+            "--no-fuse",
+            help="Run an existing BLOOM, Falcon or MPT model on Transformers' own attention.",
         ),
     ] = False,
     slope_scale: Annotated[
@@ -199,15 +201,15 @@ def evaluate(
     [dim]linbias evaluate output/train --length 128,512,2048[/]
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
-    [dim]linbias evaluate bigscience/bloom-560m --fuse --length 2048,8192 --slope-scale none,interpolate[/]
+    [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192 --slope-scale none,interpolate[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
     from linbias._run.processes import choose_device, joined
     from linbias.lm import evaluate as measure
     from linbias.lm.text import read_text
-    from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM
+    from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM, unfuse
     from linbias.models.limits import default_length
-    from linbias.models.load import load_model
+    from linbias.models.loading import Files, load
     from linbias.models.scale import with_slopes
 
     lengths = options.parse_numbers("--length", length)
@@ -217,11 +219,14 @@ def evaluate(
     with warnings.catch_warnings(), joined(chosen):
         if not speaks:  # the first process warns for all
             warnings.simplefilter("ignore")
-        loaded = load_model(model, device=chosen)
-        text = read_text(model, corpus, split, max_bytes=max_bytes)
+        files = Files.at("evaluate", model)
+        loaded = load(files, device=chosen)
+        if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
+            unfuse(loaded)
+        text = read_text(files, corpus, split, max_bytes=max_bytes)
         if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):
-            if fuse or scales is not None:
-                raise ValueError("evaluate: --fuse and --slope-scale are for causal models")
+            if scales is not None:
+                raise ValueError("evaluate: --slope-scale is for causal models")
             _evaluate_in_blocks(
                 *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
                 stride=stride,
@@ -230,17 +235,18 @@ def evaluate(
                 precision=precision,
             )
             return
-        kept = None if fuse else getattr(loaded.config, "slope_scale", None)
+        kept = getattr(loaded.config, "slope_scale", None)
         choices = scales or (kept,)
 
         def slopes(scale: float | str | None) -> AbstractContextManager[None]:
-            if not fuse and scales is None:
+            if scales is None:
                 return nullcontext()
-            return with_slopes(loaded, scale, train_length=train_length, fused=fuse)
+            return with_slopes(loaded, scale, train_length=train_length)
 
         for scale in choices:  # an error comes before any work
             with slopes(scale):
                 pass
+        fused = loaded.config._attn_implementation == "linbias"
         results = []
         for tokens, scale in product(lengths or (default_length(loaded),), choices):
             with (
@@ -268,7 +274,7 @@ def evaluate(
     if not speaks:
         return
     if as_json:
-        shared = {"model": model, "fused": fuse, "corpus": corpus, "split": text.split}
+        shared = {"model": model, "fused": fused, "corpus": corpus, "split": text.split}
         print_json(
             [
                 {**shared, "slope_scale": scale, **text.scored(r.num_tokens), **r.to_dict()}

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linbias._run.hub import caches_if_unreachable
+from linbias._run.hub import answers
 from linbias.data import SPLITS
-from linbias.data.hub import TEXTS, as_line, open_data_set
+from linbias.data.data_sets import TEXTS, as_line, open_data_set
 from linbias.data.tokenizers import (
     KINDS,
     TokenIds,
@@ -178,9 +178,8 @@ def find_corpus(name: str) -> None:
         return
     if not _is_data_set(name):
         raise _no_such_corpus(name)
-    with caches_if_unreachable() as reachable:
-        if not reachable:  # a missing data set shows when it is fetched
-            _open(name, stream=True, cache_dir=None)
+    if not answers():  # else it shows when it is fetched
+        _open(name, stream=True, cache_dir=None, reachable=False)
 
 
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
@@ -314,9 +313,15 @@ def _is_data_set(name: str) -> bool:
     return bool(_DATA_SET_ID.fullmatch(name)) and Path(name).suffix not in _TEXT_SUFFIXES
 
 
-def _open(name: str, stream: bool, cache_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+def _open(
+    name: str,
+    stream: bool,
+    cache_dir: str | os.PathLike[str] | None,
+    reachable: bool | None = None,
+) -> dict[str, Any]:
+    id = TEXTS.get(name, name)
     try:
-        return open_data_set(TEXTS.get(name, name), stream=stream, cache_dir=cache_dir)
+        return open_data_set(id, stream=stream, cache_dir=cache_dir, reachable=reachable)
     except ValueError as error:
         raise _no_such_corpus(name, " that can be reached", f" ({error})") from error
 

@@ -15,16 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from linbias.definition import Float64
 from linbias.models.limits import able_to_read, position_limit
-from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.positions import Alibi
-from linbias.schedules import slopes
 
 MAX_WEIGHTS = 3 * 2**20  # 6 MiB, which are 8 MiB in the text of the page
 MAX_TOKENS = 1024
@@ -44,12 +40,13 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
     if not 1 <= limit_tokens <= MAX_TOKENS:
         raise ValueError(f"explore: limit_tokens must be in [1, {MAX_TOKENS}], got {limit_tokens}")
     content, has_more = _read_text(text, num_bytes=64 * limit_tokens)
-    loaded = load_model(model, device="cpu").float()
+    files = Files.at("explore", model)
+    loaded = load(files, device="cpu").float()
     if loaded.config.is_encoder_decoder:
         raise ValueError(
             f"explore: model must read one text, got {model}, which reads one and writes another"
         )
-    ids = encode(model, content)
+    ids = encode(files, content)
     if not len(ids):
         raise ValueError(f"explore: text must hold at least one token, got none in {text}")
     has_more |= len(ids) > limit_tokens
@@ -73,7 +70,7 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
         "text": text.name,
         "note": _note(loaded, causal, left),
         "cut": cut,
-        "tokens": token_names(model, ids),
+        "tokens": token_names(files, ids),
         "separator": separator,
         "num_layers": weights.shape[0],
         "num_heads": weights.shape[1],
@@ -117,7 +114,7 @@ def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Wei
     """Compute the attention weights of every layer and head on one text.
 
     Args:
-        model: Any Transformers causal language model.
+        model: Any causal language model, as `linbias.models.load` gives it.
         ids: [T], its tokens.
 
     Returns:
@@ -127,13 +124,11 @@ def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Wei
         ValueError: The model does not give its weights, or not of every layer, or they are not finite.
     """
     inputs = torch.from_numpy(ids)[None]
-    # Asked for its weights, Transformers' Falcon adds its bias twice: they are taken from what it asks of PyTorch.
-    asks = model.config.model_type != "falcon"
-    if asks and model.config._attn_implementation != "eager":
-        model.set_attn_implementation("eager")  # the fused ways have no weights to give
-    with able_to_read(model, len(ids)), torch.inference_mode(), _Watch() as watch:
-        found = model(inputs, output_attentions=asks, use_cache=False, return_dict=True)
-    given = (getattr(found, "attentions", None) or ()) if asks else watch.weights
+    if model.config._attn_implementation not in ("eager", "linbias"):
+        model.set_attn_implementation("eager")  # the other ways have no weights to give
+    with able_to_read(model, len(ids)), torch.inference_mode():
+        found = model(inputs, output_attentions=True, use_cache=False, return_dict=True)
+    given = getattr(found, "attentions", None) or ()
     square = (len(ids), len(ids))
     if not given or any(layer is None or layer.shape[-2:] != square for layer in given):
         kind = type(model).__name__
@@ -144,61 +139,22 @@ def attention_weights(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> Wei
     return weights
 
 
-class _Watch(TorchFunctionMode):
-    """Keep the weights of every call of PyTorch's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is scaled_dot_product_attention:
-            self._keep(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _keep(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        self.weights.append(scores.softmax(-1))
-
-
 def model_slopes(model: PreTrainedModel, num_tokens: int) -> Float64 | None:
     """Find the ALiBi slopes that a model applies to a text of so many tokens: [H], or None without linear biases.
 
-    They are those of its scores as softmax sees them: Falcon divides its bias by the square root of the head size.
+    They are those of its scores as softmax sees them: of Falcon, divided by the square root of the head size.
     """
-    config = model.config.get_text_config()
-    position = getattr(model.base_model, "position", None)
-    if isinstance(position, Alibi):
-        left = position.slopes.left(torch.zeros(1, 1, 1, 1), num_tokens)
-        return left.double().numpy()
-    num_heads = config.num_attention_heads
-    if config.model_type == "bloom":
-        return slopes(num_heads)
-    if config.model_type == "mpt" and config.attn_config.alibi:
-        return slopes(num_heads, "mpt", config.attn_config.alibi_bias_max)
-    if config.model_type == "falcon" and config.alibi:
-        return slopes(num_heads) / math.sqrt(config.hidden_size // num_heads)
-    return None
+    fused = (getattr(module, "fused_bias", None) for module in model.modules())
+    if (bias := next((found for found in fused if found is not None), None)) is not None:
+        found = bias.slopes
+    elif isinstance(position := getattr(model.base_model, "position", None), Alibi):
+        found = position.slopes
+    else:
+        return None
+    return found.left(torch.zeros(1, 1, 1, 1), num_tokens).double().numpy()
 
 
-def token_names(model: str | Path, ids: npt.NDArray[np.int64]) -> list[str]:
+def token_names(model: str | Path | Files, ids: npt.NDArray[np.int64]) -> list[str]:
     """What each token stands for; a byte that is no character is written as in Python, \\xe2."""
     tokenizer = load_tokenizer(model)
     names = [tokenizer.decode([int(i)], clean_up_tokenization_spaces=False) for i in ids]

@@ -159,7 +159,7 @@ def describe_all(function: str, *arrays: Any) -> list[_checks.Described]:
 
 
 def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
-    """Describe an array to the argument rules; raise for what is none, or needs 64 bits that JAX has switched off."""
+    """Describe an array to the argument rules. Anything else is refused, and so is float64 while JAX has it switched off."""
     if not isinstance(array, Array | np.ndarray):
         raise TypeError(
             f"{function}: {name} must be a jax.Array or numpy.ndarray, got {_kind(array)}"

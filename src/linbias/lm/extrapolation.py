@@ -35,7 +35,7 @@ from linbias.lm.training import train
 from linbias.methods import METHODS
 from linbias.models.config import LinbiasConfig
 from linbias.models.limits import position_limit
-from linbias.models.load import load_model
+from linbias.models.loading import load
 
 
 def extrapolate(
@@ -152,7 +152,7 @@ class _Run:
         self, method: str, train_length: int, seed: int, folder: Path
     ) -> list[EvaluationRecord]:
         """The model's record at every test length that it can read."""
-        model = load_model(folder)
+        model = load(folder)
         limit = position_limit(model) or math.inf
         records = []
         for length in self.settings.test_lengths_of(train_length):

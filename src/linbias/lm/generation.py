@@ -8,7 +8,7 @@ from transformers import TextStreamer
 
 from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
-from linbias.models.load import encode, load_model, load_tokenizer
+from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
 _LONG = 200  # a prompt with more characters is not printed again
@@ -30,7 +30,7 @@ def generate(
     this order, stand for.
 
     Args:
-        path: As for `load_model`.
+        path: As for `linbias.models.load`.
         prompt: Not empty; text that UTF-8 can write.
         max_new_tokens: Tokens to write at most; the model may end the text earlier.
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
@@ -62,7 +62,8 @@ def generate(
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    files = Files.at("generate", path)
+    model, tokenizer = load(files), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
             f"generate: model must be causal, got {path}, which tells masked tokens from both sides"
@@ -74,7 +75,7 @@ def generate(
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     except Exception as error:  # the library raises its own kind for a character that has no token
-        encode(path, prompt.encode())  # names the character
+        encode(files, prompt.encode())  # names the character
         raise ValueError(
             f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"
         ) from error

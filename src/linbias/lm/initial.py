@@ -10,15 +10,14 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from linbias._run.files import fingerprint
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
 from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.families import find_family
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
-from linbias.models.load import load_model
+from linbias.models.loading import Files, load
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
 LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM | LinbiasForConditionalGeneration
@@ -94,7 +93,7 @@ def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageMod
     """Build the model before its first step; fresh weights are drawn from PyTorch's current random state."""
     model = _KINDS[settings.task](config)
     if settings.init is not None:
-        model.load_state_dict(load_model(settings.init, device="cpu").state_dict())
+        model.load_state_dict(load(settings.init, device="cpu").state_dict())
     return model
 
 
@@ -105,7 +104,11 @@ def config_of(folder: str) -> LinbiasConfig:
         ValueError: The folder holds no model of the project's own family.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if not Path(folder).is_dir():
+            raise ValueError(f"{folder!r} is no folder")
+        files = Files.at("TrainSettings", folder)
+        family = find_family(files.settings, set())
+        config = None if family is None else family.read_config(files.settings, set())
     except Exception as error:  # damaged or hostile files can raise anything
         raise ValueError(
             f"TrainSettings: init must be a folder that `linbias train` made, got {folder!r}"
@@ -113,7 +116,7 @@ def config_of(folder: str) -> LinbiasConfig:
     if not isinstance(config, LinbiasConfig):
         raise ValueError(
             f"TrainSettings: init must be a model of `linbias train`, got {folder!r}, "
-            f"whose model_type is {config.model_type!r}"
+            f"whose model_type is {files.model_type!r}"
         )
     return config
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from linbias._run.files import read_json
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus, read_file
-from linbias.models.load import encode
+from linbias.models.loading import Files, encode
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TokenText:
 
 
 def read_text(
-    model: str | Path, name: str, split: str | None = None, *, max_bytes: int | None = None
+    model: str | Path | Files, name: str, split: str | None = None, *, max_bytes: int | None = None
 ) -> TokenText:
     """Reads a text as the tokens of a model.
 
@@ -71,7 +71,7 @@ def read_text(
     that the corpus is split otherwise), a `UserWarning` says so: the model may have been trained on the text.
 
     Args:
-        model: As for `load_model`.
+        model: As for `linbias.models.load`, or its `Files`.
         name: A text file, or a corpus as for `load_corpus`.
         split: "train", "valid" or "test", to score a split of a file as well. None is the whole of a file, and the
             test split of any other corpus.
@@ -80,24 +80,25 @@ def read_text(
     Raises:
         ValueError: There is no such corpus or split, it is no UTF-8 text, or the model has no readable tokenizer.
     """
+    files = Files.at("read_text", model)
     if split is not None and split not in SPLITS:
         raise ValueError(f"read_text: split must be one of {', '.join(SPLITS)}, got {split!r}")
     path = Path(name).expanduser()
     if split is None and path.is_file():
         content, total_bytes = read_file(path, max_bytes=max_bytes), path.stat().st_size
-        _warn_of_trained_text(Path(model), path.resolve())
-        return _as_tokens(model, name, None, content, total_bytes)
+        _warn_of_trained_text(Path(files.name), path.resolve())
+        return _as_tokens(files, name, None, content, total_bytes)
     split = split or "test"
     corpus = load_corpus(name, max_bytes=max_bytes)
-    _warn_of_trained_text(Path(model), Path(corpus.location), corpus.splits)
+    _warn_of_trained_text(Path(files.name), Path(corpus.location), corpus.splits)
     content = getattr(corpus, split).tobytes()  # the ids of the byte tokenizer are the bytes
-    return _as_tokens(model, name, split, content, len(content))
+    return _as_tokens(files, name, split, content, len(content))
 
 
 def _as_tokens(
-    model: str | Path, name: str, split: str | None, content: bytes, total_bytes: int
+    files: Files, name: str, split: str | None, content: bytes, total_bytes: int
 ) -> TokenText:
-    ids = encode(model, content)
+    ids = encode(files, content)
     if len(ids) < 2:
         raise ValueError(f"read_text: text must hold two tokens or more, got {len(ids)} in {name}")
     return TokenText(name, split, ids, len(content), total_bytes)

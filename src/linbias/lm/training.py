@@ -5,7 +5,7 @@ A run has a folder:
     settings.json      the settings; written first, compared when the run continues
     history.jsonl      the loss as it went, a line every few steps (see `linbias.lm.watch`)
     checkpoints/       the Trainer's; of a finished run the last one, from which it can be extended
-    model.safetensors, config.json, tokenizer.json, ...      the result, for `from_pretrained`
+    model.safetensors, config.json, tokenizer.json, ...      the result, for `linbias.models.load`
     metrics.json       written last: a run is finished when its number of steps is in it
 
 A run that is called with more steps than it was made for is extended, finished or not. Steps that
@@ -61,7 +61,7 @@ from linbias.lm.trainer import LanguageModelTrainer
 from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
 from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
 from linbias.models.config import LinbiasConfig
-from linbias.models.load import no_bars
+from linbias.models.loading import no_bars
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
@@ -113,7 +113,7 @@ def train(
 
     Returns:
         What the run measured, as metrics.json keeps it. `output` is then ready for
-        `AutoModelForCausalLM.from_pretrained`.
+        `linbias.models.load`.
 
     Raises:
         ValueError: The folder cannot be written, is in use or belongs to another run; the corpus is shorter

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
-from linbias.models.padding import Padding
+from linbias.models.places import Places
 from linbias.models.positions import Alibi, Position
 
 _BAICHUAN2_VOCABULARY = 125_696
@@ -139,7 +139,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool = False,
         past_key_values: Cache | None = None,
@@ -147,7 +147,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
         normed = self.input_layernorm(hidden)
         attended, weights = self.self_attn(
-            normed, position, padding, keep, output_attentions, past_key_values
+            normed, position, places, keep, output_attentions, past_key_values
         )
         hidden = hidden[:, hidden.shape[1] - keep :] + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), weights

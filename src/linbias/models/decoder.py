@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from linbias.models.cache import key_bound, use_growing_layers
 from linbias.models.packing import attend_packed, packed_weights
-from linbias.models.padding import Padding, read_attention_mask
+from linbias.models.places import Places, read_attention_mask
 from linbias.models.positions import AttendOptions, Position
 
 
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool,
         past_key_values: Cache | None,
@@ -52,17 +52,17 @@ class SelfAttention(nn.Module):
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.project_in(hidden)
         )
-        q, k = position.rotate(q, k, padding.positions)
+        q, k = position.rotate(q, k, places.positions)
         dropout = self.dropout if self.training else 0.0
         weights = None
-        if padding.packing is not None:
+        if places.packing is not None:
             gathered = attend_packed(
                 lambda q, k, v, r: position.attend(q, k, v, _from_start(r, dropout)),
-                *(padding.packing, q, k, v),
+                *(places.packing, q, k, v),
             )[:, :, q.shape[2] - keep :]
             if output_attentions:
                 weights = packed_weights(
-                    lambda q, k, r: position.weights(q, k, _from_start(r)), padding.packing, q, k
+                    lambda q, k, r: position.weights(q, k, _from_start(r)), places.packing, q, k
                 )
         else:
             bound = None
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
                 k, v = past_key_values.update(k, v, self.layer_index)
                 if position.uses_key_bound:
                     bound = key_bound(past_key_values.layers[self.layer_index])
-            kept = padding.last_queries(keep)
+            kept = places.last_queries(keep)
             options = AttendOptions(kept.key_range, kept.query_start, bound, dropout)
             q = q[:, :, q.shape[2] - keep :]
             gathered = position.attend(q, k, v, options)
@@ -103,7 +103,7 @@ class Decoder(DecoderPreTrainedModel):
     """Turn token ids into hidden states, one per token.
 
     A family's constructor makes the modules below and ends with `self.post_init()`. A block is called as
-    `block(hidden, position, padding, keep, output_attentions, past_key_values=...)` and returns the last `keep`
+    `block(hidden, position, places, keep, output_attentions, past_key_values=...)` and returns the last `keep`
     tokens and, if asked, the attention weights of their queries.
 
     Padding is allowed on the left (for generation) and, where no more tokens follow, on the right (for
@@ -176,11 +176,11 @@ class Decoder(DecoderPreTrainedModel):
                 )
             use_cache = False
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        padding = self._read_mask(
+        places = self._read_mask(
             attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
         )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and padding.packing is None
+            use_cache = self.config.use_cache and not self.training and places.packing is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
             use_growing_layers(past_key_values)
@@ -189,7 +189,7 @@ class Decoder(DecoderPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
-        hidden = self.before_layers(embedded, padding.positions)
+        hidden = self.before_layers(embedded, places.positions)
         num_tokens = hidden.shape[1]
         keep = min(keep or num_tokens, num_tokens)
         states: tuple[Tensor, ...] = ()
@@ -200,7 +200,7 @@ class Decoder(DecoderPreTrainedModel):
             hidden, weights = layer(
                 hidden,
                 self.position,
-                padding,
+                places,
                 keep if index == len(self.layers) else num_tokens,
                 output_attentions,
                 past_key_values=past_key_values,
@@ -222,7 +222,7 @@ class Decoder(DecoderPreTrainedModel):
         embedded: Tensor,
         past_key_values: Cache | None,
         use_cache: bool,
-    ) -> Padding:
+    ) -> Places:
         """Where the new tokens stand, after those of a cache."""
         name = type(self).__name__
         num_cached: int | Tensor = 0

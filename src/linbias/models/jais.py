@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
-from linbias.models.padding import Padding
+from linbias.models.places import Places
 from linbias.models.positions import AttendOptions, Position
 from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
@@ -267,14 +267,14 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool = False,
         past_key_values: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the last `keep` tokens of hidden [B, T, n_embd], and their attention weights, if asked."""
         attended, weights = self.attn(
-            self.ln_1(hidden), position, padding, keep, output_attentions, past_key_values
+            self.ln_1(hidden), position, places, keep, output_attentions, past_key_values
         )
         hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
         return hidden + self.dropout(self.mlp(self.ln_2(hidden))), weights

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 
 from linbias.models import bidirectional, decoder
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
-from linbias.models.padding import Padding
+from linbias.models.places import Places
 from linbias.models.positions import Position, make_position
 
 
@@ -71,7 +71,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool = False,
         past_key_values: Cache | None = None,
@@ -80,7 +80,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         skipped = hidden.shape[1] - keep
         normed = self.norm(hidden)
         attended, weights = self.attention(
-            normed, position, padding, keep, output_attentions, past_key_values
+            normed, position, places, keep, output_attentions, past_key_values
         )
         hidden, normed = hidden[:, skipped:], normed[:, skipped:]
         if self.parallel:
@@ -127,7 +127,7 @@ class FusedBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool = False,
         past_key_values: Cache | None = None,
@@ -136,7 +136,7 @@ class FusedBlock(GradientCheckpointingLayer):
         skipped = hidden.shape[1] - keep
         qkv, wide, gate = self.fused(self.norm(hidden)).split(self.widths, dim=-1)
         attended, weights = self.attention(
-            qkv, position, padding, keep, output_attentions, past_key_values
+            qkv, position, places, keep, output_attentions, past_key_values
         )
         fed = self.narrow(wide[:, skipped:] * silu(gate[:, skipped:]))
         return hidden[:, skipped:] + self.dropout(attended + fed), weights

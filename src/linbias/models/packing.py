@@ -52,6 +52,11 @@ class Packing(NamedTuple):
     groups: tuple[Group, ...]
     back: Tensor
 
+    def to(self, device: torch.device | str | int) -> "Packing":
+        """On another device."""
+        groups = (Group(group.rows.to(device), group.lengths.to(device)) for group in self.groups)
+        return Packing(tuple(groups), self.back.to(device))
+
     def take(self, x: Tensor, group: Group) -> Tensor:
         """[texts, heads, longest, size]: the texts of a group, of x [B, heads, T, size]."""
         return x.transpose(1, 2).flatten(0, 1)[group.rows].transpose(1, 2)

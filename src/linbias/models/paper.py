@@ -21,8 +21,8 @@ from transformers.utils import can_return_tuple
 
 from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from linbias.models.padding import Padding
 from linbias.models.paper_config import PaperConfig
+from linbias.models.places import Places
 from linbias.models.positions import T5, Position, make_position
 
 
@@ -81,7 +81,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self,
         hidden: Tensor,
         position: Position,
-        padding: Padding,
+        places: Places,
         keep: int,
         output_attentions: bool = False,
         past_key_values: Cache | None = None,
@@ -89,7 +89,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
         normed = self.self_attn_layer_norm(hidden)
         attended, weights = self.self_attn(
-            normed, position, padding, keep, output_attentions, past_key_values
+            normed, position, places, keep, output_attentions, past_key_values
         )
         hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
         widened = self.activation_dropout(self.fc1(self.final_layer_norm(hidden)).relu_())

@@ -2,41 +2,38 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from linbias.models.fields import SHARED
-from linbias.models.fused import fuse, unfuse
+from linbias.models.limits import stated_length
 from linbias.models.slopes import ModelSlopes, SlopeScale
 
 
 @contextmanager
 def with_slopes(
-    model: PreTrainedModel,
-    slope_scale: SlopeScale,
-    *,
-    train_length: int | None = None,
-    fused: bool = False,
+    model: PreTrainedModel, slope_scale: SlopeScale, *, train_length: int | None = None
 ) -> Iterator[None]:
     """Scale the slopes of a model within the block.
 
     Args:
-        model: One of linbias that has ALiBi; or with `fused` one that `linbias.models.fuse` takes. It is as
-            before after the block.
+        model: Causal, with ALiBi, as `load` gives it. It is as before after the block.
         slope_scale: As in `linbias.models.fuse`.
         train_length: For "interpolate"; None: what the configuration says, if it does.
-        fused: Fuse the model within the block.
 
     Raises:
-        ValueError: The model has no slopes to scale, or cannot be fused, or an option breaks its rule.
+        ValueError: The model has no slopes to scale, or an option breaks its rule.
 
     Example:
-        >>> from transformers import BloomConfig, BloomForCausalLM
-        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
-        >>> with with_slopes(model, 0.5, fused=True):
-        ...     model.config._attn_implementation
-        'linbias'
+        >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
+        >>> model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2)).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with with_slopes(model, 0.5):
+        ...     scaled = model(ids).logits
+        >>> torch.equal(scaled, model(ids).logits)
+        False
     """
     if not SHARED["slope_scale"].holds(slope_scale):
         raise ValueError(
@@ -44,27 +41,24 @@ def with_slopes(
         )
     if train_length is not None and train_length < 1:
         raise ValueError(f"evaluate: train_length must be at least 1, got {train_length}")
-    if fused:
-        fuse(model, slope_scale=slope_scale, train_length=train_length)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            unfuse(model)
-        return
-    layers: list[tuple[Any, ModelSlopes]] = [
-        (module, module.slopes)
-        for module in model.modules()
-        if isinstance(getattr(module, "slopes", None), ModelSlopes)
-    ]
-    if not layers:
+    if slope_scale == "interpolate" and (train_length or stated_length(model.config)) is None:
         raise ValueError(
-            f"evaluate: slope_scale must be left out for a {type(model).__name__}, which has no ALiBi of linbias "
-            "(fuse gives it to BLOOM, Falcon and MPT)"
+            "evaluate: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
+        )
+    kept: list[tuple[Any, str, Any]] = []
+    for module in model.modules():
+        if isinstance(slopes := getattr(module, "slopes", None), ModelSlopes):
+            kept.append((module, "slopes", slopes))
+            module.slopes = slopes.scaled(slope_scale, train_length)
+        elif (bias := getattr(module, "fused_bias", None)) is not None:
+            kept.append((module, "fused_bias", bias))
+            module.fused_bias = replace(bias, slopes=bias.slopes.scaled(slope_scale, train_length))
+    if not kept:
+        raise ValueError(
+            f"evaluate: slope_scale must be left out for a {type(model).__name__}, which has no ALiBi that runs on linbias"
         )
     try:
-        for layer, before in layers:
-            layer.slopes = before.scaled(slope_scale, train_length)
         yield
     finally:
-        for layer, before in layers:
-            layer.slopes = before
+        for module, name, before in kept:
+            setattr(module, name, before)

@@ -31,7 +31,7 @@ from linbias.models.linbias import (
     LinbiasPreTrainedModel,
     SelfAttention,
 )
-from linbias.models.padding import Padding, read_attention_mask
+from linbias.models.places import Places, read_attention_mask
 from linbias.models.positions import Position, make_position
 from linbias.torch import attention, attention_weights
 from linbias.torch.constant import constant
@@ -117,14 +117,14 @@ class CrossBlock(GradientCheckpointingLayer):
         memory: Tensor,
         memory_range: Tensor | None,
         position: Position,
-        padding: Padding,
+        places: Places,
         output_attentions: bool = False,
         past_key_values: EncoderDecoderCache | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return hidden [B, T, hidden_size], and the weights of self- and cross-attention, if asked."""
         own = None if past_key_values is None else past_key_values.self_attention_cache
         attended, weights = self.attention(
-            self.norm(hidden), position, padding, hidden.shape[1], output_attentions, own
+            self.norm(hidden), position, places, hidden.shape[1], output_attentions, own
         )
         hidden = hidden + self.dropout(attended)
         attended, cross_weights = self.cross_attention(
@@ -179,9 +179,9 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
             output_attentions, output_hidden_states: As of `LinbiasSeq2SeqModel`.
         """
         own = None if past_key_values is None else past_key_values.self_attention_cache
-        padding = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
+        places = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
         memory_range = read_attention_mask(type(self).__name__, memory_mask, memory, 0).key_range
-        hidden = self.before_layers(embedded, padding.positions)
+        hidden = self.before_layers(embedded, places.positions)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         cross_attentions: tuple[Tensor, ...] = ()
@@ -189,7 +189,7 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
             if output_hidden_states:
                 states += (hidden,)
             hidden, weights, cross_weights = layer(
-                *(hidden, memory, memory_range, self.position, padding, output_attentions),
+                *(hidden, memory, memory_range, self.position, places, output_attentions),
                 past_key_values=past_key_values,
             )
             if output_attentions:

@@ -22,7 +22,7 @@ from linbias._run.files import check_writable, move_into_place
 from linbias.data.dictionary import Dictionary
 from linbias.data.words import save_word_tokenizer
 from linbias.lm.paper.pickled import read_original
-from linbias.models.load import no_bars
+from linbias.models.loading import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 

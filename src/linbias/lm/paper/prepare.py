@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linbias.data import SPLITS
+from linbias.data.data_sets import WIKITEXT_WORDS, as_line, open_data_set
 from linbias.data.dictionary import Dictionary
-from linbias.data.hub import WIKITEXT_WORDS, as_line, open_data_set
 from linbias.lm.paper.ranges import Range, cut_into_ranges, in_processes
 from linbias.lm.paper.store import ids_dtype, write_ids
 

@@ -5,7 +5,7 @@ A run has a folder:
     recipe.json        the settings; written first, compared when the run continues
     log.jsonl          a line per logged step, with the columns that the original logs
     checkpoints/       the Trainer's, while training
-    config.json, model.safetensors, dict.txt, tokenizer.json, ...     the best model so far, for `from_pretrained`
+    config.json, model.safetensors, dict.txt, tokenizer.json, ...     the best model so far, for `linbias.models.load`
     metrics.json       written last: a run that has it is finished
 
 The batches are a pure function of the seed and the step, dropout is seeded anew for each step, and
@@ -50,7 +50,7 @@ from linbias.lm.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexit
 from linbias.lm.paper.store import StoredIds, read_data
 from linbias.lm.watch import FiniteLoss, ProgressBar, StopWatch
 from linbias.models.fields import MAXIMA, own_fields
-from linbias.models.load import no_bars
+from linbias.models.loading import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 
@@ -101,7 +101,7 @@ def train(
     Returns:
         What the run measured, as metrics.json keeps it. `output` then has the model of the least
         validation loss, or the last one where there is no validation, ready for
-        `AutoModelForCausalLM.from_pretrained`.
+        `linbias.models.load`.
 
     Raises:
         ValueError: The folder cannot be written, is in use or belongs to another run; the data is damaged; the

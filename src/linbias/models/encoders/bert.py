@@ -21,9 +21,10 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.encoders.rows import Rows
+from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
+from linbias.torch import attention, attention_varlen, attention_weights
 
 
 class Embeddings(nn.Module):
@@ -37,7 +38,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, words: Tensor, types: Tensor) -> Tensor:
-        """[N, hidden_size] for embedded words [N, hidden_size] and types [N]."""
+        """[..., hidden_size] for embedded words [..., hidden_size] and types [...]."""
         return self.dropout(self.norm(words + self.types(types)))
 
 
@@ -62,17 +63,56 @@ class Attention(nn.Module):
         self.implementation = config.attention_implementation
 
     def forward(
-        self, hidden: Tensor, rows: Rows, output_attentions: bool
+        self, hidden: Tensor, places: Places, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, hidden_size], and the weights [B, H, T, T] if asked."""
+        """As hidden, which is as `Places.pack` gives it, and the weights [B, H, T, T] if asked."""
         q, k, v = self.qkv(hidden).chunk(3, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))
-        left = self.slopes.left(q, rows.shape[1], rows.key_range)
+        left = self.slopes.left(q, places.positions.shape[1], places.key_range)
+        out = self._attend(q, k, v, left, places)
+        weights = _weights(q, k, left, places) if output_attentions else None
+        return self.out(out.flatten(-2)), weights
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, left: Tensor, places: Places) -> Tensor:
+        """Let the tokens of each row attend to each other, on both sides: [..., H, D] for q, k, v [..., H, D]."""
         dropout = self.dropout if self.training else 0.0
-        out = rows.attend(q, k, v, left, dropout, self.implementation)
-        weights = rows.weights(q, k, left) if output_attentions else None
-        return self.out(out.flatten(1)), weights
+        if q.dim() == 4:
+            out = attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                left,
+                causal=False,
+                key_range=places.key_range,
+                query_start=places.query_start,
+                dropout=dropout,
+                implementation=self.implementation,
+            )
+            return out.transpose(1, 2)
+        assert places.key_range is not None
+        offsets = (places.key_range[:, 1] - places.key_range[:, 0]).cumsum(0)
+        offsets = torch.cat([offsets.new_zeros(1), offsets])
+        packed = attention_varlen(
+            *(q, k, v, offsets, offsets, left),
+            causal=False,
+            dropout=dropout,
+            implementation=self.implementation,
+        )
+        assert isinstance(packed, Tensor)
+        return packed
+
+
+def _weights(q: Tensor, k: Tensor, left: Tensor, places: Places) -> Tensor:
+    """The weights [B, H, T, T] of attention before dropout, zero at padding."""
+    q, k = (places.unpack(x).transpose(1, 2) for x in (q, k))
+    found = attention_weights(
+        *(q, k, left),
+        causal=False,
+        key_range=places.key_range,
+        query_start=places.query_start,
+    )
+    return found if places.is_token is None else found * places.is_token[:, None, :, None]
 
 
 class FeedForward(nn.Module):
@@ -106,10 +146,10 @@ class Layer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self, hidden: Tensor, rows: Rows, output_attentions: bool = False
+        self, hidden: Tensor, places: Places, output_attentions: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """[N, hidden_size], and the attention weights [B, H, T, T] if asked."""
-        attended, weights = self.attention(hidden, rows, output_attentions)
+        """[..., hidden_size], and the attention weights [B, H, T, T] if asked."""
+        attended, weights = self.attention(hidden, places, output_attentions)
         normed = self.attention_norm(hidden + self.dropout(attended))
         if self.residual_norm is not None:
             normed = self.residual_norm(hidden + normed)
@@ -184,13 +224,13 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
             raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
         given = inputs_embeds if input_ids is None else input_ids
         assert given is not None
-        rows = Rows.read(name, attention_mask, given)
-        packed = rows.pack(given)
+        places = read_attention_mask(name, attention_mask, given, 0)
+        packed = places.pack(given)
         words = packed if input_ids is None else self.embeddings.words(packed)
         if token_type_ids is None:
-            types = torch.zeros(words.shape[0], dtype=torch.int64, device=words.device)
+            types = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
         else:
-            types = rows.pack(token_type_ids).long()
+            types = places.pack(token_type_ids).long()
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
@@ -201,25 +241,25 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         attentions: tuple[Tensor, ...] = ()
         for layer in self.layers:
             if output_hidden_states:
-                states += (rows.unpack(hidden),)
-            hidden, weights = layer(hidden, rows, output_attentions)
+                states += (places.unpack(hidden),)
+            hidden, weights = layer(hidden, places, output_attentions)
             if output_attentions:
                 attentions += (weights,)
-        last = rows.unpack(hidden)
+        last = places.unpack(hidden)
         return BaseModelOutputWithPooling(
             last_hidden_state=last,
-            pooler_output=None if self.pooler is None else self._pool(last, rows),
+            pooler_output=None if self.pooler is None else self._pool(last, places),
             hidden_states=(*states, last) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 
-    def _pool(self, last: Tensor, rows: Rows) -> Tensor:
+    def _pool(self, last: Tensor, places: Places) -> Tensor:
         """[B, hidden_size], of the first token of each row."""
         assert self.pooler is not None
-        if rows.key_range is None:
+        if places.key_range is None:
             first = last[:, 0]
         else:  # a row of padding alone has none: its zeros serve
-            where = rows.key_range[:, 0].clamp(max=rows.shape[1] - 1)
+            where = places.key_range[:, 0].clamp(max=last.shape[1] - 1)
             first = last[torch.arange(len(last), device=last.device), where]
         return self.pooler(first).tanh()
 

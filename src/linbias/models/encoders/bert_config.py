@@ -8,7 +8,7 @@ from linbias.models import fields
 class LinbiasBertConfig(fields.CheckedConfig):
     """Describe a BERT whose attention knows order by ALiBi, symmetric on both sides, with a gated feed-forward part.
 
-    The defaults are those of MosaicBERT and DNABERT-2 but for the sizes. `linbias.models.from_pretrained` reads
+    The defaults are those of MosaicBERT and DNABERT-2 but for the sizes. `linbias.models.load` reads
     the configurations of the original folders.
 
     Args:

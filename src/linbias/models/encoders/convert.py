@@ -13,7 +13,8 @@ from torch import Tensor
 from linbias._run.files import check_writable, move_into_place, write_json, write_whole
 from linbias.models.encoders import original
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.encoders.load import Head, from_pretrained, read_folder
+from linbias.models.families import find_family
+from linbias.models.loading import Files, load
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,12 +31,12 @@ _TOKENIZER_FILES = (
 def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
     """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
 
-    After `import linbias.models`, `AutoModel.from_pretrained(output)` and the other Auto classes load it, and
+    `load(output)` reads it; after `linbias.models.install()` `AutoModel.from_pretrained(output)` and the other Auto classes do, and
     for jina-embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens.
     Tokenizer files go along.
 
     Args:
-        folder: A local folder as `from_pretrained` reads it.
+        folder: A local folder as `load` reads it.
         output: The folder to make; refused where it holds config.json or safetensors already.
         back: Write the names and the configuration that the original code reads. The folder must be one that `convert`
             wrote, or a fine-tuned model that was loaded from an original folder and saved.
@@ -52,7 +53,14 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         raise ValueError(
             f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
         )
-    config, weights, _ = read_folder(folder)
+    files = Files.at("convert", folder)
+    names = set(files.look_at_weights())
+    family = find_family(files.settings, names)
+    config = None if family is None else family.read_config(files.settings, names)
+    if not isinstance(config, LinbiasBertConfig):
+        raise ValueError(
+            f"convert: {str(folder)!r} must hold an encoder, got model_type {files.model_type!r}"
+        )
     if back and config.original is None:
         raise ValueError(
             f"convert: {str(folder)!r} must come from an original folder to go back, and its config.json names none"
@@ -62,9 +70,9 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         with tempfile.TemporaryDirectory(prefix=".", dir=output) as name:
             partial = Path(name)
             if back:
-                _write_original(config, weights, partial)
+                _write_original(config, files.read_weights(), partial)
             else:
-                from_pretrained(folder, _head(weights)).save_pretrained(partial)
+                load(files, task=_task(names), device="cpu").save_pretrained(partial)
                 if (config.original or {}).get("family", "").startswith("jina"):
                     _write_sentence_transformer(folder, partial)
             _copy_tokenizer(folder, partial)
@@ -73,12 +81,12 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
         raise OSError(f"convert: could not write to {output} ({error})") from error
 
 
-def _head(weights: dict[str, Tensor]) -> Head:
-    """The head that holds most of a folder's weights."""
-    if "transform.weight" in weights:
+def _task(names: set[str]) -> str:
+    """The one whose model holds most of a folder's weights."""
+    if any("transform." in name for name in names):
         return "masked"
-    if "classifier.weight" in weights:
-        return "sequence" if "encoder.pooler.weight" in weights else "token"
+    if "classifier.weight" in names:
+        return "sequence" if any("pooler." in name for name in names) else "token"
     return "base"
 
 
@@ -88,6 +96,8 @@ def _write_original(config: LinbiasBertConfig, weights: dict[str, Tensor], folde
     if set(config.original) != known or config.original["family"] not in original.FAMILIES:
         raise ValueError("convert: original of config.json must hold family, prefix and config")
     prefix = config.original["prefix"]
+    if not any(name.startswith("encoder.") for name in weights):  # of a model without a head
+        weights = {f"encoder.{name}": tensor for name, tensor in weights.items()}
     names = original.to_original(weights, config.original["family"], prefix)
     save_file(names, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config.original["config"])

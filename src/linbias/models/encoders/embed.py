@@ -9,7 +9,6 @@ the same numbers as one that was not.
 import base64
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.hub import caches_if_unreachable
+from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.documents import Document, Id
-from linbias.models.encoders.load import from_pretrained
 from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
+from linbias.models.loading import Files, load, load_tokenizer
 
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,7 +76,7 @@ def embed(
     `.jsonl` and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and ids are those of the input.
 
     Args:
-        folder: An encoder as `from_pretrained` reads it, with its tokenizer.
+        folder: An encoder as `load` reads it, with its tokenizer.
         documents: With ids that differ, as `read_documents` returns them.
         output: File to write, which must not exist; None writes nothing.
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
@@ -114,12 +113,16 @@ def embed(
     dtype = _dtype(precision, where)
     if target is not None:
         check_output(target)
-    with caches_if_unreachable(folder):
-        tokenizer = _load_tokenizer(folder)
-        model = from_pretrained(folder, "base", dtype=dtype, **settings)
+    files = Files.at("embed", folder)
+    tokenizer = _load_tokenizer(files)
+    model = load(files, task="base", dtype=dtype, device=where, **settings)
+    if not isinstance(model, LinbiasBertModel):
+        raise ValueError(
+            f"embed: folder must hold an encoder, got {files.name!r} with a {type(model).__name__}"
+        )
     tokens, num_shortened = _tokenize(tokenizer, documents, max_length, model.config.vocab_size)
     batches = plan_batches([len(row) for row in tokens], batch_tokens)
-    pool = _Pool(model.to(where), pooling, normalize)
+    pool = _Pool(model, pooling, normalize)
     made_by = {
         "pooling": pooling,
         "normalize": normalize,
@@ -260,21 +263,17 @@ def _dtype(precision: str | None, device: torch.device) -> torch.dtype | None:
     return _PRECISIONS[precision]
 
 
-def _load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    if not Path(folder).is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(folder)):
-        raise ValueError(
-            f"embed: folder must be one that is here, or an id owner/name of the Hugging Face Hub, got {str(folder)!r}"
-        )
+def _load_tokenizer(files: Files) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # damaged or hostile files can raise anything
-        reason = str(error).strip().partition("\n")[0]
+        tokenizer = load_tokenizer(files)
+    except ValueError as error:
+        reason = str(error).partition(": ")[2]
         raise ValueError(
-            f"embed: folder must hold a tokenizer, got {str(folder)!r} ({reason})"
+            f"embed: folder must hold a tokenizer, got {files.name!r} ({reason})"
         ) from error
     # Without files, Transformers makes up a tokenizer that knows its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"embed: folder must hold a tokenizer, got {str(folder)!r} without words")
+        raise ValueError(f"embed: folder must hold a tokenizer, got {files.name!r} without words")
     return tokenizer
 
 

@@ -106,7 +106,7 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
         "attention_probs_dropout_prob": "attention_dropout",
     }
     if absent := sorted(set(wanted) - set(config)):
-        raise ValueError(f"from_pretrained: config.json of a {family} model lacks {absent[0]}")
+        raise ValueError(f"config.json of a {family} model lacks {absent[0]}")
     fields = {ours: config[theirs] for theirs, ours in wanted.items()}
     fields["train_length"] = config.get("alibi_starting_size", 512)
     kept = ("classifier_dropout", "id2label", "label2id", "problem_type", "pad_token_id")
@@ -117,7 +117,7 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
     kind = config.get("feed_forward_type")
     if kind not in _GLU:
         raise ValueError(
-            f"from_pretrained: feed_forward_type of a {family} model must be one of {tuple(_GLU)}, got {kind!r}"
+            f"feed_forward_type of a {family} model must be one of {tuple(_GLU)}, got {kind!r}"
         )
     fields["feed_forward_act"] = _GLU[kind]
     fields["head_norm_eps"] = config["layer_norm_eps"]
@@ -150,7 +150,8 @@ def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
         ours[_rename(name, family)] = tensor
     words = ours.get("encoder.embeddings.words.weight")
     tied = ours.get("decoder.weight")
-    if tied is not None and words is not None and torch.equal(tied, words):
+    # Without numbers, of a folder that is only looked at, they are taken to be the same.
+    if tied is not None and words is not None and (tied.is_meta or torch.equal(tied, words)):
         del ours["decoder.weight"]
     return ours
 

@@ -1,31 +1,36 @@
-"""Existing ALiBi models, fused: their own weights, `linbias.torch.attention` in every layer, and no mask [T, S].
+"""Existing ALiBi models of Transformers, fused: their own weights, `linbias.torch.attention` in every layer, no mask [T, S].
 
-    fuse, unfuse    what a user calls
-    mask.py         what a fused model hands to its layers in place of a mask
-    bias.py         its attention
-    family.py       what is known of an architecture; bloom.py, falcon.py, mpt.py: three of them
-    mpt_model.py    MPT with what Transformers' class leaves out
-
-A model is fused by its configuration, `attn_implementation="linbias"`: Transformers then asks us for its mask, and
-the attention layers that find our mask run fused. `fuse` sets that and gives the layers what a user chooses.
+fuse, unfuse    what a user calls
+family.py       what is known of an architecture, and what its modules become; bloom.py, falcon.py, mpt.py: three of them
+bias.py         its attention
+mpt_model.py    MPT with what Transformers' class leaves out
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
 from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
-from linbias.models.fused.family import Family, Options
-from linbias.models.fused.mask import NAME, make_mask
+from linbias.models.fused.family import (
+    MODEL_TYPES,
+    NAME,
+    Family,
+    Options,
+    change_classes,
+    keep_mask_for_generate,
+    make_mask,
+)
 from linbias.torch.choice import IMPLEMENTATIONS
 
-FAMILIES = {family.model_type: family for family in (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY)}
+FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
+_GENERATE = tuple(family.language_model for family in FAMILIES.values())
 _ROUNDINGS = ("exact", "checkpoint")
 
 
@@ -42,9 +47,8 @@ def fuse(
 
     The model is changed in place; its weights and their names stay. Everything around attention is Transformers' own
     code, so that training, gradient checkpointing, padding on either side, caches and `generate` work as before, for
-    any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. A model loaded
-    with `from_pretrained(..., attn_implementation="linbias")`, after `import linbias.models`, is fused with
-    the default options.
+    any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. No other model is
+    touched; Transformers learns a function that makes masks for `attn_implementation="linbias"`, which no other model asks for.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
@@ -98,23 +102,25 @@ def fuse(
                 f"fuse: model must not be fused, got a {type(body).__name__} that is: unfuse(model) comes first"
             )
         bias = family.bias(body.config, options)
-        for layer in _layers(body, family):
+        for layer in family.layers(body):
             _check_heads(getattr(layer, family.num_heads_name), bias, heads)
         plan.append((body, family, bias))
     for body, family, bias in plan:
         before = body.config._attn_implementation
-        loaded_fused = before == NAME and not _always_fused(body)
-        body.unfused_implementation = _default(body) if loaded_fused else before
-        body.config._attn_implementation = NAME
-        for layer in _layers(body, family):
-            layer.fused_bias = bias
+        fused_by_loading = before == NAME and not mpt.always_fused(body.config)
+        body.unfused_implementation = _default(body) if fused_by_loading else before
+        _run_fused(body, family, bias)
+    for module in model.modules():
+        # BLOOM's own already returns [B, S].
+        if isinstance(module, _GENERATE) and not hasattr(module, "create_masks_for_generate"):
+            vars(module)["create_masks_for_generate"] = keep_mask_for_generate
     return model
 
 
 def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `fuse`: the model runs on Transformers' own attention again.
 
-    A `LinbiasMptForCausalLM`, which that cannot run, goes back to the default options.
+    An MPT model that Transformers cannot run goes back to the default options.
 
     Args:
         model: A fused model, changed in place.
@@ -127,7 +133,8 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     """
     bodies = _bodies(model, "unfuse")
     if any(
-        _always_fused(body) and not hasattr(body, "unfused_implementation") for body, _ in bodies
+        mpt.always_fused(body.config) and not hasattr(body, "unfused_implementation")
+        for body, _ in bodies
     ):
         raise ValueError(
             f"unfuse: model must be one that Transformers can run, got a {type(model).__name__}, which is always fused"
@@ -135,13 +142,63 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
     for body, family in bodies:
-        body.config._attn_implementation = getattr(body, "unfused_implementation", _default(body))
+        before = getattr(body, "unfused_implementation", _default(body))
         if hasattr(body, "unfused_implementation"):
             del body.unfused_implementation
-        for layer in _layers(body, family):
-            if hasattr(layer, "fused_bias"):
-                del layer.fused_bias
+        if mpt.always_fused(body.config):
+            fuse_by_default(body)
+            continue
+        body.config._attn_implementation = before
+        change_classes(body, {fused: own for own, fused in family.fused.items()})
+        for layer in family.layers(body):
+            del layer.fused_bias
+    for module in model.modules():
+        vars(module).pop("create_masks_for_generate", None)
     return model
+
+
+def fuse_by_default(body: Any) -> None:
+    """Run a body fused, with the default options of `fuse`."""
+    family = _BY_BODY[type(body)]
+    _run_fused(body, family, family.bias(body.config, Options()))
+
+
+def _run_fused(body: Any, family: Family, bias: Bias) -> None:
+    AttentionMaskInterface.register(NAME, make_mask)
+    body.config._attn_implementation = NAME
+    family.set_bias(body, bias)
+
+
+def install() -> None:
+    """Let Transformers build BLOOM, Falcon and MPT fused where `attn_implementation="linbias"` asks for it."""
+    if NAME in FALCON_ATTENTION_CLASSES:
+        return
+    AttentionMaskInterface.register(NAME, make_mask)
+    AttentionInterface.register(NAME, _refuse)
+    FALCON_ATTENTION_CLASSES[NAME] = falcon.FAMILY.attention  # which it looks up by implementation
+    for family in FAMILIES.values():
+        if family.why_unknown() is None:
+            _fuse_when_built(family.body)
+            if not hasattr(family.language_model, "create_masks_for_generate"):
+                family.language_model.create_masks_for_generate = _keep_mask_if_fused  # type: ignore[attr-defined]
+
+
+def _fuse_when_built(body: type[nn.Module]) -> None:
+    build = body.__init__
+
+    @functools.wraps(build)
+    def build_fused(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, config, *args, **kwargs)
+        if self.config._attn_implementation == NAME:
+            fuse_by_default(self)
+
+    body.__init__ = build_fused  # type: ignore[method-assign]
+
+
+def _keep_mask_if_fused(self: Any, config: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    if config._attn_implementation == NAME:
+        return attention_mask
+    return create_masks_for_generate(config, attention_mask=attention_mask, **kwargs)
 
 
 def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
@@ -170,20 +227,14 @@ def _bodies(model: nn.Module, caller: str) -> list[tuple[Any, Family]]:
     return bodies
 
 
-_LOAD_NATIVE = (
-    "after `import linbias.models`, AutoModelForCausalLM.from_pretrained(folder) loads the folder without the code "
-    "that lies in it"
-)
-_LOAD_ENCODER = (
-    "linbias.models.from_pretrained(folder) loads the folder without the code that lies in it"
+_LOAD = (
+    "linbias.models.load(folder) loads the folder without the code that lies in it, and runs fused"
 )
 # By the name of a class that is not Transformers': what its owner can do instead.
 _INSTEAD = {
-    "MPTModel": "linbias.models.LinbiasMptForCausalLM.from_pretrained(folder) loads the folder without the code "
-    "that lies in it, and runs fused",
-    "RWModel": "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False) loads Transformers' own Falcon",
-    **dict.fromkeys(("BaichuanModel", "JAISModel", "BTLMModel"), _LOAD_NATIVE),
-    "JinaBertModel": _LOAD_ENCODER,
+    **dict.fromkeys(
+        ("MPTModel", "RWModel", "BaichuanModel", "JAISModel", "BTLMModel", "JinaBertModel"), _LOAD
+    ),
     "linbias": "it runs on linbias' attention already",
 }
 
@@ -192,10 +243,6 @@ def _name(module: nn.Module) -> str:
     """Of its class; "linbias" for all of ours."""
     cls = type(module)
     return "linbias" if cls.__module__.startswith("linbias.") else cls.__name__
-
-
-def _layers(body: nn.Module, family: Family) -> Iterator[Any]:
-    return (module for module in body.modules() if isinstance(module, family.attention))
 
 
 def _check_heads(num_heads: int, bias: Bias, heads: Sequence[int] | None) -> None:
@@ -210,10 +257,6 @@ def _check_heads(num_heads: int, bias: Bias, heads: Sequence[int] | None) -> Non
     )
 
 
-def _always_fused(body: nn.Module) -> bool:
-    return any(hasattr(module, "always_fused") for module in body.modules())
-
-
 def _default(body: PreTrainedModel) -> str:
     """What Transformers runs a model on unless told otherwise."""
     return "sdpa" if body._supports_sdpa else "eager"
@@ -221,15 +264,6 @@ def _default(body: PreTrainedModel) -> str:
 
 def _refuse(layer: nn.Module, *_: Any, **__: Any) -> Any:
     raise ValueError(
-        f"linbias: attn_implementation='linbias' fuses models of type {', '.join(FAMILIES)}, got a layer "
+        f"linbias: attn_implementation='linbias' fuses models of type {', '.join(MODEL_TYPES)}, got a layer "
         f"{type(layer).__name__}"
     )
-
-
-AttentionInterface.register(NAME, _refuse)
-AttentionMaskInterface.register(
-    NAME, partial(make_mask, {name: family.bias for name, family in FAMILIES.items()})
-)
-FALCON_ATTENTION_CLASSES[NAME] = falcon.FAMILY.attention  # which it looks up by implementation
-for _family in FAMILIES.values():
-    _family.install()

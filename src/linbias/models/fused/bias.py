@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,9 @@ from transformers import Cache
 from transformers.utils import logging
 
 from linbias.models.cache import key_bound, use_growing_layers
+from linbias.models.places import Places
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
-
-if TYPE_CHECKING:
-    from linbias.models.fused.mask import FusedMask
 
 logger = logging.get_logger(__name__)
 
@@ -46,30 +44,30 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: "FusedMask",
+    places: Places,
     cache: Cache | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Let new tokens attend to the cached ones and to each other.
 
     Args:
-        layer: The attention layer, with its `layer_idx` and, after `fuse`, its `fused_bias`.
+        layer: The attention layer, with its `layer_idx` and `fused_bias`.
         q: [B, H, T, D].
         k, v: [B, G, T, D], of the new tokens.
-        mask: Of this forward pass.
+        places: Where the new tokens stand.
         cache: Extended in place; None for no cache.
         dropout: Probability that a weight is dropped; used in training mode only.
 
     Returns:
-        What the queries gather, [B, T, H * D], and their weights [B, H, T, S] if the mask asks for them.
+        What the queries gather, [B, T, H * D], and their weights [B, H, T, S] if `places` asks for them.
     """
-    bias: Bias = layer.fused_bias if hasattr(layer, "fused_bias") else mask.default_bias()
+    bias: Bias = layer.fused_bias
     bound = None
     if cache is not None:
         use_growing_layers(cache)
         k, v = cache.update(k, v, layer.layer_idx)
         bound = key_bound(cache.layers[layer.layer_idx])
-    key_range, query_start = mask.padding.key_range, mask.padding.query_start
+    key_range, query_start = places.key_range, places.query_start
     left = bias.slopes.left(q, k.shape[2], key_range)
     if bias.rounded is not None:
         q, k = _with_rounding(q, k, key_range, left, bias.scale, bias.rounded)
@@ -87,7 +85,7 @@ def attend(
         implementation=bias.implementation,
     )
     weights = None
-    if mask.need_weights:
+    if places.need_weights:
         logger.warning_once(
             "output_attentions needs memory for all attention weights [B, H, T, S], and time to compute them, "
             "which fused attention itself does not"

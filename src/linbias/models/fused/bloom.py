@@ -8,26 +8,28 @@ from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import DEFAULT, Family, Options
-from linbias.models.fused.mask import FusedMask
+from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.places import Places
 from linbias.schedules import slopes
 
 
-def forward(
-    layer: Any,
-    mask: FusedMask,
-    hidden_states: Tensor,
-    residual: Tensor,
-    layer_past: Cache | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`BloomAttention.forward`, fused: returns the new residual stream [B, T, hidden size], and the weights."""
-    q, k, v = layer._reshape(layer.query_key_value(hidden_states))
-    gathered, weights = attend(layer, q, k, v, mask, layer_past, layer.attention_dropout.p)
-    output = reference.dropout_add(
-        layer.dense(gathered), residual, layer.hidden_dropout, layer.training
-    )
-    return output, weights
+class FusedBloomAttention(FusedAttention, reference.BloomAttention):
+    """Returns the new residual stream [B, T, hidden size], and the weights."""
+
+    def fused_forward(
+        self,
+        places: Places,
+        hidden_states: Tensor,
+        residual: Tensor,
+        layer_past: Cache | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self._reshape(self.query_key_value(hidden_states))
+        gathered, weights = attend(self, q, k, v, places, layer_past, self.attention_dropout.p)
+        output = reference.dropout_add(
+            self.dense(gathered), residual, self.hidden_dropout, self.training
+        )
+        return output, weights
 
 
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -35,7 +37,7 @@ def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     return (slopes * positions).to(dtype)
 
 
-def bias(config: BloomConfig, options: Options = DEFAULT) -> Bias:
+def bias(config: BloomConfig, options: Options) -> Bias:
     """What the configuration says."""
     return options.bias(
         slopes(config.n_head),
@@ -46,16 +48,14 @@ def bias(config: BloomConfig, options: Options = DEFAULT) -> Bias:
 
 
 FAMILY = Family(
-    model_type="bloom",
     body=reference.BloomModel,
-    block=reference.BloomBlock,
     attention=reference.BloomAttention,
     language_model=reference.BloomForCausalLM,
     arguments=(
         *("self", "hidden_states", "residual", "alibi", "attention_mask", "layer_past"),
         *("use_cache", "output_attentions", "kwargs"),
     ),
-    forward=forward,
+    fused={reference.BloomAttention: FusedBloomAttention},
     bias=bias,
     num_heads_name="num_heads",
 )

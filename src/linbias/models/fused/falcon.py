@@ -13,28 +13,30 @@ from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import DEFAULT, Family, Options
-from linbias.models.fused.mask import FusedMask
+from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.places import Places
 from linbias.schedules import slopes
 
 
-def forward(
-    layer: Any,
-    mask: FusedMask,
-    hidden_states: Tensor,
-    layer_past: Cache | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`FalconAttention.forward`, fused: returns what the layer adds [B, T, hidden size], and the weights."""
-    # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
-    by_group = layer.query_key_value(hidden_states).unflatten(
-        -1, (_num_key_value_heads(layer), -1, layer.head_dim)
-    )
-    q, k, v = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
-    q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
-    dropout = layer.attention_dropout.p
-    gathered, weights = attend(layer, q, k, v, mask, layer_past, dropout)
-    return layer.dense(gathered), weights
+class FusedFalconAttention(FusedAttention, reference.FalconAttention):
+    """Returns what the layer adds [B, T, hidden size], and the weights."""
+
+    def fused_forward(
+        self,
+        places: Places,
+        hidden_states: Tensor,
+        layer_past: Cache | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
+        by_group = self.query_key_value(hidden_states).unflatten(
+            -1, (_num_key_value_heads(self), -1, self.head_dim)
+        )
+        q, k, v = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
+        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+        dropout = self.attention_dropout.p
+        gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
+        return self.dense(gathered), weights
 
 
 def _num_key_value_heads(layer: Any) -> int:
@@ -48,7 +50,7 @@ def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype, scale: float)
     return ((slopes / scale).bfloat16() * positions).to(dtype) * scale
 
 
-def bias(config: FalconConfig, options: Options = DEFAULT) -> Bias:
+def bias(config: FalconConfig, options: Options) -> Bias:
     """What the configuration says.
 
     Raises:
@@ -68,16 +70,14 @@ def bias(config: FalconConfig, options: Options = DEFAULT) -> Bias:
 
 
 FAMILY = Family(
-    model_type="falcon",
     body=reference.FalconModel,
-    block=reference.FalconDecoderLayer,
     attention=reference.FalconAttention,
     language_model=reference.FalconForCausalLM,
     arguments=(
         *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
         *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
     ),
-    forward=forward,
+    fused={reference.FalconAttention: FusedFalconAttention},
     bias=bias,
     num_heads_name="num_heads",
 )

@@ -1,20 +1,30 @@
-"""What `fuse` knows of an architecture, and how its layers come to run fused."""
+"""What `fuse` knows of an architecture of Transformers, and how its modules come to run fused.
 
-import functools
+Transformers asks the attention implementation of a model for its mask, once per forward pass. For a fused model that
+is `make_mask`, which answers with `Places`, a few numbers per row instead of [B, 1, T, S]; and the modules of the model
+that are given it become those of `Family.fused`, subclasses whose forward knows it. Other models stay as they are.
+"""
+
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.masking_utils import create_masks_for_generate
+from transformers import PreTrainedConfig
+from transformers.masking_utils import causal_mask_function
 
 from linbias.models.fused.bias import Bias, Rounded
-from linbias.models.fused.mask import NAME, FusedMask
+from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
+
+NAME = "linbias"  # as in attn_implementation="linbias"
+MODEL_TYPES = ("bloom", "falcon", "mpt")
 
 
 @dataclass(frozen=True)
@@ -59,43 +69,27 @@ class Options:
         )
 
 
-DEFAULT = Options()
-
-
 @dataclass(frozen=True)
 class Family:
     """An architecture of Transformers.
 
     Attributes:
-        model_type: As in its configuration.
-        body, block, attention: Its classes: what asks for the mask, one layer, and the attention of a layer.
+        body: What asks for the mask, and holds the layers.
+        attention: The attention of a layer.
         language_model: The class that generates.
         arguments: Of the forward of `attention`, in the version that we know.
-        forward: Takes its place: called with the layer, the mask, and the other arguments.
-        bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi. Without Options,
-            the default ones.
+        fused: What the modules of an original class become.
+        bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
         num_heads_name: The attribute of a layer that says how many heads it holds.
     """
 
-    model_type: str
     body: type[nn.Module]
-    block: type[nn.Module]
     attention: type[nn.Module]
     language_model: type[nn.Module]
     arguments: tuple[str, ...]
-    forward: Callable[..., tuple[Tensor, Tensor | None]]
-    bias: Callable[..., Bias]
+    fused: Mapping[type[nn.Module], type[nn.Module]]
+    bias: Callable[[Any, Options], Bias]
     num_heads_name: str
-
-    def install(self) -> None:
-        """Let the attention and the blocks of Transformers understand a `FusedMask`.
-
-        With any other mask they do what they did. A version of Transformers that we do not know is left alone.
-        """
-        if self.why_unknown() is None:
-            _understand_mask(self.attention, self.forward)
-            _understand_output_attentions(self.block)
-            _keep_mask_for_generate(self.language_model)
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
@@ -107,47 +101,99 @@ class Family:
             f"and linbias knows one that takes {', '.join(self.arguments)}"
         )
 
+    def layers(self, body: nn.Module) -> list[Any]:
+        """The attention of each layer, fused or not."""
+        return [module for module in body.modules() if isinstance(module, self.attention)]
 
-def _understand_mask(layer: type[nn.Module], fused: Callable[..., Any]) -> None:
-    original = layer.forward
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
-        if not isinstance(mask, FusedMask):
-            if isinstance(mask, Tensor) and hasattr(self, "fused_bias"):
-                raise ValueError(
-                    f"{layer.__name__}: attention_mask of a fused model must have shape [B, S], got {list(mask.shape)}"
-                )
-            return original(self, *args, **kwargs)
-        del kwargs["attention_mask"]
-        return fused(self, mask, *args, **kwargs)
-
-    layer.forward = forward
+    def set_bias(self, body: nn.Module, bias: Bias) -> None:
+        """Let the modules of a body run fused, with this bias."""
+        change_classes(body, self.fused)
+        for layer in self.layers(body):
+            layer.fused_bias = bias
 
 
-def _understand_output_attentions(block: type[nn.Module]) -> None:
-    """Not every block tells its attention that its weights are wanted: the mask does."""
-    original = block.forward
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("output_attentions") and isinstance(mask, FusedMask):
-            kwargs["attention_mask"] = mask.with_weights()
-        return original(self, *args, **kwargs)
-
-    block.forward = forward
+def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    """Let modules be of other classes that know the same attributes."""
+    module: Any
+    for module in body.modules():
+        if (found := classes.get(type(module))) is not None:
+            module.__class__ = found
+            if "_old_forward" in vars(module):  # what the hooks of accelerate call
+                module._old_forward = MethodType(found.forward, module)
 
 
-def _keep_mask_for_generate(language_model: Any) -> None:
+class FusedAttention:
+    """What the fused attention of a family has: its `fused_forward` runs, with `Places` in the place of the mask."""
+
+    fused_bias: Bias
+    fused_forward: Callable[..., tuple[Tensor, Tensor | None]]
+
+    def forward(
+        self, *args: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """That of Transformers, without a mask [T, S]."""
+        if not isinstance(attention_mask, Places):
+            got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
+            raise ValueError(
+                f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], got {got}, and its "
+                f"attn_implementation must be {NAME!r}"
+            )
+        if kwargs.get("output_attentions"):
+            attention_mask = replace(attention_mask, need_weights=True)
+        return self.fused_forward(attention_mask, *args, **kwargs)
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | Places | None,
+    config: PreTrainedConfig,
+    device: torch.device,
+    **_: Any,
+) -> Places:
+    """Answer Transformers' question for a mask.
+
+    Args:
+        batch_size, q_length: B and T.
+        kv_length: Keys in the cache after this pass: more than q_offset + T where a static cache has room.
+        q_offset: Number of cached tokens.
+        mask_function: What Transformers would evaluate for each query and key.
+        attention_mask: [B, S] bool, False at padding; None without padding; a mask made earlier stays.
+        config: Of the model.
+        device: Where the new tokens are.
+
+    Raises:
+        ValueError: The model is of another type, is not causal, or its attention_mask has gaps.
+    """
+    if isinstance(attention_mask, Places):
+        return attention_mask
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"linbias: attn_implementation={NAME!r} fuses models of type {', '.join(MODEL_TYPES)}, got {config.model_type}"
+        )
+    if mask_function is not causal_mask_function:
+        raise ValueError(
+            f"linbias: the attention of a fused {config.model_type} model must be causal, without a mask of its own"
+        )
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        q_offset = int(q_offset)
+        if attention_mask is not None:  # a static cache comes with a mask as long as its room
+            attention_mask = attention_mask[:, : q_offset + q_length]
+    return read_attention_mask(
+        f"{config.model_type} with attn_implementation={NAME!r}",
+        attention_mask,
+        torch.empty((), device=device).expand(batch_size, q_length),
+        q_offset,
+        has_cache=True,
+        has_room=isinstance(q_offset, Tensor) or kv_length > q_offset + q_length,
+    )
+
+
+def keep_mask_for_generate(config: Any, attention_mask: Any, **_: Any) -> Any:
     """With a static cache, `generate` makes the mask of a forward pass itself; ours is made inside, from [B, S]."""
-    if hasattr(language_model, "create_masks_for_generate"):  # BLOOM's already returns [B, S]
-        return
-
-    def masks(self: Any, config: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        if config._attn_implementation == NAME:
-            return attention_mask
-        return create_masks_for_generate(config, attention_mask=attention_mask, **kwargs)
-
-    language_model.create_masks_for_generate = masks
+    return attention_mask

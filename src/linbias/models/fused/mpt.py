@@ -4,6 +4,7 @@ Transformers always takes 2^-8 (transformers 5.23); the code that MPT was traine
 do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformers makes does not reach.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,35 +13,47 @@ from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.family import DEFAULT, Family, Options
-from linbias.models.fused.mask import FusedMask
+from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.places import Places
 from linbias.schedules import slopes
 
 logger = logging.get_logger(__name__)
 
 
-def forward(
-    layer: Any,
-    mask: FusedMask,
-    hidden_states: Tensor,
-    past_key_values: Cache | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`MptAttention.forward`, fused: returns what the layer adds [B, T, hidden size], and the weights.
+class FusedMptAttention(FusedAttention, reference.MptAttention):
+    """Returns what the layer adds [B, T, hidden size], and the weights.
 
     `LinbiasMptForCausalLM` has layers with fewer heads of keys and values, and with norms.
     """
-    qkv = layer.Wqkv(hidden_states)
-    if layer.clip_qkv:
-        qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
-    shared = getattr(layer, "kv_n_heads", layer.n_heads)
-    widths = [count * layer.head_dim for count in (layer.n_heads, shared, shared)]
-    q, k, v = qkv.split(widths, dim=-1)
-    if hasattr(layer, "q_ln"):
-        q, k = _norm(layer.q_ln, q), _norm(layer.k_ln, k)
-    q, k, v = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in (q, k, v))
-    gathered, weights = attend(layer, q, k, v, mask, past_key_values, layer.attn_dropout_p)
-    return layer.out_proj(gathered), weights
+
+    def fused_forward(
+        self,
+        places: Places,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        shared = getattr(self, "kv_n_heads", self.n_heads)
+        widths = [count * self.head_dim for count in (self.n_heads, shared, shared)]
+        q, k, v = qkv.split(widths, dim=-1)
+        if hasattr(self, "q_ln"):
+            q, k = _norm(self.q_ln, q), _norm(self.k_ln, k)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
+        return self.out_proj(gathered), weights
+
+
+class FusedMptBlock(reference.MptBlock):
+    """That of Transformers does not tell its attention that its weights are wanted."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        places = kwargs.get("attention_mask")
+        if kwargs.get("output_attentions") and isinstance(places, Places):
+            kwargs["attention_mask"] = replace(places, need_weights=True)
+        return super().forward(*args, **kwargs)
 
 
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -94,8 +107,13 @@ def check_whole(config: MptConfig, caller: str) -> None:
     Raises:
         ValueError: As it says.
     """
-    reason = "the MPT of Transformers leaves it out, linbias.models.LinbiasMptForCausalLM.from_pretrained(folder) does not"
+    reason = "the MPT of Transformers leaves it out, linbias.models.load(folder) does not"
     _check(config, caller, _LEFT_OUT, reason)
+
+
+def always_fused(config: Any) -> bool:
+    """Whether a configuration is that of `LinbiasMptForCausalLM`, which Transformers cannot run."""
+    return hasattr(config, "num_key_value_heads")
 
 
 def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason: str) -> None:
@@ -116,7 +134,7 @@ def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason
 _ABSENT = object()
 
 
-def bias(config: MptConfig, options: Options = DEFAULT) -> Bias:
+def bias(config: MptConfig, options: Options) -> Bias:
     """What the configuration says.
 
     Raises:
@@ -124,7 +142,7 @@ def bias(config: MptConfig, options: Options = DEFAULT) -> Bias:
     """
     attention = config.attn_config
     check_supported(config, "fuse")
-    is_ours = hasattr(config, "num_key_value_heads")  # a LinbiasMptConfig
+    is_ours = always_fused(config)
     if not is_ours:
         check_whole(config, "fuse")
     if attention.alibi_bias_max != 8 and not is_ours:
@@ -141,16 +159,17 @@ def bias(config: MptConfig, options: Options = DEFAULT) -> Bias:
 
 
 FAMILY = Family(
-    model_type="mpt",
     body=reference.MptModel,
-    block=reference.MptBlock,
     attention=reference.MptAttention,
     language_model=reference.MptForCausalLM,
     arguments=(
         *("self", "hidden_states", "position_bias", "past_key_values", "attention_mask"),
         "kwargs",
     ),
-    forward=forward,
+    fused={
+        reference.MptAttention: FusedMptAttention,
+        reference.MptBlock: FusedMptBlock,
+    },
     bias=bias,
     num_heads_name="n_heads",
 )

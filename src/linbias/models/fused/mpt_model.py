@@ -8,21 +8,16 @@ for, and always run fused. No code of the folder is run.
 Written from the published code of llm-foundry; the attention is held against numbers that it computed.
 """
 
-import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import Cache, MptConfig, MptForCausalLM, PreTrainedConfig
-from transformers.models.mpt import modeling_mpt as reference
+from transformers import MptConfig, MptForCausalLM, PreTrainedConfig
 
-from linbias._run.hub import caches_if_unreachable
 from linbias.models import fields
-from linbias.models.fused import mpt
-from linbias.models.fused.mask import NAME, FusedMask
+from linbias.models.fused import fuse_by_default, mpt
+from linbias.models.fused.family import keep_mask_for_generate
 
 
 class LinbiasMptAttentionConfig(PreTrainedConfig):
@@ -157,40 +152,6 @@ _ATTENTION_RULES = {
 }
 
 
-class Attention(reference.MptAttention):
-    """That of Transformers with grouped heads, norms and biases; fused always."""
-
-    always_fused = True
-
-    def __init__(self, config: LinbiasMptConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        attention: Any = config.attn_config
-        size, shared, bias = config.d_model, config.num_key_value_heads, not config.no_bias
-        self.kv_n_heads = shared
-        self.Wqkv = nn.Linear(size, size + 2 * shared * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(size, size, bias=bias)
-        if attention.qk_ln or attention.qk_gn:
-            widths = (size, shared * self.head_dim) if attention.qk_ln else 2 * (self.head_dim,)
-            self.q_ln, self.k_ln = (
-                nn.LayerNorm(width, config.norm_eps, bias=bias) for width in widths
-            )
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_bias: Tensor,
-        past_key_values: Cache | None = None,
-        attention_mask: FusedMask | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As the fused forward of `mpt`."""
-        if not isinstance(attention_mask, FusedMask):
-            raise ValueError(
-                f"LinbiasMptForCausalLM: attn_implementation must be {NAME!r}, and attention_mask None or of shape [B, S]"
-            )
-        return mpt.forward(self, attention_mask, hidden_states, past_key_values)
-
-
 class ScaledHead(nn.Linear):
     """Logits times a factor."""
 
@@ -222,53 +183,14 @@ class LinbiasMptForCausalLM(MptForCausalLM):
 
     def __init__(self, config: LinbiasMptConfig) -> None:
         super().__init__(config)
-        for index, block in enumerate(self.transformer.blocks):
-            _complete(block, config, index)
+        for block in self.transformer.blocks:
+            _complete(block, config)
         self.transformer.norm_f = _norm(config)
         if config.logit_scale is not None:
             self.lm_head = ScaledHead(config)
-        self.config._attn_implementation = NAME
+        fuse_by_default(self.transformer)
+        self.create_masks_for_generate = keep_mask_for_generate
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *arguments: Any, **options: Any) -> Any:
-        """Load a folder of MPT's own code, or one that was saved here; none of its code is run.
-
-        Args:
-            folder: With config.json and weights, or the id of a model on the Hugging Face Hub.
-            arguments, options: As Transformers' `from_pretrained` takes them.
-
-        Raises:
-            ValueError: There is no such folder, its configuration breaks a rule, or weights are missing, unknown or of another
-                shape; the message names them.
-        """
-        wants_info = options.pop("output_loading_info", False)
-        options |= {"attn_implementation": NAME, "output_loading_info": True}
-        options["ignore_mismatched_sizes"] = True  # said below, with names
-        caller = f"{cls.__name__}.from_pretrained"
-        try:
-            with caches_if_unreachable(folder):
-                model, info = super().from_pretrained(folder, *arguments, **options)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{caller}: the pickled weights of {str(folder)!r} are damaged, or ask for code, which was not run"
-            ) from error
-        except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{caller}: cannot read {str(folder)!r} ({reason})") from error
-        wrong_shapes = [name for name, *_ in info["mismatched_keys"]]
-        for what, names in (
-            ("lacks", info["missing_keys"]),
-            ("has unknown weights:", info["unexpected_keys"]),
-            ("has weights of another shape than its configuration says:", wrong_shapes),
-        ):
-            if names:
-                listed = sorted(names)
-                shown = ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
-                raise ValueError(
-                    f"{caller}: {str(folder)!r} {what} {shown} ({len(listed)} in all)"
-                )
-        return (model, info) if wants_info else model
 
 
 def runs_in_transformers(settings: Mapping[str, Any]) -> bool:
@@ -284,10 +206,19 @@ def _norm(config: LinbiasMptConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.d_model, config.norm_eps, bias=not config.no_bias)
 
 
-def _complete(block: Any, config: LinbiasMptConfig, index: int) -> None:
+def _complete(block: Any, config: LinbiasMptConfig) -> None:
     """Give a block of Transformers what the configuration asks for."""
+    attention: Any = config.attn_config
     size, inner, bias = config.d_model, config.inner_size, not config.no_bias
-    block.attn = Attention(config, index)
+    attn, shared = block.attn, config.num_key_value_heads
+    attn.kv_n_heads = shared
+    attn.Wqkv = nn.Linear(size, size + 2 * shared * attn.head_dim, bias=bias)
+    attn.out_proj = nn.Linear(size, size, bias=bias)
+    if attention.qk_ln or attention.qk_gn:
+        widths = (size, shared * attn.head_dim) if attention.qk_ln else 2 * (attn.head_dim,)
+        attn.q_ln, attn.k_ln = (
+            nn.LayerNorm(width, config.norm_eps, bias=bias) for width in widths
+        )
     block.norm_1, block.norm_2 = _norm(config), _norm(config)
     block.ffn.up_proj = nn.Linear(size, inner, bias=bias)
     block.ffn.down_proj = nn.Linear(inner, size, bias=bias)

@@ -1,4 +1,4 @@
-"""Padding: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
+"""Where tokens stand: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
 
 A batch of texts of unequal length is filled up with padding tokens, before each text (for generation) or after
 it (for training), and `attention_mask` tells them apart. Every key keeps its place in the padded row: the key
@@ -10,7 +10,9 @@ range hides the padding, and `query_start` says where in the row the new tokens 
     1 1 1 0 0         [0, 3]       0              0 1 2 2 2
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +20,12 @@ from torch import Tensor
 from linbias.models.packing import Packing, find_packing
 
 
-class Padding(NamedTuple):
+@dataclass(frozen=True)
+class Places:
     """Where the new tokens of a batch stand, and which keys they may see.
+
+    The layers of all families are given one, fused models of Transformers in the place of their mask. It is no tensor: a
+    layer that takes it for one stops with an error instead of computing without the bias.
 
     Attributes:
         positions: [1 or B, T], int64: the number of each new token in its own text, for methods that add or
@@ -28,20 +34,69 @@ class Padding(NamedTuple):
         key_range: [B, 2] or None, as `linbias.torch.attention` takes it; None where every key is a token.
         query_start: [B] or None, likewise.
         packing: The texts of each row, where rows hold several; then the two before are None.
+        is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
+        need_weights: Whether the layers of a fused model return attention weights as well.
     """
 
     positions: Tensor
     key_range: Tensor | None = None
     query_start: Tensor | None = None
     packing: Packing | None = None
+    is_token: Tensor | None = None
+    need_weights: bool = False
+    ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
-    def last_queries(self, count: int) -> "Padding":
+    def last_queries(self, count: int) -> "Places":
         """The same for the last `count` new tokens alone; the keys stay."""
         skipped = self.positions.shape[1] - count
         if skipped == 0:
             return self
         start = None if self.query_start is None else self.query_start + skipped
-        return Padding(self.positions[:, skipped:], self.key_range, start, self.packing)
+        return replace(self, positions=self.positions[:, skipped:], query_start=start)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Leave padding out, for layers that work token by token: [N, ...] of x [B, T, ...].
+
+            is_token    1 1 1 0 0        tokens    a b c d e f g h
+                        1 1 1 1 1
+
+        Without padding x stays as it is; and under `torch.compile` and `torch.export`, where the number of tokens
+        would be a number of the graph.
+        """
+        return x if self._kept is None else x[self._kept]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Undo `pack`: [B, T, ...] of x [N, ...], zero at padding."""
+        if self._kept is None:
+            return x
+        whole = x.new_zeros(*self._kept.shape, *x.shape[1:])
+        whole[self._kept] = x
+        return whole
+
+    @property
+    def _kept(self) -> Tensor | None:
+        return None if torch.compiler.is_compiling() else self.is_token
+
+    def to(self, *args: Any, **kwargs: Any) -> "Places":
+        """On another device, where one is named: a model that lies on several moves what its layers are given.
+
+        A dtype means nothing here: MPT asks for bool.
+        """
+        device = kwargs.get("device", args[0] if args else None)
+        if device is None or isinstance(device, torch.dtype):
+            return self
+        parts = ("positions", "key_range", "query_start", "packing", "is_token")
+        found = {name: getattr(self, name) for name in parts}
+        moved = {name: part.to(device) for name, part in found.items() if part is not None}
+        return replace(self, **moved)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        # Not a TypeError, which Python's operators would replace by a message of their own.
+        raise ValueError(
+            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
+            "tensor: this layer does not know attn_implementation='linbias'"
+        )
 
 
 def read_attention_mask(
@@ -53,7 +108,7 @@ def read_attention_mask(
     position_ids: Tensor | None = None,
     has_cache: bool = False,
     has_room: bool = False,
-) -> Padding:
+) -> Places:
     """Turn an attention mask into positions, key_range and query_start.
 
     The tokens of each row must stand together: padding may come before them, after them, or both. A row of
@@ -71,12 +126,12 @@ def read_attention_mask(
         attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
         new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
         num_cached: Number of earlier tokens, which a cache holds.
-        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Padding.positions`.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Places.positions`.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
 
     Returns:
-        The Padding of the batch.
+        The Places of the batch.
 
     Raises:
         ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
@@ -94,31 +149,31 @@ def read_attention_mask(
     B, T = new_tokens.shape[:2]
     if not torch.compiler.is_compiling():
         num_cached = int(num_cached)
-    padding, is_token = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    places = _read(caller, attention_mask, new_tokens, num_cached, has_room)
     if position_ids is None:
-        return padding
+        return places
     if position_ids.shape not in ((1, T), (B, T)):
         raise ValueError(
             f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
         )
-    padding = padding._replace(positions=position_ids.long())
+    places = replace(places, positions=position_ids.long())
     if torch.compiler.is_compiling():
         if has_cache:
-            return padding
+            return places
         if torch.compiler.is_exporting():
             raise ValueError(
                 f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
             )
-    new = None if is_token is None else is_token[:, -T:]
+    new = None if places.is_token is None else places.is_token[:, -T:]
     packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
     if packing is None:
-        return padding
+        return places
     if has_cache:
         raise ValueError(
             f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
             "in a row (use_cache=False reads them)"
         )
-    return Padding(padding.positions, packing=packing)
+    return Places(places.positions, packing=packing)
 
 
 def _read(
@@ -127,22 +182,22 @@ def _read(
     new_tokens: Tensor,
     num_cached: int | Tensor,
     has_room: bool,
-) -> tuple[Padding, Tensor | None]:
-    """What the mask alone says, and where it marks tokens [B, S]; None where it marks all."""
+) -> Places:
+    """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
     is_token = _is_token(caller, attention_mask, B, num_cached + T)
     if is_token is None and not has_room:
-        return Padding(index), None
+        return Places(index)
     query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
     if is_token is None:
         key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
-        return Padding(index, key_range, query_start), None
+        return Places(index, key_range, query_start)
     first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
     num_tokens = is_token.sum(-1, keepdim=True)
     positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
     key_range = torch.cat([first, first + num_tokens], dim=-1)
-    return Padding(positions, key_range, query_start), is_token
+    return Places(positions, key_range, query_start, is_token=is_token)
 
 
 def _is_token(

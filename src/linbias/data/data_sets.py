@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from linbias._run.hub import caches_if_unreachable
+from linbias._run.hub import answers
 
 # WikiText as it was written; WIKITEXT_WORDS below has rare words replaced by <unk>, as the paper uses it.
 WIKITEXT = {
@@ -18,7 +18,11 @@ WIKITEXT_WORDS = {name: id.replace("-raw", "") for name, id in WIKITEXT.items()}
 
 
 def open_data_set(
-    id: str, *, stream: bool, cache_dir: str | os.PathLike[str] | None = None
+    id: str,
+    *,
+    stream: bool,
+    cache_dir: str | os.PathLike[str] | None = None,
+    reachable: bool | None = None,
 ) -> dict[str, Any]:
     """Opens a data set.
 
@@ -26,6 +30,7 @@ def open_data_set(
         id: "owner/name" or "owner/name:configuration".
         stream: Read it over the network, without storing it.
         cache_dir: Folder for what is stored; None is the default of the `datasets` library.
+        reachable: Whether the Hub answers; None asks it.
 
     Returns:
         The rows by split; the validation split is "valid".
@@ -37,11 +42,13 @@ def open_data_set(
 
     path, _, configuration = id.partition(":")
     folder = None if cache_dir is None else str(cache_dir)
+    reachable = answers() if reachable is None else reachable
     try:
-        with caches_if_unreachable() as reachable:
-            data = datasets.load_dataset(
-                path, configuration or None, streaming=stream, cache_dir=folder
-            )
+        if not reachable:  # else the library would look for it in vain for half a minute
+            datasets.load.CachedDatasetModuleFactory(path, cache_dir=folder).get_module()
+        data = datasets.load_dataset(
+            path, configuration or None, streaming=stream, cache_dir=folder
+        )
     except (OSError, ValueError) as error:
         if reachable:
             raise ValueError(str(error)) from error

@@ -1,0 +1,510 @@
+"""`load`: models and their tokenizers from a folder or the Hugging Face Hub, or one clear error.
+
+    name -> files -> config.json, once -> family -> names and shapes of weights, compared -> weights -> model, fused
+
+Nothing that is loaded is executed: weights are safetensors, or pickles read with weights_only.
+"""
+
+import copy
+import io
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file, logging
+
+from linbias._run.hub import answers
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import Tokenizer
+from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.encoders.bert_config import LinbiasBertConfig
+from linbias.models.families import NAMES, TASKS, Weights, find_family, is_plain
+from linbias.models.fields import check_sizes
+from linbias.models.fused import fuse
+from linbias.models.fused.family import Options
+from linbias.models.paper_config import PaperConfig
+
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_OPTIONS_OF_FUSE = {field.name for field in fields(Options)}
+# What heads add to a model. A model without the head leaves them where they are.
+_HEADS = (
+    "transform.",
+    "norm.",
+    "decoder.",
+    "classifier.",
+    "cls.",
+    "pooler.",
+    "lm_head.",
+    "score.",
+)
+# Buffers that older versions of Transformers saved.
+_BUFFERS = re.compile(r"(position_ids|inv_freq|\.attn\.(masked_)?bias)$")
+
+
+def load(
+    folder: "str | Path | Files",
+    *,
+    task: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    new_head: bool = False,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Load a model with ALiBi of any family, ready to evaluate: it runs on `linbias.torch.attention`.
+
+    The families: what linbias trains (causal, masked, sequence-to-sequence) and the paper's model; BLOOM, Falcon with
+    `alibi=True`, MPT, Baichuan, JAIS, BTLM; jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is
+    run, or needed. So that they can be compared, causal models of Transformers without ALiBi (GPT-2) are
+    loaded too; those stay on Transformers' own attention.
+
+    Args:
+        folder: With config.json and weights (safetensors, or a pickle that is read with weights_only), or the name of a
+            model on the Hugging Face Hub. The Hub is asked only for what is no folder here.
+        task: What is made of the weights: "causal", "masked" or "seq2seq" give logits, "sequence" and "token"
+            classify, "base" is the model without a head. None: what the folder was made for; an encoder without a head.
+        device: None: the first CUDA device, or else the CPU.
+        dtype: Of the weights, as such or by name; None: as they are stored.
+        new_head: Start what a task adds to the model from fresh weights if the folder lacks it, to train it.
+        changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding and slope_scale; else, and beside them,
+            fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: There is no such model, or it is of no family above; weights are missing, unknown or of another shape than the
+            configuration asks for, which is said before anything is built; a file is damaged; or an argument breaks
+            a rule.
+
+    Example:
+        >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
+        >>> folder = tempfile.mkdtemp()
+        >>> LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2)).save_pretrained(folder)
+        >>> model = load(folder, device="cpu", slope_scale="interpolate")
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 256])
+    """
+    if task is not None and task not in TASKS:
+        raise ValueError(f"load: task must be one of {TASKS}, got {task!r}")
+    dtype = _as_dtype(dtype)
+    files = Files.at("load", folder)
+    with _one_error("load", files.name), no_bars():
+        model = _load(files, task, dtype, new_head, changes)
+        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def _load(
+    files: "Files",
+    task: str | None,
+    dtype: torch.dtype | None,
+    new_head: bool,
+    changes: dict[str, Any],
+) -> PreTrainedModel:
+    settings = files.settings
+    family, names = find_family(settings, set()), set[str]()
+    if family is None:
+        if is_plain(settings):
+            return _load_plain(files, task, dtype, changes)
+        if files.model_type is None or "bert" in str(files.model_type):
+            names = set(files.look_at_weights())  # which alone tell original encoders
+        family = find_family(settings, names)
+    if family is None:
+        raise ValueError(
+            f"load: {files.name!r} must hold a model of a family that is known ({', '.join(NAMES)}), "
+            f"or a causal one of Transformers, got model_type {files.model_type!r}"
+        )
+    config = family.read_config(settings, names)
+    stored = files.look_at_weights()
+    _check_kinds(stored)
+    options = {name: changes.pop(name) for name in _OPTIONS_OF_FUSE & set(changes) if family.fused}
+    kinds = family.classes(config)
+    task = task or next(iter(kinds))
+    if task not in kinds:
+        raise ValueError(
+            f"load: task must be one of {tuple(kinds)} for {files.name!r}, a {family.name} model, got {task!r}"
+        )
+    if isinstance(
+        config, LinbiasBertConfig
+    ):  # the pooler that tasks need, and else the one that is there
+        has_pooler = task == "sequence" or any("pooler." in name for name in stored)
+        changes = {"pooler": has_pooler and task in ("base", "sequence"), **changes}
+    config = _changed(config, changes)
+    check_sizes(config.get_text_config())
+    kind = kinds[task]
+    with torch.device("meta"):
+        wanted = kind(copy.deepcopy(config))
+    wanted.tie_weights()
+    given = stored if family.rename is None else family.rename(stored)
+    _check_fit(files.name, wanted, given, new_head)
+    dtype = dtype or max(given.values(), key=lambda x: x.is_floating_point() * x.numel()).dtype
+    if family.rename is None:
+        model = kind.from_pretrained(files.name, config=config, dtype=dtype, **files.options)
+    else:
+        weights = _aligned(wanted, family.rename(files.read_weights()))
+        if family.rename is not None and "decoder.weight" in weights:
+            raise ValueError(
+                f"load: {files.name!r} has unknown weights: decoder.weight, which is not that of its embedding"
+            )
+        known = {name: x for name, x in weights.items() if name in wanted.state_dict()}
+        model = kind.from_pretrained(None, config=config, state_dict=known, dtype=dtype)
+    return fuse(model, **options) if family.fused else model
+
+
+def _load_plain(
+    files: "Files", task: str | None, dtype: torch.dtype | None, changes: dict[str, Any]
+) -> PreTrainedModel:
+    """A causal model of Transformers without ALiBi."""
+    if task not in (None, "causal"):
+        raise ValueError(
+            f"load: task must be 'causal' for {files.name!r}, which has no ALiBi, got {task!r}"
+        )
+    config = CONFIG_MAPPING[files.settings["model_type"]].from_dict(dict(files.settings))
+    config = _changed(config, changes)
+    check_sizes(config.get_text_config())
+    model, info = AutoModelForCausalLM.from_pretrained(
+        files.name,
+        config=config,
+        dtype=dtype or "auto",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # said below, with names
+        **files.options,
+    )
+    shapes = {name: (list(there), list(asked)) for name, there, asked in info["mismatched_keys"]}
+    _report(files.name, info["missing_keys"], [], shapes)
+    return model
+
+
+def load_tokenizer(folder: "str | Path | Files") -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Args:
+        folder: As for `load`.
+
+    Raises:
+        ValueError: There is none, or it cannot be read.
+    """
+    files = Files.at("load_tokenizer", folder)
+    if (
+        files.model_type == PaperConfig.model_type
+        and not Path(files.name, "tokenizer.json").is_file()
+    ):
+        raise ValueError(
+            f"load_tokenizer: path must hold the tokenizer.json of its words, got {files.name!r} without "
+            "(`linbias paper convert --dict` writes it)"
+        )
+    with _one_error("load_tokenizer", files.name):
+        family = find_family(files.settings, set())
+        # Without a configuration Transformers would read that of the folder, which it may refuse or not know.
+        config = None if family is None else family.read_config(files.settings, set())
+        return AutoTokenizer.from_pretrained(
+            files.name,
+            config=config,
+            trust_remote_code=False,
+            local_files_only=files.local_files_only,
+        )
+
+
+def encode(folder: "str | Path | Files", text: bytes) -> NDArray[Any]:
+    """Turn a text of any size into the tokens of a model, without special tokens.
+
+    The tokens are those that the model's own training made of its text; each line of a `linbias-paper` model's
+    text ends in </s>.
+
+    Args:
+        folder: As for `load`.
+        text: UTF-8.
+
+    Returns:
+        [tokens], integers.
+
+    Raises:
+        ValueError: The model has no readable tokenizer, or the text is not UTF-8.
+    """
+    files = Files.at("encode", folder)
+    if files.model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
+        return Tokenizer.load(files.name).encode(text)
+    if files.model_type == PaperConfig.model_type:
+        words = Dictionary.read(Path(files.name, "dict.txt"))
+        lines = map(words.encode_line, io.StringIO(text.decode(), newline=None))
+        return np.fromiter((word for line in lines for word in line), np.int64)
+    tokenizer = load_tokenizer(files)
+    ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+    return np.asarray(ids, np.int64)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a model, here or on the Hub; config.json is read once.
+
+    Attributes:
+        name: A folder, or the name of a model on the Hugging Face Hub.
+        settings: The contents of config.json.
+        local_files_only: Do not ask the Hub: the files are here, or it does not answer.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    local_files_only: bool
+
+    @classmethod
+    def at(cls, caller: str, folder: "str | Path | Files") -> "Files":
+        """Find a folder, or ask the Hub for it, once.
+
+        Raises:
+            ValueError: There is no such folder, nor can it be a name of the Hub; or it has no config.json with a record.
+        """
+        if isinstance(folder, Files):
+            return folder
+        name, is_here = str(folder), Path(folder).exists()
+        may_be_id = not is_here and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+        if not may_be_id and not Path(folder, "config.json").is_file():
+            raise ValueError(f"{caller}: path must be a folder with a config.json, got {name!r}")
+        found = cls(name, {}, is_here or not answers())
+        with _one_error(caller, name):
+            path = found.file("config.json")
+            if path is None:
+                raise ValueError("it has no config.json")
+            try:
+                settings = json.loads(path.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"config.json must be JSON ({error})") from error
+            if not isinstance(settings, dict):
+                raise ValueError(f"config.json must hold a JSON object, got {settings!r:.40}")
+        return replace(found, settings=settings)
+
+    @property
+    def model_type(self) -> object:
+        """As config.json says."""
+        return self.settings.get("model_type")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `from_pretrained`."""
+        local = self.local_files_only
+        return {"local_files_only": local, "weights_only": True, "trust_remote_code": False}
+
+    def file(self, *names: str) -> Path | None:
+        """The first of these files that there is."""
+        for name in names:
+            if Path(self.name).is_dir():
+                if (path := Path(self.name) / name).is_file():
+                    return path
+                continue
+            found = cached_file(
+                self.name,
+                name,
+                local_files_only=self.local_files_only,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if found is not None:
+                return Path(found)
+        return None
+
+    def look_at_weights(self) -> Weights:
+        """The weights by name, without their numbers: on the device "meta"."""
+        return self._read(_look_at, "meta")
+
+    def read_weights(self) -> Weights:
+        """The weights by name, on the CPU."""
+        return self._read(load_file, "cpu")
+
+    def _read(self, read_safetensors: Callable[[Path], Weights], device: str) -> Weights:
+        weights: Weights = {}
+        for part in self._parts():
+            try:
+                if part.suffix == ".safetensors":
+                    weights |= read_safetensors(part)
+                else:
+                    weights |= torch.load(part, map_location=device, weights_only=True)
+            except Exception as error:  # damaged or hostile files can raise anything
+                asks = (
+                    ""
+                    if part.suffix == ".safetensors"
+                    else ", or asks for code, which was not run"
+                )
+                raise ValueError(f"{part.name} is damaged{asks}") from error
+        return weights
+
+    def _parts(self) -> list[Path]:
+        path = self.file(*_WEIGHTS)
+        if path is None:
+            raise ValueError(f"it has no {' or '.join(_WEIGHTS)}")
+        if not path.name.endswith(".index.json"):
+            return [path]
+        try:
+            names = set(json.loads(path.read_bytes())["weight_map"].values())
+            parts = [self.file(Path(name).name) for name in sorted(names)]
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path.name} is damaged") from error
+        if None in parts:
+            raise ValueError(f"it has not all parts that {path.name} names")
+        return [part for part in parts if part is not None]
+
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
+}
+
+
+def _look_at(part: Path) -> Weights:
+    found = {}
+    with safe_open(part, "pt") as file:
+        for name in file.keys():  # no dictionary
+            header = file.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype(), torch.int8)
+            found[name] = torch.empty(header.get_shape(), dtype=dtype, device="meta")
+    return found
+
+
+def _check_kinds(weights: Mapping[str, Any]) -> None:
+    for name, tensor in weights.items():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not (
+            (isinstance(kind, torch.dtype) and kind.is_floating_point) or _BUFFERS.search(name)
+        ):
+            raise ValueError(f"{name} must hold floating numbers, got {kind}")
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if found is None or found == "auto":
+        return None
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"load: dtype must be a floating type of PyTorch, got {dtype!r}")
+    return found
+
+
+def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """A configuration with other values in some fields, which are checked like all."""
+    for name in changes:
+        if not hasattr(config, name):
+            raise ValueError(f"load: {type(config).__name__} has no field {name!r}")
+    return type(config).from_dict({**config.to_dict(), **changes}) if changes else config
+
+
+def _aligned(wanted: PreTrainedModel, given: Weights) -> Weights:
+    """Weights of a model without head for one with a head, and the other way round."""
+    names, prefix = wanted.state_dict(), f"{wanted.base_model_prefix}."
+    found = {}
+    for name, tensor in given.items():
+        inside = name.removeprefix(prefix)
+        if name not in names:
+            name = next((other for other in (prefix + name, inside) if other in names), name)
+        found[name] = tensor
+    return found
+
+
+def _check_fit(folder: str, wanted: PreTrainedModel, given: Weights, new_head: bool) -> None:
+    """Compare what is stored with what a model asks for, before it is built.
+
+    Raises:
+        ValueError: With the names of all that is missing, unknown or of another shape.
+    """
+    prefix, given = f"{wanted.base_model_prefix}.", _aligned(wanted, given)
+    state = wanted.state_dict(keep_vars=True)
+    stored = {
+        id(tensor) for name, tensor in state.items() if name in given
+    }  # tied ones count as well
+    missing = [name for name, tensor in state.items() if id(tensor) not in stored]
+    if new_head:
+        body = "" if wanted.base_model is wanted else prefix
+        missing = [
+            name
+            for name in missing
+            if name.startswith(body) and not name.removeprefix(prefix).startswith("pooler.")
+        ]
+    inner = {name.removeprefix(prefix) for name in state}
+    others = tuple(head for head in _HEADS if not any(name.startswith(head) for name in inner))
+    ignored = wanted._keys_to_ignore_on_load_unexpected or ()
+    unknown = [
+        name
+        for name in given
+        if name not in state
+        and not name.removeprefix(prefix).startswith(others)
+        and not _BUFFERS.search(name)
+        and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    shapes = {
+        name: (list(tensor.shape), list(state[name].shape))
+        for name, tensor in given.items()
+        if name in state and tensor.shape != state[name].shape
+    }
+    _report(folder, missing, unknown, shapes)
+
+
+def _report(
+    folder: str,
+    missing: Iterable[str],
+    unknown: Iterable[str],
+    shapes: Mapping[str, tuple[list[int], list[int]]],
+) -> None:
+    """Raise one error about all weights that do not fit."""
+    wrong = [
+        f"{name} of shape {there} where it asks for {asked}"
+        for name, (there, asked) in sorted(shapes.items())
+    ]
+    found = []
+    for what, names in (
+        ("lacks", sorted(missing)),
+        ("has unknown weights:", sorted(unknown)),
+        ("has", wrong),
+    ):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            found.append(f"{what} {shown} ({len(names)} in all)")
+    if found:
+        raise ValueError(f"load: {folder!r} must fit its config.json, but {'; '.join(found)}")
+
+
+@contextmanager
+def _one_error(caller: str, name: str) -> Iterator[None]:
+    """Whatever goes wrong within the block is a ValueError of one line."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:  # its own words advise to run what is in the file
+        reason = "its weights are damaged, or ask for code, which was not run"
+        raise ValueError(f"{caller}: cannot read a model at {name!r}: {reason}") from error
+    except Exception as error:  # damaged or hostile files can raise anything
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, ValueError) and reason.startswith((f"{caller}: ", "fuse: ")):
+            raise
+        if not Path(name).exists():
+            reason = f"there is no such folder, and on the Hugging Face Hub: {reason}"
+        raise ValueError(f"{caller}: cannot read a model at {name!r}: {reason}") from error
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Keep Transformers from drawing a progress bar while it loads or saves; warnings are left alone."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
