@@ -115,7 +115,9 @@ def _with_colons(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
     """`name: meaning` as in the source, where napoleon has written two hyphens."""
-    lines[:] = [re.sub(r"^((?::\w+:)?\W*\*\*.+?\*\*|:returns: .+?) -- ", r"\1: ", line) for line in lines]
+    lines[:] = [
+        re.sub(r"^((?::\w+:)?\W*\*\*.+?\*\*|:returns: .+?) -- ", r"\1: ", line) for line in lines
+    ]
 
 
 def _without_unknown(
