@@ -73,6 +73,7 @@ html_use_index = False
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math, None))
     app.connect("autodoc-process-docstring", _process_docstring, priority=400)  # napoleon: 500
+    app.connect("autodoc-process-docstring", _with_colons, priority=600)
     app.connect("autodoc-process-signature", _without_unknown)
     app.connect("build-finished", _write_explorer)
 
@@ -108,6 +109,15 @@ def _simple_table(table: re.Match[str]) -> str:
     head, rule, body = (part.replace("|", " ") for part in parts)
     rule = rule.replace("-", "=")
     return rule + head + rule + body.rstrip("\n") + "\n" + rule
+
+
+def _with_colons(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """`name: meaning` as in the source, where napoleon has written two hyphens."""
+    lines[:] = [
+        re.sub(r"^((?::\w+:)?\W*\*\*.+?\*\*|:returns: .+?) -- ", r"\1: ", line) for line in lines
+    ]
 
 
 def _without_unknown(
