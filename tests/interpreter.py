@@ -35,8 +35,13 @@ def repaired() -> Iterator[None]:
         arrays.take((*arguments, *options.values()))
         return call(self, *arguments, **options)
 
-    def create_dot(self, a, b, *rest):
-        return multiply(self, *(cast_impl(self, x, tl.float32) for x in (a, b)), *rest)
+    def create_dot(self, a, b, added, *rest):
+        a, b = (cast_impl(self, x, tl.float32) for x in (a, b))
+        if added.dtype.scalar != tl.float32:
+            return multiply(self, a, b, added, *rest)
+        # The sum of NumPy's float32 product depends on which side is transposed, on some processors; a GPU's does not.
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + added.data, tl.float32)
 
     def cast_impl(self, source, to):
         if source.dtype.scalar == tl.bfloat16:

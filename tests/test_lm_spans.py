@@ -306,7 +306,7 @@ def test_the_command_line_trains_scores_and_fills(text: str, tmp_path: Path) -> 
     assert filled.exit_code == 0 and filled.stdout.startswith("3 times ")
     refused = run("generate", folder, "-p", "a")
     assert refused.exit_code == 2 and "prompt must hold <extra_id_0>" in refused.stderr
-    assert "are for causal models" in run(*score, "--slope-scale", "0.5").stderr
+    assert "is for causal models, got a Linbias" in run(*score, "--slope-scale", "0.5").stderr
     for changed, message in (
         ("--set block=parallel", "--set block: must be 'sequential'"),
         ("--set decoder_layers=0", "--set decoder_layers: must be an integer of at least 1"),

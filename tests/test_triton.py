@@ -390,12 +390,12 @@ def test_dropped_mass_is_at_most_the_tolerance(keys, tolerance, little_tiles):
 @pytest.mark.parametrize("T", (1, 20))  # decoding, and forward
 @pytest.mark.parametrize("pattern", ("equal", "far"))
 def test_the_mass_that_is_missing_lies_just_below_the_tolerance(pattern, T, little_tiles):
-    def run(q, k, v, left, query_start, **options):
+    def run(q, k, v, slopes, query_start, **options):
         q, k, v = (torch.tensor(x, dtype=torch.float32) for x in (q, k, v))
         bound = k.norm(dim=-1).amax(-1) * (1 + 1e-6)
         placed = {"query_start": torch.tensor(query_start), "key_bound": bound}
         found = linbias.torch.attention(
-            q, k, v, left, **placed, **options, implementation="triton", return_lse=True
+            q, k, v, slopes, **placed, **options, implementation="triton", return_lse=True
         )
         return found[1].double().numpy()
 

@@ -226,7 +226,8 @@ def evaluate(
         text = read_text(files, corpus, split, max_bytes=max_bytes)
         if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):
             if scales is not None:
-                raise ValueError("evaluate: --slope-scale is for causal models")
+                kind = type(loaded).__name__
+                raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
             _evaluate_in_blocks(
                 *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
                 stride=stride,
