@@ -1,7 +1,7 @@
 """Baichuan-13B and Baichuan2-13B, from their own folders and without their code.
 
 A pre-norm decoder with ALiBi, RMS norms and a gated feed-forward part; modules are named as the original names its
-weights. Importing `linbias.models` makes it known to `AutoModelForCausalLM` under the `model_type` of the original,
+weights. `linbias.models.install()` makes it known to `AutoModelForCausalLM` under the `model_type` of the original,
 "baichuan". The models of 7B have rotary positions and are refused.
 """
 

@@ -192,7 +192,7 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
     """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as
-    any Transformers model does; importing `linbias.models` makes it known to `AutoModelForCausalLM`.
+    any Transformers model does; `linbias.models.install()` makes it known to `AutoModelForCausalLM`.
 
     Example:
         >>> model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2))
@@ -281,7 +281,7 @@ class LinbiasForMaskedLM(LinbiasPreTrainedModel):
     """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves, loads and trains as any Transformers model does, with `DataCollatorForLanguageModeling` and `Trainer`;
-    importing `linbias.models` makes it known to `AutoModelForMaskedLM`. `config.encoder_position` names its
+    `linbias.models.install()` makes it known to `AutoModelForMaskedLM`. `config.encoder_position` names its
     position method.
 
     Example:

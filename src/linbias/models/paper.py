@@ -145,7 +145,7 @@ class PaperModel(decoder.Decoder, PaperPreTrainedModel):
 class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
     """Predict the next token: `PaperModel`, then the adaptive softmax tied to its embedding.
 
-    It saves, loads, generates and trains as any Transformers model does; importing `linbias.models`
+    It saves, loads, generates and trains as any Transformers model does; `linbias.models.install()`
     makes it known to `AutoModelForCausalLM`. Its logits are log-probabilities.
 
     Example:

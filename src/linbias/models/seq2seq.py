@@ -319,7 +319,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
     """Write one text, given another: `LinbiasSeq2SeqModel`, then a linear layer tied to the embedding.
 
     It saves, loads, generates and trains as any Transformers model does, with `DataCollatorForSeq2Seq` and
-    `Seq2SeqTrainer`; importing `linbias.models` makes it known to `AutoModelForSeq2SeqLM`.
+    `Seq2SeqTrainer`; `linbias.models.install()` makes it known to `AutoModelForSeq2SeqLM`.
 
     Example:
         >>> config = LinbiasSeq2SeqConfig(hidden_size=32, num_attention_heads=2, bos_token_id=2)
