@@ -14,7 +14,7 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.lm.paper.recipe import PRESETS, Recipe
+from linbias.lm.paper.recipe import OPTIONS, PRESETS, Recipe
 from linbias.methods import DECODER, ENCODER, PAPER, methods_of
 
 T = TypeVar("T")
@@ -273,35 +273,6 @@ def parse_slope_scale(word: str) -> float | str | None:
     return scale
 
 
-# Options of `linbias paper train`: fields of `Recipe`, their meaning, and the flags of the original's commands.
-_RECIPE_FIELDS = {
-    "length": ("Tokens per block.", "--tokens-per-sample"),
-    "max_tokens": ("Most tokens in a batch.", "--max-tokens"),
-    "rows_multiple": (
-        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August 2021, 1 as in later ones.",
-        "--required-batch-size-multiple",
-    ),
-    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs"),
-    "steps": ("Updates of the weights; warmup and cosine keep their shares.", ""),
-    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates"),
-    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021"),
-    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr"),
-    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
-    "period": ("Steps of the first cosine.", "--lr-period-updates"),
-    "t_mult": ("Factor on the length of each further cosine.", "--t-mult"),
-    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink"),
-    "clip": ("Largest norm of the gradient.", "--clip-norm"),
-    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum"),
-    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay"),
-    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", ""),
-    "seed": ("Fixes weights, order of the text and dropout.", ""),
-    "validate_steps": ("Steps between validations; 0: none.", ""),
-    "save_steps": ("Steps between checkpoints.", ""),
-    "log_steps": ("Steps between lines of log.jsonl.", ""),
-    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", ""),
-}
-
-
 def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes `**recipe_fields` an option for each of them; None keeps the preset's value."""
     own = inspect.signature(command, eval_str=True)
@@ -311,7 +282,7 @@ def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
         for parameter in own.parameters.values()
         if parameter.kind != parameter.VAR_KEYWORD
     ]
-    for name, (help, original) in _RECIPE_FIELDS.items():
+    for name, (help, original, _) in OPTIONS.items():
         words = f"{help} [dim]({original})[/]" if original else help
         option = typer.Option(None, help=words, rich_help_panel="Training")
         kind = kinds[name] | None

@@ -22,24 +22,11 @@ from linbias._run.files import check_writable, move_into_place
 from linbias.data.dictionary import Dictionary
 from linbias.data.words import save_word_tokenizer
 from linbias.lm.paper.pickled import read_original
+from linbias.lm.paper.recipe import RATES, SIZES
 from linbias.models.loading import no_bars
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 
-# The original's names of the numbers that determine the shapes.
-_SIZES = {
-    "hidden_size": "decoder_embed_dim",
-    "num_hidden_layers": "decoder_layers",
-    "num_attention_heads": "decoder_attention_heads",
-    "intermediate_size": "decoder_ffn_embed_dim",
-    "train_length": "tokens_per_sample",
-    "adaptive_factor": "adaptive_input_factor",
-}
-_RATES = {
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "softmax_dropout": "adaptive_softmax_dropout",
-}
 # Settings that this model supports with one value only; a checkpoint that lacks one has this value.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
@@ -253,7 +240,7 @@ def _config(
     record: Mapping[str, Any], weights: dict[str, Tensor], position: str, path: Path
 ) -> PaperConfig:
     source, settings = _settings(record)
-    needed = (*_SIZES.values(), "adaptive_input_cutoff")
+    needed = (*SIZES.values(), "adaptive_input_cutoff")
     lacking = [name for name in needed if name not in settings]
     wrong = _wrong(settings, position)
     if lacking:
@@ -263,8 +250,8 @@ def _config(
     vocab_size = _vocab_size(cutoffs, weights)
     try:
         return PaperConfig(
-            **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
-            **{ours: _rate(settings, theirs) for ours, theirs in _RATES.items()},
+            **{ours: settings[theirs] for ours, theirs in SIZES.items()},
+            **{ours: _rate(settings, theirs) for ours, theirs in RATES.items()},
             position=position,
             vocab_size=vocab_size,
             cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
