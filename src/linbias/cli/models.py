@@ -4,7 +4,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -21,14 +21,11 @@ from linbias.cli.console import (
 )
 from linbias.data import SPLITS
 
-if TYPE_CHECKING:
-    pass
-
-
 _ENCODER = ("encoder_position", "symmetric")
 _TOKEN = {"masked": "masked token", "seq2seq": "written token"}
 
 
+@options.with_training_fields()
 def train(
     output: options.RunFolder = Path("output/train"),
     preset: options.Experiment = None,
@@ -41,26 +38,12 @@ def train(
     vocab_size: options.VocabSizeOrKept = None,
     max_bytes: options.MaxBytes = None,
     length: options.LengthOrKept = None,
-    steps: options.Steps = None,
-    tokens: options.Tokens = None,
-    seconds: options.Seconds = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = 32,
-    accumulation: Annotated[
-        int, options.training_option("Parts of a batch computed one after another.")
-    ] = 1,
-    learning_rate: options.LearningRate = 1e-3,
-    precision: options.Precision = "fp32",
-    save_steps: options.SaveSteps = 100,
-    validate_steps: options.ValidateSteps = 0,
     validate_lengths: options.ValidateLengths = None,
     prompt: options.ContinuedPrompt = None,
-    seed: options.Seed = 0,
-    threads: options.Threads = None,
-    tensorboard: options.Tensorboard = False,
     fsdp: options.Fsdp = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
+    **training: Any,
 ) -> None:
     """Train a language model, for 1,000 steps unless another budget is given.
 
@@ -101,18 +84,9 @@ def train(
         "model": model,
         "length": length,
         "task": task,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        **options.budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
-        "learning_rate": learning_rate,
-        "precision": precision,
-        "save_steps": save_steps,
-        "validate_steps": validate_steps,
+        **options.with_budget(training, chosen.budget or {"steps": 1000}),
         "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
         "prompt": prompt,
-        "seed": seed,
-        "threads": threads,
-        "tensorboard": tensorboard,
         "fsdp": {} if fsdp else None,
         "init": None if init is None else str(init),
     }
