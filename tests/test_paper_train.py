@@ -297,13 +297,6 @@ def test_batches_that_cannot_be_shared_are_refused(
         train(paper_data, tmp_path, RECIPE, progress=False)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "7"])
-def test_a_damaged_settings_file_is_named(paper_data: Path, tmp_path: Path, content: str) -> None:
-    (tmp_path / "recipe.json").write_text(content)
-    with pytest.raises(ValueError, match=r"recipe\.json"):
-        train(paper_data, tmp_path, RECIPE, progress=False)
-
-
 def test_damaged_data_is_refused_before_anything_is_written(
     paper_data: Path, tmp_path: Path
 ) -> None:
