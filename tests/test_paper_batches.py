@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linbias.lm.paper.batches import Batches
-from linbias.lm.paper.blocks import batch_order, block_tokens, blocks
+from linbias.lm.paper.blocks import Batches, batch_order, block_tokens, blocks
 from linbias.lm.paper.store import read_data
 from paper_training import ORIGINAL
 

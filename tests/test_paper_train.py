@@ -172,13 +172,6 @@ def test_training_learns(paper_data: Path, tmp_path: Path) -> None:
     assert metrics.valid_loss_base2 < 4.5  # of log2(44) = 5.5 at random and log2(3) at best
 
 
-def test_bfloat16_trains_float32_weights(paper_data: Path, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, precision="bf16", steps=4)
-    output = train_into(paper_data, tmp_path, recipe)
-    weights = load_file(output / "model.safetensors")
-    assert {value.dtype for value in weights.values()} == {torch.float32}
-
-
 def test_progress_is_lines_on_stderr_or_nothing(
     paper_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
