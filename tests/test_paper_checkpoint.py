@@ -4,7 +4,6 @@ import argparse
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("same_start")
 
 
 every_position = pytest.mark.parametrize("position", POSITIONS)
-
-
-@pytest.fixture(scope="module")
-def golden_file(tmp_path_factory) -> Path:
-    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
 
 
 def test_a_checkpoint_becomes_a_folder_of_the_same_model_bit_for_bit(golden_file, tmp_path):

@@ -19,11 +19,6 @@ from linbias.data.dictionary import Dictionary
 from linbias.lm.paper.checkpoint import convert, load, load_original
 
 
-@pytest.fixture(scope="module")
-def golden_file(tmp_path_factory) -> Path:
-    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
-
-
 class Hostile:
     """Unpickled in the ordinary way, this would make a file."""
 

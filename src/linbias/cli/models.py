@@ -163,10 +163,7 @@ def evaluate(
     ] = None,
     max_bytes: options.MaxBytes = None,
     device: options.Device = "auto",
-    precision: Annotated[
-        str | None,
-        typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
-    ] = None,
+    precision: options.PrecisionOrOwn = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:

@@ -67,6 +67,10 @@ Workers = Annotated[int, text_option("Processes that read text.")]
 Device = Annotated[
     str, typer.Option(help="'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")
 ]
+PrecisionOrOwn = Annotated[
+    str | None,
+    typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
+]
 BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]
 LimitTokens = Annotated[int | None, typer.Option(help="Score at most this many tokens.")]
 Stride = Annotated[
