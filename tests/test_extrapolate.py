@@ -167,7 +167,7 @@ def test_a_folder_in_use_is_refused(settings, finished):
     [
         ({"methods": ()}, "methods must be one or more different values"),
         ({"methods": ("alibi", "alibi")}, "methods must be one or more different values"),
-        ({"methods": ("alibi", "rope")}, "methods must be among alibi, .*, got rope"),
+        ({"methods": ("alibi", "rope")}, "methods must be among alibi, .*, got 'rope'"),
         ({"train_lengths": (0,)}, "train_lengths must be at least 1, got 0"),
         ({"test_lengths": (-1,)}, "test_lengths must be at least 1, got -1"),
         ({"limit_tokens": 0}, "limit_tokens must be at least 1, got 0"),
