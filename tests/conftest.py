@@ -101,7 +101,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def word_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of 6,000 words, alone in its folder."""
     words = random.Random(0).choices(["train", "short", "test", "long", "slope", "bias"], k=6000)
     path = tmp_path_factory.mktemp("corpus") / "words.txt"

@@ -47,8 +47,8 @@ def start(*words: object, **options: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def corpus(words: Path) -> Path:
-    return words
+def corpus(word_file: Path) -> Path:
+    return word_file
 
 
 @pytest.fixture(scope="module")

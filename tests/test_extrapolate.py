@@ -24,13 +24,13 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def settings(words: Path) -> ExtrapolateSettings:
+def settings(word_file: Path) -> ExtrapolateSettings:
     return ExtrapolateSettings(
         methods=("alibi", "learned"),
         train_lengths=(16, 8),
         test_lengths=(16, 32),
         seeds=(0, 1),
-        corpus=str(words),
+        corpus=str(word_file),
         limit_tokens=500,
         training=TrainSettings(
             TINY,
