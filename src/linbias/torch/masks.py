@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from linbias._checks import has_shape
 from linbias.torch import transforms
 
 INF = torch.inf
@@ -59,10 +60,9 @@ def _check(
     if attn_mask is not None:
         if mask is not None:
             raise ValueError("MultiheadAttention: give either attn_mask or mask, not both")
-        words = "[T, S] or [B * H, T, S]"
-        _check_one("attn_mask", attn_mask, words, [T, S], [B * H, T, S])
+        _check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
     if padding is not None:
-        _check_one("key_padding_mask", padding, "[B, S]", [B, S])
+        _check_one("key_padding_mask", padding, "[B, S]", (B, S))
     if mask is not None and (
         mask.dim() != 3
         or mask.shape[1] != S
@@ -74,14 +74,14 @@ def _check(
         )
 
 
-def _check_one(name: str, mask: Tensor, words: str, *shapes: list[int]) -> None:
+def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that are added to the"
             f" scores, got {mask.dtype}"
         )
-    if list(mask.shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
+    if not has_shape(mask, *shapes):
+        wanted = " or ".join(f"{list(shape)}" for shape in shapes)
         raise ValueError(
             f"MultiheadAttention: {name} must be {words} = {wanted}, got {list(mask.shape)}"
         )
