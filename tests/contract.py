@@ -10,6 +10,7 @@ from functools import cache
 from typing import Protocol
 
 import numpy as np
+import pytest
 import torch
 
 import linbias
@@ -59,6 +60,15 @@ def expected(case: Case, dtype: str):
         # Autograd subtracts a sum over one key from itself and loses nothing; who takes it from `out` adds in another order.
         plains.append(true_attention(inputs, case, np.dtype(wide).type, SEED))
     return inputs, truth, plains
+
+
+def rows(quick: str, *values: tuple) -> list:
+    """Rows of a test: `make test` runs those whose parts, joined by hyphens, are in `quick`; the others are `thorough`."""
+    named = {"-".join(map(str, value)): value for value in values}
+    names = set(quick.split())
+    assert names <= named.keys(), names - named.keys()
+    marks = {name: () if name in names else pytest.mark.thorough for name in named}
+    return [pytest.param(*named[name], id=name, marks=marks[name]) for name in named]
 
 
 def check_case(
