@@ -13,9 +13,9 @@ from cases import Case, by_name, short
 from contract import (
     check_case,
     check_hidden_keys_may_hold_anything,
-    check_results,
     check_where_attained,
     expected,
+    rows,
 )
 from linbias.kernels.triton import sizes
 from linbias.kernels.triton.certificate import log_share
@@ -23,7 +23,7 @@ from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.torch import call, triton
 from linbias.torch.operator import Inputs
-from test_torch import TorchSubject
+from test_torch import TorchSubject, check_decoding
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -45,14 +45,6 @@ def little_tiles(monkeypatch):
     monkeypatch.setattr(forward, "FEWEST_BLOCKS", 2)
     with sizes.forced(LITTLE), repaired():
         yield
-
-
-def rows(quick: str, *values: tuple) -> list:
-    """Rows of a test, of which `make test` runs those that `quick` names, and `make check` all."""
-    named = {"-".join(map(str, value)): value for value in values}
-    assert set(quick.split()) <= named.keys()
-    marks = {name: () if name in quick.split() else pytest.mark.thorough for name in named}
-    return [pytest.param(*named[name], id=name, marks=marks[name]) for name in named]
 
 
 def check(case: Case, dtype: str) -> None:
@@ -213,20 +205,7 @@ DECODING = (
     ),
 )
 def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
-    case = case if case.H == 4 else little(case)
-    inputs = expected(case, dtype)[0]
-    arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
-    out, lse = linbias.torch.attention(
-        **arrays,
-        slopes=inputs.left,
-        right_slopes=inputs.right,
-        causal=case.causal,
-        **{n: torch.tensor(x) for n, x in case.placement.items()},
-        key_bound=arrays["k"].float().norm(dim=-1).amax(-1) * 1.001 if bounded else None,
-        implementation="triton",
-        return_lse=True,
-    )
-    check_results({"out": out.double().numpy(), "lse": lse.double().numpy()}, case, dtype)
+    check_decoding("triton", case if case.H == 4 else little(case), dtype, bounded)
 
 
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
