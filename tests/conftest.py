@@ -1,6 +1,7 @@
 """Set-up shared by all tests: fixed seeds, few threads, poisoned memory, hypothesis profiles, the GPU mark."""
 
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def word_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 6,000 words, alone in its folder."""
+    words = random.Random(0).choices(["train", "short", "test", "long", "slope", "bias"], k=6000)
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    path.write_text(" ".join(words))
+    return path
+
+
+@pytest.fixture(scope="session")
 def corpus(text: str):
     from linbias.data.corpus import load_corpus
 
@@ -144,6 +154,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch):
     yield asked
     assert set(asked) == {constants.ENDPOINT}
     assert not constants.HF_HUB_OFFLINE
+
+
+@pytest.fixture(scope="session")
+def golden_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the original."""
+    import paper_original
+
+    return paper_original.write(paper_original.golden_record(), tmp_path_factory.mktemp("golden"))
 
 
 # Pages in a real browser. One is started for each file of tests: Playwright keeps an event loop running, which tests

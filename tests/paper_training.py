@@ -13,6 +13,7 @@ from linbias.data.dictionary import Dictionary
 from linbias.lm.paper.recipe import Recipe
 from linbias.lm.paper.store import write_ids
 from linbias.lm.paper.train import train
+from lm_training import metrics
 
 GOLDEN = Path(__file__).parent / "golden"
 ORIGINAL = Path(__file__).resolve().parents[2] / "shared" / "golden" / "fairseq"
@@ -90,10 +91,6 @@ class KeepMomentum(TrainerCallback):
 
 def log(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def metrics(folder: Path) -> dict[str, float]:
-    return json.loads((folder / "metrics.json").read_text())
 
 
 def assert_same_run(folder: Path, other: Path) -> None:

@@ -3,17 +3,27 @@
 Their weights are large, or all predictions would be alike and mistakes would hardly show.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
 from linbias.models.config import BLOCKS, POSITIONS
+from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
 
 VOCAB, PAPER_VOCAB = 61, 83
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
+# What the released code of existing models computed, outside of the repository.
+RELEASED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
+needs_released = pytest.mark.skipif(
+    not RELEASED.is_dir(), reason="the data of the original code is not here"
+)
 every_position = pytest.mark.parametrize("position", POSITIONS)
 every_block = pytest.mark.parametrize("block", BLOCKS)
 
@@ -55,9 +65,34 @@ def paper_tokens(*shape: int) -> Tensor:
     return tokens(*shape, vocab_size=PAPER_VOCAB)
 
 
+# With every position method of each.
+both_families = pytest.mark.parametrize(
+    ("make", "position", "draw"),
+    [
+        *(pytest.param(build, position, tokens, id=position) for position in POSITIONS),
+        *(
+            pytest.param(build_paper, position, paper_tokens, id=f"paper-{position}")
+            for position in PAPER_POSITIONS
+        ),
+    ],
+)
+
+
 def assert_same(actual: Tensor, expected: Tensor) -> None:
     size = float(expected.detach().abs().max())
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12 * size)
+
+
+def assert_near(ours: Tensor, expected: Tensor, most: float = 1e-5) -> None:
+    assert (ours.double() - expected).abs().max() < most * expected.abs().max()
+
+
+def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """A folder of a model, from the contents of its two files."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -48,11 +47,8 @@ def start(*words: object, **options: object) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = random.Random(0).choices(["train", "short", "test", "long", "slope", "bias"], k=6000)
-    path = tmp_path_factory.mktemp("corpus") / "words.txt"
-    path.write_text(" ".join(words))
-    return path
+def corpus(word_file: Path) -> Path:
+    return word_file
 
 
 @pytest.fixture(scope="module")

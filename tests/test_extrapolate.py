@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import re
 import shutil
 from collections.abc import Iterable
@@ -25,21 +24,13 @@ TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = random.Random(0).choices(["train", "short", "test", "long", "slope", "bias"], k=6000)
-    path = tmp_path_factory.mktemp("corpus") / "words.txt"
-    path.write_text(" ".join(words))
-    return path
-
-
-@pytest.fixture(scope="module")
-def settings(corpus: Path) -> ExtrapolateSettings:
+def settings(word_file: Path) -> ExtrapolateSettings:
     return ExtrapolateSettings(
         methods=("alibi", "learned"),
         train_lengths=(16, 8),
         test_lengths=(16, 32),
         seeds=(0, 1),
-        corpus=str(corpus),
+        corpus=str(word_file),
         limit_tokens=500,
         training=TrainSettings(
             TINY,
@@ -167,7 +158,7 @@ def test_a_folder_in_use_is_refused(settings, finished):
     [
         ({"methods": ()}, "methods must be one or more different values"),
         ({"methods": ("alibi", "alibi")}, "methods must be one or more different values"),
-        ({"methods": ("alibi", "rope")}, "methods must be among alibi, .*, got rope"),
+        ({"methods": ("alibi", "rope")}, "methods must be among alibi, .*, got 'rope'"),
         ({"train_lengths": (0,)}, "train_lengths must be at least 1, got 0"),
         ({"test_lengths": (-1,)}, "test_lengths must be at least 1, got -1"),
         ({"limit_tokens": 0}, "limit_tokens must be at least 1, got 0"),

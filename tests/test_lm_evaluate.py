@@ -106,11 +106,6 @@ def test_every_prediction_is_scored_exactly_once(num_predictions, stride):
     assert scored == list(range(num_predictions))
 
 
-def test_stride_one_gives_every_prediction_the_last_length_tokens():
-    for start, stop, keep in list(windows(30, 8, 1))[1:]:
-        assert (stop - start, keep) == (8, 1)
-
-
 def test_limit_scores_the_first_predictions_only(gpt2):
     ids = text(31)
     limited = evaluate(gpt2, ids, length=8, limit_tokens=12, num_bytes=62)

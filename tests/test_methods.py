@@ -47,7 +47,7 @@ for command in ("train", "extrapolate"):
 
 settings = ExtrapolateSettings(methods=("dummy",), training=TrainSettings(steps=1))
 metrics = LanguageModelMetrics(steps=1, tokens=4, seconds=1.0, peak_memory_bytes=1, num_parameters=1, num_processes=1, loss=1.0)
-training = TrainingRecord("dummy", 4, 0, metrics, "today")
+training = TrainingRecord("dummy", 4, 0, metrics, date="today")
 tested = tuple(record("dummy", n, 3.0) for n in (4, 16))
 results = ExtrapolationResults({}, settings, (training,), tested)
 report = page.html(results)

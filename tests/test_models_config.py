@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from linbias.models import LinbiasConfig, PaperConfig
+from linbias.models import LinbiasConfig, PaperConfig, install
 from small_models import settings
 
 
@@ -104,6 +104,7 @@ def test_unknown_fields_are_refused_in_python_and_kept_of_a_file(tmp_path) -> No
     assert config.num_labels == 3 and config.bos_token_id == 2 and config.dtype == torch.float64
     config.written_by = "somebody else"
     config.save_pretrained(tmp_path)
+    install()
     for family in (AutoConfig, LinbiasConfig):
         assert family.from_pretrained(tmp_path).written_by == "somebody else"
         assert "_of_a_file" not in family.from_pretrained(tmp_path).to_dict()

@@ -14,10 +14,9 @@ from transformers import (
 )
 
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
-from linbias.models.config import POSITIONS
-from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
 from small_models import (
     assert_same,
+    both_families,
     build,
     build_paper,
     decode,
@@ -28,15 +27,6 @@ from small_models import (
 )
 
 pytestmark = pytest.mark.usefixtures("same_start")
-
-BOTH = [
-    *(pytest.param(build, position, tokens, id=position) for position in POSITIONS),
-    *(
-        pytest.param(build_paper, position, paper_tokens, id=f"paper-{position}")
-        for position in PAPER_POSITIONS
-    ),
-]
-both_families = pytest.mark.parametrize(("make", "position", "draw"), BOTH)
 
 
 @both_families
@@ -193,6 +183,19 @@ def test_a_compiled_step_with_a_static_cache_is_one_graph_for_all_steps() -> Non
             output = step(ids[:, t : t + 1], None, numbers, cache, use_cache=True)
             assert_same(output.logits[:, 0], expected[:, t])
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_embeddings_take_the_place_of_ids_and_hidden_states_come_for_all_tokens() -> None:
+    for model, ids in ((build(), tokens(2, 7)), (build_paper(), paper_tokens(2, 7))):
+        logits = model(ids).logits
+        embeds = model.get_input_embeddings()(ids)
+        assert torch.equal(model(inputs_embeds=embeds).logits, logits)
+        out = model(ids, logits_to_keep=2, output_hidden_states=True)
+        assert_same(out.logits, logits[:, -2:])
+        assert [state.shape[1] for state in out.hidden_states] == [7, 7, 7]
+        with pytest.raises(ValueError, match=rf"^{type(model.model).__name__}: give either input"):
+            model()
 
 
 def test_token_types_are_taken_and_not_used() -> None:

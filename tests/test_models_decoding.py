@@ -8,16 +8,15 @@ from torch import Tensor
 
 import linbias.torch
 from linbias.models.cache import GrowingLayer
-from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
 from small_models import (
     assert_same,
+    both_families,
     build,
     build_paper,
     decode,
     every_block,
     every_position,
     left_padded,
-    paper_tokens,
     tokens,
 )
 
@@ -85,17 +84,19 @@ def test_cached_decoding_equals_full_forward(position: str, block: str, chunks: 
     assert_same(decode(model, ids, None, chunks), model(ids, use_cache=False).logits)
 
 
-@every_position
-@pytest.mark.parametrize("chunks", [[1] * 19, [7, 1, 11], [19]], ids=["single", "chunks", "whole"])
+@both_families
 @torch.no_grad()
-def test_padded_rows_equal_the_same_rows_alone(position: str, chunks: list[int]) -> None:
-    model = build(position=position, num_key_value_heads=2)
-    rows = [tokens(8), tokens(19), tokens(1)]
+def test_chunks_and_padded_rows_equal_the_same_rows_alone(
+    make: Any, position: str, draw: Any
+) -> None:
+    model = make(position=position, **({"num_key_value_heads": 2} if make is build else {}))
+    rows = [draw(8), draw(19), draw(1)]
     ids, mask = left_padded(rows)
-    logits = decode(model, ids, mask, chunks)
-    assert logits.isfinite().all()
-    for line, row in enumerate(rows):
-        assert_same(logits[line, -len(row) :], model(row[None]).logits[0])
+    for chunks in ([1] * 19, [7, 1, 11], [19]):
+        logits = decode(model, ids, mask, chunks)
+        assert logits.isfinite().all()
+        for line, row in enumerate(rows):
+            assert_same(logits[line, -len(row) :], model(row[None]).logits[0])
 
 
 @every_position
@@ -148,27 +149,6 @@ def test_sampled_generation_repeats_with_the_seed() -> None:
         torch.manual_seed(7)
         texts.append(model.generate(tokens(1, 5), max_new_tokens=8, do_sample=True))
     assert torch.equal(*texts)
-
-
-every_paper_position = pytest.mark.parametrize("position", PAPER_POSITIONS)
-
-
-@every_paper_position
-@torch.no_grad()
-def test_cached_decoding_with_paper_models_equals_full_forward(position: str) -> None:
-    model, ids = build_paper(position=position), paper_tokens(2, 11)
-    assert_same(decode(model, ids, None, [4, 1, 1, 5]), model(ids).logits)
-
-
-@every_paper_position
-@torch.no_grad()
-def test_padded_rows_of_paper_models_equal_the_same_rows_alone(position: str) -> None:
-    model = build_paper(position=position)
-    rows = [paper_tokens(8), paper_tokens(19), paper_tokens(1)]
-    ids, mask = left_padded(rows)
-    logits = decode(model, ids, mask, [7, 1, 11])
-    for line, row in enumerate(rows):
-        assert_same(logits[line, -len(row) :], model(row[None]).logits[0])
 
 
 def test_paper_models_generate_greedily_what_they_find_most_likely() -> None:

@@ -101,14 +101,6 @@ def test_the_fused_block_is_that_of_the_discussion() -> None:
     assert_same(logits, restated(model.config, model.model.state_dict(), ids))
 
 
-@torch.no_grad()
-def test_embeddings_in_place_of_ids_give_the_same_logits() -> None:
-    model, ids = build(), tokens(2, 7)
-    assert torch.equal(
-        model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits
-    )
-
-
 @every_block
 @every_position
 @torch.no_grad()

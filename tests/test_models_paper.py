@@ -310,26 +310,3 @@ def test_labels_and_targets_together_are_refused():
     ids = paper_tokens(1, 5)
     with pytest.raises(ValueError, match="give either labels or targets, and not both"):
         build_paper()(ids, labels=ids, targets=ids)
-
-
-@torch.no_grad()
-def test_embeddings_in_place_of_ids_give_the_same_logits():
-    model, ids = build_paper(), paper_tokens(2, 7)
-    embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
-
-
-@torch.no_grad()
-def test_hidden_states_come_for_all_tokens():
-    model, ids = build_paper(), paper_tokens(2, 7)
-    out = model(ids, logits_to_keep=2, output_hidden_states=True)
-    assert_same(out.logits, model(ids).logits[:, -2:])
-    assert [state.shape[1] for state in out.hidden_states] == [7, 7, 7]
-
-
-def test_bad_calls_name_the_model():
-    model, ids = build_paper(), paper_tokens(2, 5)
-    with pytest.raises(ValueError, match=r"^PaperModel: give either input_ids or inputs_embeds"):
-        model()
-    with pytest.raises(ValueError, match=r"^PaperModel: attention_mask must have shape"):
-        model(ids, attention_mask=torch.ones(2, 4))

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linbias.lm.paper.batches import Batches
-from linbias.lm.paper.blocks import batch_order, block_tokens, blocks
+from linbias.lm.paper.blocks import Batches, batch_order, block_tokens, blocks
 from linbias.lm.paper.store import read_data
 from paper_training import ORIGINAL
 
@@ -82,33 +81,6 @@ def test_order_of_training_batches_is_the_original_s() -> None:
     assert batches[:10] == BATCHES["first_10_batches_epoch1"]
     assert BATCHES["first_frozen_batch"] in batches
     assert batch_order(**setting, epoch=2) != batches
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_processes_share_the_batches_and_get_as_many(world: int) -> None:
-    setting = {"num_ids": 100, "length": 5, "max_tokens": 10, "seed": 3, "epoch": 2}
-    shares = [batch_order(**setting, rank=rank, world=world) for rank in range(world)]
-    assert len({len(share) for share in shares}) == 1
-    dealt = [batch for turn in zip(*shares, strict=True) for batch in turn if batch]
-    assert dealt == batch_order(**setting)
-
-
-BAD_ORDERS = [
-    ("length must be positive, got 0", {"length": 0}),
-    ("max_tokens must be at least length = 5, got 4", {"max_tokens": 4}),
-    ("epoch must be positive, got 0", {"epoch": 0}),
-    ("multiple must be positive, got 0", {"multiple": 0}),
-    ("rank must be in \\[0, world = 2\\), got 2", {"rank": 2, "world": 2}),
-]
-
-
-@pytest.mark.parametrize(("message", "change"), BAD_ORDERS)
-def test_bad_order_is_refused(message: str, change: dict[str, int]) -> None:
-    setting = {"num_ids": 100, "length": 5, "max_tokens": 10, "seed": 3, "epoch": 2}
-    with pytest.raises(ValueError, match=f"batch_order: {message}"):
-        batch_order(**{**setting, **change})
-    with pytest.raises(ValueError, match="blocks: length must be positive, got 0"):
-        blocks(7, 0)
 
 
 def test_every_id_is_predicted_once_per_pass_in_the_order_of_the_original() -> None:

@@ -4,7 +4,6 @@ import argparse
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("same_start")
 
 
 every_position = pytest.mark.parametrize("position", POSITIONS)
-
-
-@pytest.fixture(scope="module")
-def golden_file(tmp_path_factory) -> Path:
-    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
 
 
 def test_a_checkpoint_becomes_a_folder_of_the_same_model_bit_for_bit(golden_file, tmp_path):
@@ -59,7 +53,7 @@ def test_saving_and_loading_keeps_every_position_method(position, tmp_path):
     )
     model.save_pretrained(tmp_path, max_shard_size="4KB")  # in several files
     again = load(tmp_path)
-    assert again.config.to_dict() == model.config.to_dict()
+    assert again.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict()
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 

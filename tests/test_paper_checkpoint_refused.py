@@ -13,16 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import paper_original as original
 from linbias.data.dictionary import Dictionary
 from linbias.lm.paper.checkpoint import convert, load, load_original
-
-
-@pytest.fixture(scope="module")
-def golden_file(tmp_path_factory) -> Path:
-    return original.write(original.golden_record(), tmp_path_factory.mktemp("golden"))
 
 
 class Hostile:
@@ -291,23 +285,9 @@ def test_a_folder_is_not_read_with_another_position(golden_file, tmp_path):
         load(tmp_path, position="none")
 
 
-def test_a_folder_with_wrong_tensors_is_refused(golden_file, tmp_path):
-    convert(golden_file, tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.layers.0.fc1.bias"] = torch.zeros(3)
-    weights["other"] = weights.pop("model.layers.1.fc1.bias")
-    save_file(weights, tmp_path / "model.safetensors")
-    message = (
-        r"load: cannot use '.*': model.layers.1.fc1.bias is missing; other is unexpected; "
-        r"model.layers.0.fc1.bias has shape \[3\] instead of \[96\]"
-    )
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path)
-
-
 def test_a_damaged_folder_is_refused(golden_file, tmp_path):
-    with pytest.raises(ValueError, match="load: cannot read a model at"):
-        load(tmp_path)  # no config.json
+    with pytest.raises(ValueError, match=r"load: path must be a folder with a config\.json"):
+        load(tmp_path)
     convert(golden_file, tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:1000])
@@ -317,6 +297,8 @@ def test_a_damaged_folder_is_refused(golden_file, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole)
     with pytest.raises(ValueError, match="model_type is 'linbias-paper', got 'gpt2'"):
         load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "linbias-paper", "dropout": 2}')
-    with pytest.raises(ValueError, match=f"load: cannot use '{tmp_path}': PaperConfig: dropout"):
+    (tmp_path / "config.json").write_text('{"model_type": "linbias-paper"}')
+    with pytest.raises(
+        ValueError, match=f"load: '{tmp_path}' must fit its config.json, but lacks"
+    ):
         load(tmp_path)

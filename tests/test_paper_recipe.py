@@ -48,15 +48,6 @@ def test_nag_is_nesterov_sgd_in_exact_arithmetic() -> None:
         torch.testing.assert_close(nag.state[ours]["momentum_buffer"], buffer, rtol=1e-13, atol=0)
 
 
-def test_nag_computes_half_precision_in_float32_and_rounds_once() -> None:
-    start, gradient = torch.randn(2, 100, dtype=torch.bfloat16, generator=torch.manual_seed(0))
-    half, full = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
-    half.grad, full.grad = gradient, gradient.float()
-    for p in (half, full):
-        NAG([p], lr=0.1).step()
-    assert torch.equal(half.detach(), full.detach().bfloat16())
-
-
 def test_nag_decays_weights_and_leaves_those_without_a_gradient_alone() -> None:
     decayed, idle = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     decayed.grad = torch.zeros(1)
@@ -82,40 +73,6 @@ def test_schedule_has_the_values_of_the_original(flags: str) -> None:
             shrink=flags["lr_shrink"],
         )
         assert lr == value, n
-
-
-def test_preset_follows_the_schedule_of_the_readme() -> None:
-    golden = json.loads((GOLDEN / "cosine_lr.json").read_text())["readme_flags"]["cfg"]
-    recipe = PRESETS["L512"]
-    assert golden == {
-        "warmup_init_lr": recipe.initial_learning_rate,
-        "lr": [recipe.learning_rate],
-        "min_lr": recipe.min_learning_rate,
-        "t_mult": recipe.t_mult,
-        "lr_shrink": recipe.shrink,
-        "warmup_updates": recipe.warmup_steps,
-        "lr_period_updates": recipe.cosine_period,
-        "max_update": recipe.steps,
-    }
-
-
-BAD_ARGUMENTS = [
-    ("NAG: lr must be at least 0, got -1", NAG, {"params": [], "lr": -1}),
-    (r"NAG: momentum must be in \[0, 1\), got 1", NAG, {"params": [], "momentum": 1}),
-    ("NAG: weight_decay must be at least 0", NAG, {"params": [], "weight_decay": -0.1}),
-    ("cosine_lr: n must be at least 0, got -1", cosine_lr, {"n": -1}),
-    ("cosine_lr: warmup must be at least 0", cosine_lr, {"n": 0, "warmup": -1}),
-    ("cosine_lr: period must be above 0, got 0", cosine_lr, {"n": 0, "period": 0}),
-    ("cosine_lr: t_mult must be at least 1", cosine_lr, {"n": 0, "t_mult": 0.5}),
-]
-
-
-@pytest.mark.parametrize(("message", "function", "arguments"), BAD_ARGUMENTS)
-def test_bad_argument_is_refused(message: str, function, arguments: dict[str, object]) -> None:
-    if function is cosine_lr:
-        arguments = {"init": 0, "lr": 1, "warmup": 0, "period": 9, "min_lr": 0, **arguments}
-    with pytest.raises(ValueError, match=message):
-        function(**arguments)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -163,6 +120,7 @@ BAD_RECIPES = [
     ("learning_rate must be above 0, got 0", {"learning_rate": 0}),
     ("clip must be above 0", {"clip": 0}),
     ("t_mult must be at least 1", {"t_mult": 0.5}),
+    ("weight_decay must be at least 0", {"weight_decay": -0.1}),
     (r"momentum must be in \[0, 1\), got 1", {"momentum": 1}),
     ("precision must be one of .* got 'fp8'", {"precision": "fp8"}),
     ("device must be 'auto' or 'cpu', got 'tpu'", {"device": "tpu"}),

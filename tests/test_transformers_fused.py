@@ -1,6 +1,7 @@
 """Existing models, fused, against Transformers' own code for them, with its defects mended where it has some."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, loa
 from linbias.models.cache import key_bound
 from linbias.models.fused import FAMILIES
 from linbias.models.places import Places
+from small_models import GREEDY, RELEASED, needs_released
 
-GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers"
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
 # Heads that are no power of two; keys and values of their own, shared by all, shared by three.
@@ -212,8 +213,7 @@ GENERATION: dict[str, dict[str, Any]] = {
 def test_generation(make: Any, options: dict[str, Any], exact_reference: None) -> None:
     reference, fused = pair(make)
     ids, mask = batch()
-    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **options}
-    options |= {"eos_token_id": None, "pad_token_id": 3}
+    options = {**GREEDY, "attention_mask": mask, **options}
     torch.manual_seed(4)
     ours = fused.generate(ids, **options)
     if isinstance(reference, FalconForCausalLM):
@@ -240,10 +240,9 @@ def test_assisted_generation(make: Any, exact_reference: None) -> None:
     torch.manual_seed(7)
     assistant = fuse(make().eval())
     ids = batch()[0][1:]
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
-    expected = reference.generate(ids, **options)
-    assert torch.equal(fused.generate(ids, assistant_model=assistant, **options), expected)
-    assert torch.equal(fused.generate(ids, prompt_lookup_num_tokens=3, **options), expected)
+    expected = reference.generate(ids, **GREEDY)
+    assert torch.equal(fused.generate(ids, assistant_model=assistant, **GREEDY), expected)
+    assert torch.equal(fused.generate(ids, prompt_lookup_num_tokens=3, **GREEDY), expected)
 
 
 @pytest.mark.parametrize("make", [MODELS["bloom"], MODELS["mpt, alibi_bias_max 16"]])
@@ -311,71 +310,46 @@ def test_slope_scale(exact_reference: None) -> None:
     assert torch.equal(fused(ids[:, :30]).logits, plain(ids[:, :30]).logits)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    ("jais", "ours"),
+    ("make", "held", "rows", "columns"),
     [
-        ({"factor": 4.0}, {"slope_scale": 0.25}),
-        ({"train_seq_len": 32}, {"slope_scale": "interpolate", "train_length": 32}),
+        (bloom, {"num_heads": 2}, slice(48, 96), slice(16, 32)),
+        # Three heads of six, and the one head of keys that they share.
+        (
+            MODELS["falcon, two key heads"],
+            {"num_heads": 3, "num_kv_heads": 1},
+            slice(40, 80),
+            slice(24, 48),
+        ),
     ],
+    ids=["bloom", "falcon"],
 )
-@pytest.mark.parametrize("num_keys", [20, 80])
-def test_alibi_scaling_of_jais_is_a_slope_scale(jais: Any, ours: Any, num_keys: int) -> None:
-    divisor = jais.get("factor") or max(1.0, num_keys / jais["train_seq_len"])
-    slopes = fuse(bloom(), **ours).transformer.h[0].self_attention.fused_bias.slopes
-    left = slopes.left(torch.zeros(1, 6, num_keys, 8), num_keys)
-    assert torch.allclose(left, torch.tensor(linbias.slopes(6) / divisor, dtype=torch.float32))
-
-
-def test_heads_of_one_process_have_their_slopes() -> None:
-    """The heads that a process holds of a model split by heads run as they do in the whole."""
-    _, whole = pair(bloom)
-    ids, _ = batch(40)
-    seen = {}
-    layer = whole.transformer.h[0].self_attention
-    hook = layer.dense.register_forward_pre_hook(lambda _, given: seen.update(whole=given[0]))
-    whole(ids)
-    hook.remove()
-    part = copy.deepcopy(unfuse(whole))
-    for block in part.transformer.h:
-        attention = block.self_attention
-        attention.num_heads = 2
-        for name in ("query_key_value", "dense"):
-            linear = getattr(attention, name)
-            rows = slice(2 * 24, 4 * 24)
-            if name == "query_key_value":
-                linear.weight.data, linear.bias.data = linear.weight[rows], linear.bias[rows]
-            else:
-                linear.weight.data = linear.weight[:, 16:32]
-    part.transformer.h[0].self_attention.dense.register_forward_pre_hook(
-        lambda _, given: seen.update(part=given[0])
-    )
-    with pytest.raises(
-        ValueError, match=r"heads must be given where a layer holds 2 of the model's 6"
-    ):
-        fuse(part)
-    fuse(part, heads=range(2, 4))(ids)
-    assert torch.allclose(seen["part"], seen["whole"][..., 16:32], atol=1e-6)
-
-
 @torch.no_grad()
-def test_shared_keys_of_one_process() -> None:
-    """Its three heads of six, and the one head of keys that they share."""
-    _, whole = pair(MODELS["falcon, two key heads"])
+def test_heads_of_one_process_have_their_slopes(
+    make: Any, held: dict[str, int], rows: slice, columns: slice
+) -> None:
+    """The heads that a process holds of a model split by heads run as they do in the whole."""
+    _, whole = pair(make)
     ids, _ = batch(40)
     part = copy.deepcopy(unfuse(whole))
     part.transformer.h = part.transformer.h[:1]
     layer = part.transformer.h[0].self_attention
-    layer.num_heads, layer.num_kv_heads = 3, 1
-    rows = len(layer.query_key_value.weight) // 2
-    layer.query_key_value.weight.data = layer.query_key_value.weight[rows:]
-    layer.dense.weight.data = layer.dense.weight[:, 24:]
+    vars(layer).update(held)
+    product = layer.query_key_value
+    product.weight.data = product.weight[rows]
+    if product.bias is not None:
+        product.bias.data = product.bias[rows]
+    layer.dense.weight.data = layer.dense.weight[:, columns]
+    with pytest.raises(
+        ValueError, match=rf"heads must be given where a layer holds {held['num_heads']} of the"
+    ):
+        fuse(part)
     seen: list[Tensor] = []
-    for model, heads in ((whole, None), (part, range(3, 6))):
+    for model, heads in ((whole, None), (part, range(columns.start // 8, columns.stop // 8))):
         dense = model.transformer.h[0].self_attention.dense
         dense.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         fuse(model, heads=heads)(ids)
-    assert torch.allclose(seen[1], seen[0][..., 24:], atol=1e-6)
+    assert torch.allclose(seen[1], seen[0][..., columns], atol=1e-6)
 
 
 @each_model
@@ -559,47 +533,41 @@ def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fuse(bloom())
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="the data of the original code is not here")
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
+def released(family: str, texts: tuple[str, ...], **options: Any) -> Iterator[Any]:
+    """Each text of each case: the model, what it says, what the released code says, and how to find more of that."""
+    for case in sorted((RELEASED / family).iterdir()):
+        expected = load_file(case / "expected.safetensors")
+        own = {"normalize_head": True} if (family, case.name) == ("baichuan", "heads12") else {}
+        fused = load(case, device="cpu", **options, **own)
+        exact = "exact." if "T17.exact.logits" in expected else ""
+        for name in texts:
+            ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
+            logits = fused(ids, attention_mask=mask).logits.float() * mask[..., None]
+            if (positions := expected.get(f"{name}.positions")) is not None:
+                logits = logits.gather(1, positions[..., None].expand(-1, -1, VOCABULARY))
+            yield fused, logits, expected[f"{name}.{exact}logits"], expected, (name, exact)
+
+
+@needs_released
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "baichuan"])
 @torch.no_grad()
 def test_golden_data(family: str) -> None:
     """Every case of the released code: logits, a padded batch, a greedy continuation."""
-    for case in sorted((GOLDEN / family).iterdir()):
-        expected = load_file(case / "expected.safetensors")
-        fused = load(case, device="cpu")
-        exact = "exact." if "T17.exact.logits" in expected else ""
-        for name in ("T17", "T129", "T700", "right"):
-            ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
-            logits = fused(ids, attention_mask=mask).logits * mask[..., None]
-            if (positions := expected.get(f"{name}.positions")) is not None:
-                logits = logits.gather(1, positions[..., None].expand(-1, -1, VOCABULARY))
-            assert difference(logits, expected[f"{name}.{exact}logits"]) < 2e-5, (case, name)
-        options = {
-            "max_new_tokens": 24,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 3,
-        }
-        tokens = fused.generate(
-            expected["T17.input_ids"], attention_mask=expected["T17.attention_mask"], **options
-        )
-        assert torch.equal(tokens[:, 17:], expected[f"generate.{exact}tokens"])
+    texts = ("T17", "T129", "T700", "right")
+    for fused, logits, truth, expected, (name, exact) in released(family, texts):
+        assert difference(logits, truth) < 2e-5, name
+        if name == "T17":
+            ids, mask = expected["T17.input_ids"], expected["T17.attention_mask"]
+            tokens = fused.generate(ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 24})
+            assert torch.equal(tokens[:, 17:], expected[f"generate.{exact}tokens"])
 
 
-@pytest.mark.skipif(not GOLDEN.is_dir(), reason="the data of the original code is not here")
+@needs_released
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
 @torch.no_grad()
 def test_golden_data_in_bfloat16(family: str) -> None:
     """Nearer to the float32 truth than the reference is in bfloat16. Shorter texts: `test_bfloat16_of_short_texts`."""
-    for case in sorted((GOLDEN / family).iterdir()):
-        expected = load_file(case / "expected.safetensors")
-        fused = load(case, device="cpu", dtype=torch.bfloat16)
-        exact = "exact." if "T17.exact.logits" in expected else ""
-        for name in ("T129", "T700"):
-            ids, mask = expected[f"{name}.input_ids"], expected[f"{name}.attention_mask"]
-            ours = fused(ids, attention_mask=mask).logits.float() * mask[..., None]
-            if (positions := expected.get(f"{name}.positions")) is not None:
-                ours = ours.gather(1, positions[..., None].expand(-1, -1, VOCABULARY))
-            truth = expected[f"{name}.{exact}logits"]
-            theirs = expected[f"{name}.bfloat16.logits"].float()
-            assert (ours - truth).norm() < (theirs - truth).norm(), (case, name)
+    cases = released(family, ("T129", "T700"), dtype=torch.bfloat16)
+    for _, ours, truth, expected, (name, _) in cases:
+        theirs = expected[f"{name}.bfloat16.logits"].float()
+        assert (ours - truth).norm() < (theirs - truth).norm(), name

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MptForCausalLM
@@ -16,11 +16,11 @@ from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import fuse, load, load_tokenizer, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.scale import with_slopes
+from small_models import GREEDY, assert_near, write_folder
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
 GOLDEN = Path(__file__).parent / "golden" / "mpt_attention.safetensors"
-RELEASED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transformers" / "mpt"
 GROUPED = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
 VOCABULARY, SIZE, HEADS = 97, 48, 6
 
@@ -119,17 +119,6 @@ def plain(w: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
     return norm("norm_f", hidden) @ w["wte.weight"].T * scale
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def assert_near(ours: Tensor, expected: Tensor) -> None:
-    assert (ours.double() - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
 @pytest.mark.parametrize(("case", "attention"), ATTENTION.items(), ids=ATTENTION)
 @torch.no_grad()
 def test_attention_of_llm_foundry(case: str, attention: dict[str, Any]) -> None:
@@ -168,7 +157,7 @@ FOLDERS = {
 def test_original_folders(config: dict[str, Any], tmp_path: Path) -> None:
     """Logits longer than trained, of a padded row, with a cache; training; and saved as it came."""
     tensors = weights(config)
-    model = load(write(tmp_path / "a", config, tensors))
+    model = load(write_folder(tmp_path / "a", config, tensors))
     ids, mask = torch.randint(VOCABULARY, (2, 60)), torch.ones(2, 60, dtype=torch.int64)
     mask[0, :25] = 0
     logits = model(ids, attention_mask=mask).logits
@@ -201,25 +190,13 @@ def test_a_plain_model_saved_here_runs_in_transformers(tmp_path: Path) -> None:
 def test_training_and_generation() -> None:
     config = LinbiasMptConfig.from_dict(FOLDERS["grouped, norms, biases"])
     model = LinbiasMptForCausalLM(config)
-    ids = torch.randint(1, VOCABULARY, (2, 12))  # without a mask, 0 would be padding
+    ids = torch.randint(VOCABULARY, (2, 12))
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {**GREEDY, "attention_mask": torch.ones_like(ids)}
     growing = model.eval().generate(ids, **options)
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), growing)
     assert torch.equal(model.generate(ids, **options, use_cache=False), growing)
-
-
-@pytest.mark.skipif(not RELEASED.is_dir(), reason="the data of the original code is not here")
-@torch.no_grad()
-def test_golden_data() -> None:
-    for case in sorted(RELEASED.iterdir()):
-        expected = load_file(case / "expected.safetensors")
-        exact = "exact." if "T17.exact.logits" in expected else ""
-        model = load(case)
-        mask = expected["T17.attention_mask"]
-        logits = model(expected["T17.input_ids"], attention_mask=mask).logits * mask[..., None]
-        assert_near(logits, expected[f"T17.{exact}logits"])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +254,7 @@ def test_weights_that_contradict_the_configuration(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"load: .*x' must fit its config.json, but {message}"
         ):
-            load(write(tmp_path / "x", config, tensors))
+            load(write_folder(tmp_path / "x", config, tensors))
 
     refused(
         "has unknown weights: transformer.blocks.0.attn.k_ln.weight, .*4 in all",
@@ -300,7 +277,7 @@ def test_the_class_of_transformers_is_refused_where_it_leaves_something_out(
     tmp_path: Path,
 ) -> None:
     for config in (original(logit_scale=0.5), original(no_bias=False), original(norm_eps=1e-3)):
-        folder = write(
+        folder = write_folder(
             tmp_path / "x", config | {"attn_config": {"alibi": True}}, weights(original())
         )
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -328,24 +305,9 @@ def test_it_is_always_fused() -> None:
         model(ids)
 
 
-def test_pickled_weights_are_read_and_never_run(tmp_path: Path) -> None:
-    config = original()
-    tensors = weights(config)
-    write(tmp_path, config, {"x": torch.ones(1)})
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    model = load(tmp_path)
-    assert torch.equal(model.transformer.wte.weight, tensors["transformer.wte.weight"])
-    torch.save(tensors | {"x": tmp_path}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match=r"pytorch_model.bin is damaged, or asks for code, which was not run"
-    ):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("config", FOLDERS.values(), ids=FOLDERS)
 def test_folders_are_loaded_by_what_can_run_them(config: dict[str, Any], tmp_path: Path) -> None:
-    model = load(write(tmp_path, config, weights(config)))
+    model = load(write_folder(tmp_path, config, weights(config)))
     assert type(model) is LinbiasMptForCausalLM
     byte_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path)("ab")["input_ids"] == [97, 98]
@@ -354,5 +316,5 @@ def test_folders_are_loaded_by_what_can_run_them(config: dict[str, Any], tmp_pat
     with with_slopes(model, 0.5):
         assert not torch.equal(model(ids).logits, before)
     assert torch.equal(model(ids).logits, before)
-    released = write(tmp_path / "b", original({"attn_pdrop": 0}), weights(original()))
+    released = write_folder(tmp_path / "b", original({"attn_pdrop": 0}), weights(original()))
     assert type(load(released)) is MptForCausalLM

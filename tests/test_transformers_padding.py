@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linbias.models.paper_config import POSITIONS as PAPER_POSITIONS
 from linbias.models.places import Places, read_attention_mask
-from small_models import assert_same, build, build_paper, every_position, paper_tokens, tokens
+from small_models import assert_same, both_families, build, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -98,21 +97,14 @@ def test_padded_batches_compile_into_one_graph(position: str) -> None:
 # padding read as tokens; with it hidden, what is said at padding tokens and the slopes are right too.
 
 
-@every_position
+@both_families
 @pytest.mark.parametrize("implementation", ["auto", "dense", "blocked"])
 @torch.no_grad()
-def test_padding_on_the_right_leaves_tokens_alone(position: str, implementation: str) -> None:
-    model = build(position=position, attention_implementation=implementation)
-    ids, mask = tokens(2, 15), torch.ones(2, 15)
-    mask[1, 9:] = 0
-    assert_same(model(ids, mask).logits[1, :9], model(ids[1:, :9]).logits[0])
-
-
-@pytest.mark.parametrize("position", PAPER_POSITIONS)
-@torch.no_grad()
-def test_padding_on_either_side_leaves_tokens_of_paper_models_alone(position: str) -> None:
-    model = build_paper(position=position, attention_implementation="dense")
-    ids, mask = paper_tokens(2, 15), torch.ones(2, 15)
+def test_padding_on_either_side_leaves_tokens_alone(
+    make: Any, position: str, draw: Any, implementation: str
+) -> None:
+    model = make(position=position, attention_implementation=implementation)
+    ids, mask = draw(2, 15), torch.ones(2, 15)
     mask[0, :4] = 0
     mask[1, 9:] = 0
     logits = model(ids, mask).logits

@@ -45,10 +45,7 @@ def embed(
     ] = None,
     batch_tokens: options.BatchTokens = 16384,
     device: options.Device = "auto",
-    precision: Annotated[
-        str | None,
-        typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
-    ] = None,
+    precision: options.PrecisionOrOwn = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:

@@ -1,10 +1,12 @@
 """The commands for language models: train, evaluate, generate."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -21,14 +23,11 @@ from linbias.cli.console import (
 )
 from linbias.data import SPLITS
 
-if TYPE_CHECKING:
-    pass
-
-
 _ENCODER = ("encoder_position", "symmetric")
 _TOKEN = {"masked": "masked token", "seq2seq": "written token"}
 
 
+@options.with_training_fields()
 def train(
     output: options.RunFolder = Path("output/train"),
     preset: options.Experiment = None,
@@ -41,26 +40,12 @@ def train(
     vocab_size: options.VocabSizeOrKept = None,
     max_bytes: options.MaxBytes = None,
     length: options.LengthOrKept = None,
-    steps: options.Steps = None,
-    tokens: options.Tokens = None,
-    seconds: options.Seconds = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = 32,
-    accumulation: Annotated[
-        int, options.training_option("Parts of a batch computed one after another.")
-    ] = 1,
-    learning_rate: options.LearningRate = 1e-3,
-    precision: options.Precision = "fp32",
-    save_steps: options.SaveSteps = 100,
-    validate_steps: options.ValidateSteps = 0,
     validate_lengths: options.ValidateLengths = None,
     prompt: options.ContinuedPrompt = None,
-    seed: options.Seed = 0,
-    threads: options.Threads = None,
-    tensorboard: options.Tensorboard = False,
     fsdp: options.Fsdp = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
+    **training: Any,
 ) -> None:
     """Train a language model, for 1,000 steps unless another budget is given.
 
@@ -101,18 +86,9 @@ def train(
         "model": model,
         "length": length,
         "task": task,
-        "batch_size": batch_size,
-        "accumulation": accumulation,
-        **options.budget(steps, tokens, seconds, epochs, default=chosen.budget or {"steps": 1000}),
-        "learning_rate": learning_rate,
-        "precision": precision,
-        "save_steps": save_steps,
-        "validate_steps": validate_steps,
+        **options.with_budget(training, chosen.budget or {"steps": 1000}),
         "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
         "prompt": prompt,
-        "seed": seed,
-        "threads": threads,
-        "tensorboard": tensorboard,
         "fsdp": {} if fsdp else None,
         "init": None if init is None else str(init),
     }
@@ -187,10 +163,7 @@ def evaluate(
     ] = None,
     max_bytes: options.MaxBytes = None,
     device: options.Device = "auto",
-    precision: Annotated[
-        str | None,
-        typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
-    ] = None,
+    precision: options.PrecisionOrOwn = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -224,20 +197,14 @@ def evaluate(
         if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
             unfuse(loaded)
         text = read_text(files, corpus, split, max_bytes=max_bytes)
-        if isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration):
-            if scales is not None:
-                kind = type(loaded).__name__
-                raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
-            _evaluate_in_blocks(
-                *(loaded, model, text, lengths or (default_length(loaded),), quiet, as_json),
-                stride=stride,
-                batch_tokens=batch_tokens,
-                limit_tokens=limit_tokens,
-                precision=precision,
-            )
-            return
-        kept = getattr(loaded.config, "slope_scale", None)
-        choices = scales or (kept,)
+        hides = isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration)
+        if hides and scales is not None:
+            kind = type(loaded).__name__
+            raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
+        score: Callable[..., Any] = partial(measure, num_bytes=text.num_bytes)
+        if hides:
+            score = _hidden_score(loaded, model)
+        choices = scales or (getattr(loaded.config, "slope_scale", None),)
 
         def slopes(scale: float | str | None) -> AbstractContextManager[None]:
             if scales is None:
@@ -254,19 +221,18 @@ def evaluate(
                 slopes(scale),
                 bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance,
             ):
-                result = measure(
+                result = score(
                     loaded,
                     text.ids,
                     length=tokens,
                     stride=stride,
-                    num_bytes=text.num_bytes,
                     batch_tokens=batch_tokens,
                     limit_tokens=limit_tokens,
                     precision=precision,
                     progress=advance,
                 )
             results.append((scale, result))
-            if tokens > result.num_tokens and scale == choices[0]:
+            if not hides and tokens > result.num_tokens and scale == choices[0]:
                 warnings.warn(
                     f"evaluate: length {tokens:,} is beyond the {result.num_tokens:,} tokens that were scored: "
                     "they were read in one piece",
@@ -274,18 +240,30 @@ def evaluate(
                 )
     if not speaks:
         return
+    first = results[0][1]
     if as_json:
-        shared = {"model": model, "fused": fused, "corpus": corpus, "split": text.split}
-        print_json(
-            [
-                {**shared, "slope_scale": scale, **text.scored(r.num_tokens), **r.to_dict()}
-                for scale, r in results
-            ]
-        )
+        shared = {"model": model, "corpus": corpus, "split": text.split}
+        shared |= {} if hides else {"fused": fused}
+        rows = []
+        for scale, r in results:
+            found = {**shared, **text.scored(r.num_tokens), **r.to_dict()}
+            rows.append(found if hides else {**found, "slope_scale": scale})
+        print_json(rows)
         return
-    out.print(escape(text.describe(results[0][1].num_tokens)), soft_wrap=True)
     words = None if scales is None else [_scale_in_words(scale) for scale, _ in results]
-    columns = ("length", "stride", "nll", "perplexity", "bits/byte", "tokens")
+    columns = ["length", "stride", "nll", "perplexity"]
+    if hides:
+        spans = first.num_spans
+        done = "masked" if spans is None else f"took out {spans:,} spans"
+        said = (
+            f"{text.name}: {done} and scored {first.num_scored:,} of {first.num_tokens:,} tokens, "
+            "the same ones at every length"
+        )
+        columns += ["accuracy", "masked" if spans is None else "scored"]
+    else:
+        said = text.describe(first.num_tokens)
+        columns += ["bits/byte", "tokens"]
+    out.print(escape(said), soft_wrap=True)
     out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
 
 
@@ -293,48 +271,16 @@ def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
-def _evaluate_in_blocks(
-    loaded: Any,
-    model: str,
-    text: Any,
-    lengths: tuple[int, ...],
-    quiet: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """What `evaluate` does with a masked or a sequence-to-sequence model."""
+def _hidden_score(loaded: Any, model: str) -> Callable[..., Any]:
+    """What scores a masked or a sequence-to-sequence model, with its tokens."""
     from linbias.data.masked import MaskTokens
     from linbias.data.spans import SpanTokens
     from linbias.data.tokenizers import Tokenizer
     from linbias.lm.hidden import evaluate_hidden
     from linbias.models import LinbiasForMaskedLM
 
-    masked, tokenizer, speaks = (
-        isinstance(loaded, LinbiasForMaskedLM),
-        Tokenizer.load(model),
-        is_first_process(),
-    )
-    tokens = (MaskTokens if masked else SpanTokens).of(tokenizer)
-    results = []
-    for length in lengths:
-        with bar(f"reading {length:,} tokens at a time", quiet or not speaks) as advance:
-            results.append(
-                evaluate_hidden(
-                    loaded, text.ids, length=length, tokens=tokens, progress=advance, **options
-                )
-            )
-    if not speaks:
-        return
-    if as_json:
-        shared = {"model": model, "corpus": text.name, "split": text.split}
-        print_json([{**shared, **text.scored(r.num_tokens), **r.to_dict()} for r in results])
-        return
-    scored, read = results[0].num_scored, results[0].num_tokens
-    done = "masked and scored" if masked else f"took out {results[0].num_spans:,} spans and scored"
-    words = f"{done} {scored:,} of {read:,} tokens, the same ones at every length"
-    out.print(escape(f"{text.name}: {words}"), soft_wrap=True)
-    columns = ("length", "stride", "nll", "perplexity", "accuracy")
-    out.print(evaluation_table(results, *columns, "masked" if masked else "scored"))
+    kind = MaskTokens if isinstance(loaded, LinbiasForMaskedLM) else SpanTokens
+    return partial(evaluate_hidden, tokens=kind.of(Tokenizer.load(model)))
 
 
 def generate(

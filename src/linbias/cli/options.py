@@ -14,7 +14,8 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.lm.paper.recipe import PRESETS, Recipe
+from linbias.lm.paper.recipe import OPTIONS, PRESETS, Recipe
+from linbias.lm.settings import TrainSettings
 from linbias.methods import DECODER, ENCODER, PAPER, methods_of
 
 T = TypeVar("T")
@@ -65,6 +66,10 @@ Workers = Annotated[int, text_option("Processes that read text.")]
 # Evaluation
 Device = Annotated[
     str, typer.Option(help="'auto' takes a GPU where there is one; or 'cpu', 'cuda:1'.")
+]
+PrecisionOrOwn = Annotated[
+    str | None,
+    typer.Option(help="'fp32', 'bf16', or on a GPU 'fp16'. Default: that of the weights."),
 ]
 BatchTokens = Annotated[int, typer.Option(help="Tokens per forward pass.")]
 LimitTokens = Annotated[int | None, typer.Option(help="Score at most this many tokens.")]
@@ -127,15 +132,7 @@ Experiment = Annotated[
     ),
 ]
 
-# Training. The budget is one of steps, tokens, seconds and epochs.
-Steps = Annotated[int | None, training_option("Train for this many updates of the weights.")]
-Tokens = Annotated[int | None, training_option("Or: for this many tokens.")]
-Seconds = Annotated[
-    float | None, training_option("Or: for about this long (becomes steps at the start).")
-]
-Epochs = Annotated[
-    float | None, training_option("Or: for this many passes over the text, such as 0.5.")
-]
+# Training
 PresetSteps = Annotated[
     int | None,
     training_option("Updates of the weights; warmup and cosine keep their shares."),
@@ -151,13 +148,6 @@ Task = Annotated[
 LengthOrKept = Annotated[
     int | None, training_option("Tokens per sequence. Default: 128, or as --init was trained.")
 ]
-BatchSize = Annotated[int, training_option("Sequences per step.")]
-LearningRate = Annotated[float, training_option("Peak of the schedule.")]
-SaveSteps = Annotated[int, training_option("Steps between checkpoints.")]
-ValidateSteps = Annotated[
-    float,
-    training_option("Steps between validations; below 1 a share of an epoch; 0: none."),
-]
 ValidateLengths = Annotated[
     str | None,
     training_option("Validate at these lengths as well, such as 80,128, with more numbers."),
@@ -166,23 +156,72 @@ ContinuedPrompt = Annotated[
     str | None,
     training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
 ]
-Precision = Annotated[str, training_option("'fp32', 'bf16', or on a GPU 'fp16'.")]
-Seed = Annotated[int, training_option("Fixes weights, order of the text and dropout.")]
-Threads = Annotated[int | None, training_option("CPU threads.")]
-Tensorboard = Annotated[bool, training_option("Also write a TensorBoard log.", "--tensorboard")]
 Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun).", "--fsdp")]
 
 
-def budget(
-    steps: int | None,
-    tokens: int | None,
-    seconds: float | None,
-    epochs: float | None,
-    default: dict[str, float | None],
-) -> dict[str, Any]:
-    """The budget as fields of `TrainSettings`: `default` where none is given."""
-    given = {"steps": steps, "tokens": tokens, "seconds": seconds, "epochs": epochs}
-    return {**given, **default} if set(given.values()) == {None} else given
+# Fields of `TrainSettings` that are options, each with its meaning. The budget is one of steps, tokens, seconds and epochs.
+_TRAINING = {
+    "steps": "Train for this many updates of the weights.",
+    "tokens": "Or: for this many tokens.",
+    "seconds": "Or: for about this long (becomes steps at the start).",
+    "epochs": "Or: for this many passes over the text, such as 0.5.",
+    "batch_size": "Sequences per step.",
+    "accumulation": "Parts of a batch computed one after another.",
+    "learning_rate": "Peak of the schedule.",
+    "precision": "'fp32', 'bf16', or on a GPU 'fp16'.",
+    "save_steps": "Steps between checkpoints.",
+    "validate_steps": "Steps between validations; below 1 a share of an epoch; 0: none.",
+    "seed": "Fixes weights, order of the text and dropout.",
+    "threads": "CPU threads.",
+    "tensorboard": "Also write a TensorBoard log.",
+}
+
+
+def with_training_fields(
+    *without: str, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `**training` the options of training, but for some, with the settings' defaults or others."""
+    values = {name: getattr(TrainSettings, name) for name in _TRAINING if name not in without}
+    return lambda command: _with_fields(
+        command, TrainSettings, {name: _TRAINING[name] for name in values}, values | defaults
+    )
+
+
+def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**recipe_fields` an option for each of them; None keeps the preset's value."""
+    words = {
+        name: f"{help} [dim]({original})[/]" if original else help
+        for name, (help, original, _) in OPTIONS.items()
+    }
+    return _with_fields(command, Recipe, words, dict.fromkeys(words))
+
+
+def _with_fields(
+    command: Callable[..., None], record: type, words: dict[str, str], defaults: dict[str, Any]
+) -> Callable[..., None]:
+    """Put an option for each of these fields of a record in the place of the command's `**`."""
+    own = inspect.signature(command, eval_str=True)
+    kinds = get_type_hints(record)
+    shown = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+    for name, help in words.items():
+        kind = kinds[name] if defaults[name] is not None else kinds[name] | None
+        flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+        shown.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=Annotated[kind, training_option(help, *flag)],
+            )
+        )
+    command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return command
+
+
+def with_budget(training: dict[str, Any], default: dict[str, float | None]) -> dict[str, Any]:
+    """The fields of `TrainSettings`, with `default` as their budget where none is given."""
+    is_given = any(training[name] is not None for name in ("steps", "tokens", "seconds", "epochs"))
+    return training if is_given else {**training, **default}
 
 
 def given_or(value: T | None, default: T) -> T:
@@ -271,54 +310,3 @@ def parse_slope_scale(word: str) -> float | str | None:
             f"--slope-scale: must be none, interpolate or a positive number, got {word!r}"
         )
     return scale
-
-
-# Options of `linbias paper train`: fields of `Recipe`, their meaning, and the flags of the original's commands.
-_RECIPE_FIELDS = {
-    "length": ("Tokens per block.", "--tokens-per-sample"),
-    "max_tokens": ("Most tokens in a batch.", "--max-tokens"),
-    "rows_multiple": (
-        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August 2021, 1 as in later ones.",
-        "--required-batch-size-multiple",
-    ),
-    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs"),
-    "steps": ("Updates of the weights; warmup and cosine keep their shares.", ""),
-    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates"),
-    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021"),
-    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr"),
-    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021"),
-    "period": ("Steps of the first cosine.", "--lr-period-updates"),
-    "t_mult": ("Factor on the length of each further cosine.", "--t-mult"),
-    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink"),
-    "clip": ("Largest norm of the gradient.", "--clip-norm"),
-    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum"),
-    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay"),
-    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", ""),
-    "seed": ("Fixes weights, order of the text and dropout.", ""),
-    "validate_steps": ("Steps between validations; 0: none.", ""),
-    "save_steps": ("Steps between checkpoints.", ""),
-    "log_steps": ("Steps between lines of log.jsonl.", ""),
-    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", ""),
-}
-
-
-def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `**recipe_fields` an option for each of them; None keeps the preset's value."""
-    own = inspect.signature(command, eval_str=True)
-    kinds = get_type_hints(Recipe)
-    shown = [
-        parameter
-        for parameter in own.parameters.values()
-        if parameter.kind != parameter.VAR_KEYWORD
-    ]
-    for name, (help, original) in _RECIPE_FIELDS.items():
-        words = f"{help} [dim]({original})[/]" if original else help
-        option = typer.Option(None, help=words, rich_help_panel="Training")
-        kind = kinds[name] | None
-        shown.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind
-            )
-        )
-    command.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-    return command

@@ -216,8 +216,8 @@ def evaluate(
     [dim]linbias paper evaluate wt103 data --length 1024[/]
     [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
     """
-    from linbias.lm.paper.evaluate import evaluate as measure
-    from linbias.lm.paper.evaluate import load_for
+    from linbias.lm.paper.score import evaluate as measure
+    from linbias.lm.paper.score import load_for
 
     loaded = load_for(model, data, position=position)
     with bar(f"scoring {split}", quiet) as advance:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from linbias.cli import options, presets
 from linbias.cli.console import err, out, print_json, print_path
+from linbias.lm.settings import ExtrapolateSettings
 
 
 def explain(
@@ -72,6 +73,10 @@ def explain(
         out.print("\n\n".join(blocks), markup=False, soft_wrap=True)
 
 
+@options.with_training_fields(
+    *("accumulation", "validate_steps", "seed"),
+    batch_size=ExtrapolateSettings().training.batch_size,
+)
 def extrapolate(
     output: options.RunFolder = Path("output/extrapolate"),
     preset: options.Experiment = None,
@@ -88,18 +93,9 @@ def extrapolate(
     tokenizer: options.Tokenizer = "bytes",
     vocab_size: options.VocabSize = 4096,
     max_bytes: options.MaxBytes = None,
-    steps: options.Steps = None,
-    tokens: options.Tokens = None,
-    seconds: options.Seconds = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = 8,
-    learning_rate: options.LearningRate = 1e-3,
-    precision: options.Precision = "fp32",
-    save_steps: options.SaveSteps = 100,
-    threads: options.Threads = None,
-    tensorboard: options.Tensorboard = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
+    **training: Any,
 ) -> None:
     """Train short, test long: the paper's experiment, with plots and a report.
 
@@ -114,20 +110,12 @@ def extrapolate(
     from linbias.data.corpus import find_corpus
 
     find_corpus(corpus)
-    from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+    from linbias.lm.settings import TrainSettings
 
     chosen = presets.named(preset)
     default: dict[str, float | None] = {"steps": ExtrapolateSettings().training.steps}
-    training: dict[str, Any] = {
-        "model": {**chosen.model, **options.parse_fields(fields)},
-        "batch_size": batch_size,
-        **options.budget(steps, tokens, seconds, epochs, default=chosen.budget or default),
-        "learning_rate": learning_rate,
-        "precision": precision,
-        "save_steps": save_steps,
-        "threads": threads,
-        "tensorboard": tensorboard,
-    }
+    training = options.with_budget(training, chosen.budget or default)
+    training["model"] = {**chosen.model, **options.parse_fields(fields)}
     settings = ExtrapolateSettings(
         methods=tuple(methods.split(",")),
         train_lengths=options.parse_numbers("--train-lengths", train_lengths) or (),

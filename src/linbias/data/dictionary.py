@@ -57,13 +57,8 @@ class Dictionary:
             threshold: Leaves out words that are rarer.
             nwords: Size of the dictionary, specials included; 0 or less: all words.
             padding_factor: Words of count 0 that no text has (madeupword0000, madeupword0001, ...)
-                make the size a multiple of this.
-
-        Raises:
-            ValueError: `padding_factor` is below 1.
+                make the size a multiple of this, which `prepare` checks.
         """
-        if padding_factor < 1:
-            raise ValueError(f"from_counts: padding_factor must be positive, got {padding_factor}")
         dictionary = cls()
         words = sorted(
             (-count, word)

@@ -172,7 +172,7 @@ class _Run:
                         progress=advance,
                     ).to_dict()
 
-            key = EvaluationRecord.key(method, train_length, seed, length)
+            key = EvaluationRecord.key(method, train_length, seed, test_length=length)
             records.append(self._record_once(EvaluationRecord, key, measure))
         losses = "  ".join(f"{r.test_length:,}: {r.bits_per_byte:.3f}" for r in records)
         self.console.print(f"  bits per byte at  {losses}", highlight=False, soft_wrap=True)

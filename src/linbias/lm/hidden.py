@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -89,11 +89,6 @@ class HiddenEvaluation:
         spans = {} if self.num_spans is None else {"num_spans": self.num_spans}
         known = {name: value for name, value in asdict(self).items() if name != "num_spans"}
         return {**known, **spans, "perplexity": self.perplexity}
-
-    @classmethod
-    def from_dict(cls, record: Record) -> HiddenEvaluation:
-        """The reverse of `to_dict`; entries that are no fields are ignored."""
-        return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
 
 class Block(NamedTuple):

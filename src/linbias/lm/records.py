@@ -5,9 +5,8 @@ On disk, a record is one flat JSON object: a line of results.jsonl, and an entry
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
 
 from linbias._run.files import Record
 from linbias.lm.evaluation import Evaluation
@@ -16,7 +15,49 @@ from linbias.lm.training import LanguageModelMetrics
 
 
 @dataclass(frozen=True)
-class TrainingRecord:
+class _ModelRecord:
+    """What was measured of one model: which one it is, and the flat JSON object."""
+
+    kind: ClassVar[str]
+    measured: ClassVar[tuple[str, type[Any]]]  # the field with the numbers, and its type
+
+    method: str
+    train_length: int
+    seed: int
+    date: str = field(kw_only=True)
+
+    @classmethod
+    def key(cls, method: str, train_length: int, seed: int, **more: int) -> Record:
+        """What distinguishes the record from the others, as JSON values."""
+        model = {"method": method, "train_length": train_length, "seed": seed}
+        return {"kind": cls.kind, **model, **more}
+
+    def to_dict(self) -> Record:
+        """The flat JSON object."""
+        measured = getattr(self, self.measured[0]).to_dict()
+        return {**self._own_key(), **measured, "date": self.date}
+
+    def _own_key(self) -> Record:
+        return self.key(self.method, self.train_length, self.seed)
+
+    @classmethod
+    def from_dict(cls, record: Record) -> Self:
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: The record lacks a field; it is named.
+        """
+        part, kind = cls.measured
+        names = ("method", "train_length", "seed", "date")
+        required = (f.name for f in fields(kind) if f.default is MISSING)
+        missing = [name for name in (*names, *required) if name not in record]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        return cls(**{name: record[name] for name in names}, **{part: kind.from_dict(record)})
+
+
+@dataclass(frozen=True)
+class TrainingRecord(_ModelRecord):
     """How one model was trained.
 
     Attributes:
@@ -27,38 +68,13 @@ class TrainingRecord:
         date: When it ended.
     """
 
-    method: str
-    train_length: int
-    seed: int
+    kind, measured = "training", ("metrics", LanguageModelMetrics)
+
     metrics: LanguageModelMetrics
-    date: str
-
-    @staticmethod
-    def key(method: str, train_length: int, seed: int) -> Record:
-        """What distinguishes the record of a model from the others, as JSON values."""
-        model = {"method": method, "train_length": train_length, "seed": seed}
-        return {"kind": "training", **model}
-
-    def to_dict(self) -> Record:
-        """The flat JSON object."""
-        key = self.key(self.method, self.train_length, self.seed)
-        return {**key, **self.metrics.to_dict(), "date": self.date}
-
-    @classmethod
-    def from_dict(cls, record: Record) -> TrainingRecord:
-        """The reverse of `to_dict`.
-
-        Raises:
-            ValueError: The record lacks a field; it is named.
-        """
-        names = ("method", "train_length", "seed", "date")
-        _check_fields(record, (*names, *_required(LanguageModelMetrics)))
-        metrics = LanguageModelMetrics.from_dict(record)
-        return cls(**{name: record[name] for name in names}, metrics=metrics)
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(_ModelRecord):
     """How well one model predicts the test text at one length.
 
     Attributes:
@@ -69,11 +85,9 @@ class EvaluationRecord:
         date: When it was measured.
     """
 
-    method: str
-    train_length: int
-    seed: int
+    kind, measured = "evaluation", ("evaluation", Evaluation)
+
     evaluation: Evaluation
-    date: str
 
     @property
     def test_length(self) -> int:
@@ -86,39 +100,8 @@ class EvaluationRecord:
         assert bits is not None  # the experiment always gives the text's size
         return bits
 
-    @staticmethod
-    def key(method: str, train_length: int, seed: int, test_length: int) -> Record:
-        """What distinguishes the record from the others, as JSON values."""
-        model = {"method": method, "train_length": train_length, "seed": seed}
-        return {"kind": "evaluation", **model, "test_length": test_length}
-
-    def to_dict(self) -> Record:
-        """The flat JSON object."""
-        key = self.key(self.method, self.train_length, self.seed, self.test_length)
-        return {**key, **self.evaluation.to_dict(), "date": self.date}
-
-    @classmethod
-    def from_dict(cls, record: Record) -> EvaluationRecord:
-        """The reverse of `to_dict`.
-
-        Raises:
-            ValueError: The record lacks a field; it is named.
-        """
-        names = ("method", "train_length", "seed", "date")
-        _check_fields(record, (*names, *(f.name for f in fields(Evaluation))))
-        evaluation = Evaluation.from_dict(record)
-        return cls(**{name: record[name] for name in names}, evaluation=evaluation)
-
-
-def _required(kind: type[Any]) -> list[str]:
-    """The fields of a dataclass that have no default."""
-    return [f.name for f in fields(kind) if f.default is MISSING]
-
-
-def _check_fields(record: Record, names: Iterable[str]) -> None:
-    missing = [name for name in names if name not in record]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
+    def _own_key(self) -> Record:
+        return {**super()._own_key(), "test_length": self.test_length}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,8 +15,23 @@ DEVICES = ("auto", "cpu")  # "auto" takes an accelerator where there is one
 _TEST_MULTIPLES = (1, 2, 4, 8, 16)  # default test lengths, in training lengths
 
 
+class Checked:
+    """A record whose fields have rules; the error says record, field, rule and value."""
+
+    def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
+        if not holds:
+            raise ValueError(f"{type(self).__name__}: {name} must be {rule}, got {given!r}")
+
+    def _require_of_each(self, rule: str, holds: Callable[[Any], bool], *names: str) -> None:
+        """Refuse the first of these fields that breaks the rule; None, where it is the default, keeps every rule."""
+        for name in names:
+            value = getattr(self, name)
+            is_left_out = value is None and getattr(type(self), name) is None
+            self._require(name, is_left_out or holds(value), rule, value)
+
+
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Checked):
     """What determines a run, besides the corpus and the number of processes.
 
     Exactly one of `steps`, `tokens`, `seconds` and `epochs` says how long to train.
@@ -97,26 +113,16 @@ class TrainSettings:
         budget = tuple(self.budget.values())
         is_one = sum(amount is not None for amount in budget) == 1
         self._require(", ".join(self.budget), is_one, "given one at a time", budget)
-        for name in ("length", "batch_size", "accumulation", "save_steps"):
-            self._require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
-        for name in ("steps", "tokens", "threads", "warmup_steps"):
-            value = getattr(self, name)
-            self._require(name, value is None or value >= 1, "at least 1", value)
-        for name in ("seconds", "epochs"):
-            value = getattr(self, name)
-            self._require(name, value is None or value > 0, "positive", value)
-        self._require("learning_rate", self.learning_rate > 0, "positive", self.learning_rate)
-        self._require("warmup", 0 <= self.warmup < 1, "in [0, 1)", self.warmup)
-        floor = self.learning_rate_floor
-        self._require("learning_rate_floor", 0 <= floor < 1, "in [0, 1)", floor)
+        each = self._require_of_each
+        counts = ("length", "batch_size", "accumulation", "save_steps", "steps", "tokens")
+        each("at least 1", lambda n: n >= 1, *counts, "threads", "warmup_steps")
+        each("positive", lambda n: n > 0, "seconds", "epochs", "learning_rate")
+        each("in [0, 1)", lambda n: 0 <= n < 1, "warmup", "learning_rate_floor")
         self._check_validation()
-        for name in ("weight_decay", "clip"):
-            self._require(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
-        self._require(
-            "precision", self.precision in PRECISIONS, f"one of {PRECISIONS}", self.precision
-        )
-        self._require("device", self.device in DEVICES, "'auto' or 'cpu'", self.device)
-        self._require("task", self.task in TASKS, f"one of {TASKS}", self.task)
+        each("at least 0", lambda n: n >= 0, "weight_decay", "clip")
+        each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
+        each("'auto' or 'cpu'", DEVICES.__contains__, "device")
+        each(f"one of {TASKS}", TASKS.__contains__, "task")
         if self.task != "causal":
             rule = f"at least 2 for task={self.task!r}"
             self._require("length", self.length >= 2, rule, self.length)
@@ -154,10 +160,6 @@ class TrainSettings:
                 self._require(name, self.task == "causal", rule, value)
                 self._require(name, steps > 0, "left out without validate_steps", value)
 
-    def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
-        if not holds:
-            raise ValueError(f"TrainSettings: {name} must be {rule}, got {given!r}")
-
     @property
     def budget(self) -> dict[str, float | None]:
         """How long to train: `steps`, `tokens`, `seconds` and `epochs`, of which one is given."""
@@ -172,7 +174,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 @dataclass(frozen=True)
-class ExtrapolateSettings:
+class ExtrapolateSettings(Checked):
     """What to compare. The defaults show the paper's result on two cores within minutes.
 
     Attributes:
@@ -219,11 +221,9 @@ class ExtrapolateSettings:
         for name in ("train_lengths", "test_lengths"):
             shortest = min(getattr(self, name) or (1,))
             self._require(name, shortest >= 1, "at least 1", shortest)
-        limit = self.limit_tokens
-        self._require(
-            "training.task", self.training.task == "causal", "'causal'", self.training.task
-        )
-        self._require("limit_tokens", limit is None or limit >= 1, "at least 1", limit)
+        task = self.training.task
+        self._require("training.task", task == "causal", "'causal'", task)
+        self._require_of_each("at least 1", lambda n: n >= 1, "limit_tokens")
         shortest = min(min(self.test_lengths_of(length)) for length in self.train_lengths)
         in_range = self.stride is None or 1 <= self.stride <= shortest
         self._require(
@@ -257,7 +257,3 @@ class ExtrapolateSettings:
         lengths = tuple(record["training"].get("validate_lengths", ()))
         training = TrainSettings(**{**record["training"], "validate_lengths": lengths})
         return cls(**{**record, **lists, "training": training})
-
-    def _require(self, name: str, holds: bool, rule: str, given: object) -> None:
-        if not holds:
-            raise ValueError(f"ExtrapolateSettings: {name} must be {rule}, got {given}")

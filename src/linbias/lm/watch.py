@@ -60,30 +60,18 @@ class FiniteLoss(TrainerCallback):
             )
 
 
-class LossHistory(TrainerCallback):
-    """Keeps what the Trainer logs as a file, a JSON object per line.
+class Log(TrainerCallback):
+    """Keeps lines of JSON about a run in a file.
 
-        step                 steps done
-        loss                 nats per token, mean over the steps since the line before
-        validation_loss      nats per token; null where the step was not followed by a validation
-        learning_rate        of the step
-        tokens_per_second    trained on since the line before, without the time of validations and saving
-
-    The last step always has a line. A run that continues first drops the lines from after its
+    The last step is always logged. A run that continues first drops the lines from after its
     checkpoint. Every process has this callback, and the first one writes.
 
     Args:
         path: The file.
-        tokens_per_step: Tokens that a step predicts.
-        more: Entries of a line that are made of what a validation logged.
     """
 
-    def __init__(
-        self, path: Path, tokens_per_step: int, more: Callable[[Record], Record] | None = None
-    ) -> None:
-        self.path, self.tokens_per_step, self.more = path, tokens_per_step, more
-        self._start: tuple[int, float] | None = None  # step and time of the line before
-        self._line: Record = {}
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
@@ -94,6 +82,40 @@ class LossHistory(TrainerCallback):
             if len(kept) < len(self._log.records):
                 self._log.restart(kept)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        control.should_log |= state.global_step == state.max_steps
+
+    def append(self, state: TrainerState, line: Record) -> None:
+        """Adds a line."""
+        if state.is_world_process_zero:
+            self._log.append(line)
+
+
+class LossHistory(Log):
+    """Keeps what the Trainer logs as a file, a JSON object per line.
+
+        step                 steps done
+        loss                 nats per token, mean over the steps since the line before
+        validation_loss      nats per token; null where the step was not followed by a validation
+        learning_rate        of the step
+        tokens_per_second    trained on since the line before, without the time of validations and saving
+
+    Args:
+        path: The file.
+        tokens_per_step: Tokens that a step predicts.
+        more: Entries of a line that are made of what a validation logged.
+    """
+
+    def __init__(
+        self, path: Path, tokens_per_step: int, more: Callable[[Record], Record] | None = None
+    ) -> None:
+        super().__init__(path)
+        self.tokens_per_step, self.more = tokens_per_step, more
+        self._start: tuple[int, float] | None = None  # step and time of the line before
+        self._line: Record = {}
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
@@ -103,7 +125,8 @@ class LossHistory(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        control.should_log |= control.should_evaluate or state.global_step == state.max_steps
+        super().on_step_end(args, state, control)
+        control.should_log |= control.should_evaluate
 
     def on_log(
         self,
@@ -125,16 +148,12 @@ class LossHistory(TrainerCallback):
             }
             self._start = None
             if not control.should_evaluate:  # otherwise the line waits for the validation
-                self._append(state)
+                self.append(state, self._line)
         elif "eval_loss" in logs:
             loss = logs["eval_loss"]
             self._line["validation_loss"] = loss if math.isfinite(loss) else None
             self._line |= {} if self.more is None else self.more(logs)
-            self._append(state)
-
-    def _append(self, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            self._log.append(self._line)
+            self.append(state, self._line)
 
 
 class ProgressBar(TrainerCallback):

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
-from linbias.models.places import Places
-from linbias.models.positions import Alibi, Position
+from linbias.models.positions import Alibi
 
 _BAICHUAN2_VOCABULARY = 125_696
 
@@ -71,9 +69,7 @@ class BaichuanConfig(fields.CheckedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
-        fields.check_sizes(self)
-        size, heads = self.hidden_size, self.num_attention_heads
-        fields.require(self, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
+        fields.check_shared_width(self)
         words = "absent: the models of 7B, which have it, have rotary positions instead of ALiBi"
         fields.require(
             self, "max_position_embeddings", self.max_position_embeddings is None, words
@@ -97,17 +93,12 @@ _RULES = {
 class SelfAttention(decoder.SelfAttention):
     """Attention whose queries, keys and values come from one product."""
 
+    names = ("W_pack", "o_proj")
+
     def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
         self.W_pack = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.W_pack(hidden).chunk(3, dim=-1)
-        return q, k, v
-
-    def project_out(self, gathered: Tensor) -> Tensor:
-        return self.o_proj(gathered)
 
 
 class FeedForward(nn.Module):
@@ -125,8 +116,10 @@ class FeedForward(nn.Module):
         return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class DecoderBlock(GradientCheckpointingLayer):
-    """Add attention, then feed-forward, to the stream; each reads it through an RMS norm."""
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention, then feed-forward, each behind an RMS norm."""
+
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
     def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
         super().__init__()
@@ -134,23 +127,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.mlp = FeedForward(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        places: Places,
-        keep: int,
-        output_attentions: bool = False,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
-        normed = self.input_layernorm(hidden)
-        attended, weights = self.self_attn(
-            normed, position, places, keep, output_attentions, past_key_values
-        )
-        hidden = hidden[:, hidden.shape[1] - keep :] + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), weights
+        self.dropout = nn.Identity()
 
 
 class BaichuanPreTrainedModel(decoder.DecoderPreTrainedModel):
@@ -174,15 +151,12 @@ class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = Alibi(config)
-        self.dropout = nn.Dropout(0.0)
+        self.dropout = nn.Identity()
         self.layers = nn.ModuleList(
             DecoderBlock(config, index) for index in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
-
-    def after_layers(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
 
 
 class NormHead(nn.Linear):

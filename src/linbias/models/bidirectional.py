@@ -27,16 +27,16 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.positions import AttendOptions, Position, distances_of, query_start_of
+from linbias.models.positions import AttendOptions, Biased, distances_of, query_start_of
 from linbias.models.slopes import ModelSlopes
-from linbias.torch import attention, attention_weights, merge
+from linbias.torch import attention, merge
 from linbias.torch.constant import constant
 from linbias.variants import variant_slopes
 
 _NO_OPTIONS = AttendOptions()
 
 
-class Sloped(Position):
+class Sloped(Biased):
     """Subtract slope * distance from every score, with slopes for each side: what the ALiBi variants share.
 
     A variant says what its slopes are: `sides`.
@@ -48,8 +48,7 @@ class Sloped(Position):
         super().__init__(config, causal)
         heads, schedule = config.num_attention_heads, config.slope_schedule
         self._fixed = variant_slopes("LinbiasConfig", self.variant, heads, schedule)
-        self._scale = ModelSlopes((0.0,) * heads, config.slope_scale, config.train_length)
-        self._implementation = config.attention_implementation
+        self._scale = ModelSlopes((), config.slope_scale, config.train_length)
 
     def sides(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the slopes towards earlier and later keys, [H] each, at least 0; inf hides a side."""
@@ -59,47 +58,14 @@ class Sloped(Position):
     def reset(self) -> None:
         """Fill parameters and buffers as those of a fresh model; called where weights were not loaded."""
 
-    def slopes(self, q: Tensor, num_keys: int, key_range: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the slopes of one call, scaled as the configuration asks: [H], or [B, H] where rows differ."""
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+        """As of `Biased`: slopes scaled as the configuration asks, [H], or [B, H] where rows differ."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        left, right = self.sides(dtype, q.device)
-        scale = self._scale.apply_scale
-        return scale(left, num_keys, key_range), scale(right, num_keys, key_range)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
-        left, right = self.slopes(q, k.shape[2], options.key_range)
-        return attention(
-            q,
-            k,
-            v,
-            left,
-            causal=False,
-            right_slopes=right,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            dropout=options.dropout,
-            implementation=self._implementation,
+        scaled = (
+            self._scale.apply_scale(side, k.shape[2], options.key_range)
+            for side in self.sides(dtype, q.device)
         )
-
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        return self._weights_where(None, q, k, options)
-
-    def _weights_where(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, options: AttendOptions
-    ) -> Tensor:
-        left, right = self.slopes(q, k.shape[2], options.key_range)
-        return attention_weights(
-            q,
-            k,
-            left,
-            causal=False,
-            right_slopes=right,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            mask=mask,
-        )
+        return dict(zip(("slopes", "right_slopes"), scaled, strict=True))
 
 
 class Directional(Sloped):
@@ -169,7 +135,7 @@ class LittleBird(Asymmetric):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
         (B, H, T, D), S = q.shape, k.shape[2]
-        left, right = self.slopes(q, S, options.key_range)
+        slopes = self.fall(q, k, options)
         first, end = _ends(options, B, S, q.device)
         start = query_start_of(q, k, options).expand(B, 1)[:, 0]
         others = torch.stack([(first + 1).minimum(end), end], dim=-1)
@@ -183,7 +149,7 @@ class LittleBird(Asymmetric):
             implementation=self._implementation,
             return_lse=True,
         )
-        out, lse = run(q, slopes=left, right_slopes=right, query_start=start)
+        out, lse = run(q, **slopes, query_start=start)
         flat, bias = torch.zeros_like(self.first), self.first.to(lse.dtype)[:, None]
 
         row = (first - start).clamp(0, T - 1)  # of the first token among the queries
@@ -203,9 +169,7 @@ class LittleBird(Asymmetric):
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
         B, S = q.shape[0], k.shape[2]
-        left, right = (
-            x.reshape(-1, x.shape[-1], 1, 1) for x in self.slopes(q, S, options.key_range)
-        )
+        left, right = (x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k, options).values())
         distances = distances_of(q, k, options)[:, None]
         keys = torch.arange(S, device=q.device)
         first = _ends(options, B, S, q.device)[0][:, None, None, None]
@@ -226,31 +190,22 @@ class LocalWindow(Sloped):
         super().__init__(config, causal)
         self._window = config.window
 
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+        found = super().fall(q, k, options)
+        if k.shape[2] > self._window + 1:  # else nothing is hidden
+            steps = torch.arange(k.shape[2], device=q.device)
+            found["mask"] = (steps[:, None] - steps).abs() <= self._window
+        return found
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
         (B, _, S, _), window = q.shape, self._window
         assert k.shape[2] == S, "a window is read without a cache"
-        if S <= window + 1:  # nothing is hidden
-            return super().attend(q, k, v, options)
-        slopes, _ = self.slopes(q, S, options.key_range)
-        running: dict[str, Any] = {
-            "causal": False,
-            "dropout": options.dropout,
-            "implementation": self._implementation,
-        }
-        steps = torch.arange(min(S, 3 * window), device=q.device)
         if S <= 3 * window:  # fewer scores than in blocks
-            return attention(
-                q,
-                k,
-                v,
-                slopes,
-                key_range=options.key_range,
-                query_start=options.query_start,
-                mask=(steps[:, None] - steps).abs() <= window,
-                **running,
-            )
+            return super().attend(q, k, v, options)
+        slopes = super().fall(q, k, options)["slopes"]
+        steps = torch.arange(3 * window, device=q.device)
         count = math.ceil(S / window)
         behind = count * window - S
         blocks = pad(q, (0, 0, 0, behind)).unflatten(2, (count, window))
@@ -271,13 +226,11 @@ class LocalWindow(Sloped):
             key_range=key_range.flatten(0, 1),
             query_start=torch.full((B * count,), window, device=q.device),
             mask=near,
-            **running,
+            causal=False,
+            dropout=options.dropout,
+            implementation=self._implementation,
         )
         return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
-
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        near = distances_of(q, k, options).abs() <= self._window
-        return self._weights_where(near[:, None], q, k, options)
 
 
 def _ends(options: AttendOptions, B: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,6 @@ class LinbiasConfig(fields.CheckedConfig):
             fields.check_shared_width(self)
         self._fill("intermediate_size", 4 * self.hidden_size)
         fields.check_fields(self, _RULES_ONCE_FILLED)
-        fields.check_sizes(self)
         groups = self.num_key_value_heads
         shared_evenly = self.num_attention_heads % groups == 0
         rule = f"a multiple of {groups} key/value heads"
@@ -162,7 +161,6 @@ class LinbiasSeq2SeqConfig(LinbiasConfig):
         super().__post_init__(**kwargs)
         self._fill("decoder_layers", self.num_hidden_layers)
         fields.check_fields(self, _SEQ2SEQ_RULES)
-        fields.check_sizes(self)
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = kwargs.get("bos_token_id")
 
@@ -170,10 +168,7 @@ class LinbiasSeq2SeqConfig(LinbiasConfig):
 _RULES = {
     **fields.SHARED,
     "position": fields.one_of(POSITIONS),
-    "encoder_position": fields.Rule(
-        f"None or one of {ENCODER_POSITIONS}",
-        lambda value: value is None or (isinstance(value, str) and value in ENCODER_POSITIONS),
-    ),
+    "encoder_position": fields.optional(fields.one_of(ENCODER_POSITIONS)),
     "window": fields.COUNT,
     "block": fields.one_of(BLOCKS),
     "hidden_dropout": fields.PROBABILITY,

@@ -1,7 +1,7 @@
-"""What the decoders of all families share: everything but embedding, blocks, norms and their names.
+"""What the decoders of all families share: everything but embedding, feed-forward parts, norms and their names.
 
-A family's model is a `Decoder` with a few attributes and two methods of its own; each of its blocks has a
-`SelfAttention` that projects in the family's way. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
+A family's model is a `Decoder` with a few attributes of its own, its blocks are `DecoderBlock`s, and each has a
+`SelfAttention`; all of them name their modules as the family's weights are named. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
 """
 
 from typing import Any, ClassVar
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -21,22 +22,27 @@ from linbias.models.positions import AttendOptions, Position
 class SelfAttention(nn.Module):
     """Project to queries, keys and values, let the position method attend, project back.
 
-    A family makes the weights and says how they project: `project_in` and `project_out`.
+    A family makes the two modules of `names`: to queries, keys and values side by side, and back.
     """
+
+    names = ("qkv", "out")
 
     def __init__(self, config: PreTrainedConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", heads)
+        self.widths = tuple(count * config.head_size for count in (heads, shared, shared))
         self.head_size = config.head_size
         self.dropout = config.attention_dropout
 
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, T, H * D] and k, v [B, T, G * D] for hidden [B, T, hidden_size]."""
-        raise NotImplementedError
+        return getattr(self, self.names[0])(hidden).split(self.widths, dim=-1)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
-        raise NotImplementedError
+        return getattr(self, self.names[1])(gathered)
 
     def forward(
         self,
@@ -85,6 +91,40 @@ def _from_start(key_range: Tensor | None, dropout: float = 0.0) -> AttendOptions
     return AttendOptions(key_range, start, dropout=dropout)
 
 
+class DecoderBlock(GradientCheckpointingLayer):
+    """Add attention and feed-forward to the stream, one after the other or side by side; each reads it through a norm.
+
+    A family makes `dropout` and the four parts of `names`: the norm before attention, attention, the norm before
+    feed-forward (not used side by side, where both read the first), and feed-forward.
+    """
+
+    names = ("norm", "attention", "feed_forward_norm", "feed_forward")
+    parallel = False
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        places: Places,
+        keep: int,
+        output_attentions: bool = False,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
+        parts: list[Any] = [getattr(self, name, None) for name in self.names]
+        norm, attention, feed_forward_norm, feed_forward = parts
+        skipped = hidden.shape[1] - keep
+        normed = norm(hidden)
+        attended, weights = attention(
+            normed, position, places, keep, output_attentions, past_key_values
+        )
+        hidden = hidden[:, skipped:]
+        if self.parallel:
+            return hidden + self.dropout(attended + feed_forward(normed[:, skipped:])), weights
+        hidden = hidden + self.dropout(attended)
+        return hidden + self.dropout(feed_forward(feed_forward_norm(hidden))), weights
+
+
 class DecoderPreTrainedModel(PreTrainedModel):
     """What saving, sharding and gradient checkpointing need to know of the models of all families."""
 
@@ -102,9 +142,8 @@ class DecoderPreTrainedModel(PreTrainedModel):
 class Decoder(DecoderPreTrainedModel):
     """Turn token ids into hidden states, one per token.
 
-    A family's constructor makes the modules below and ends with `self.post_init()`. A block is called as
-    `block(hidden, position, places, keep, output_attentions, past_key_values=...)` and returns the last `keep`
-    tokens and, if asked, the attention weights of their queries.
+    A family's constructor makes the modules below and ends with `self.post_init()`; its blocks are called as
+    `DecoderBlock`s are.
 
     Padding is allowed on the left (for generation) and, where no more tokens follow, on the right (for
     training); what the model says at padding tokens means nothing. Tokens are numbered from the first of
@@ -113,8 +152,9 @@ class Decoder(DecoderPreTrainedModel):
 
     embed_tokens: nn.Module
     position: Position
-    dropout: nn.Dropout
+    dropout: nn.Module
     layers: nn.ModuleList
+    norm: nn.Module
 
     gradient_checkpointing = False
 
@@ -124,7 +164,7 @@ class Decoder(DecoderPreTrainedModel):
 
     def after_layers(self, hidden: Tensor) -> Tensor:
         """The final norm, if there is one."""
-        raise NotImplementedError
+        return self.norm(hidden)
 
     @can_return_tuple
     def forward(
@@ -184,11 +224,9 @@ class Decoder(DecoderPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
             use_growing_layers(past_key_values)
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-
+        output_attentions, output_hidden_states = asked(
+            self.config, output_attentions, output_hidden_states
+        )
         hidden = self.before_layers(embedded, places.positions)
         num_tokens = hidden.shape[1]
         keep = min(keep or num_tokens, num_tokens)
@@ -245,3 +283,23 @@ class Decoder(DecoderPreTrainedModel):
             has_cache=past_key_values is not None or use_cache,
             has_room=is_static,
         )
+
+
+def asked(
+    config: PreTrainedConfig, attentions: bool | None, hidden_states: bool | None
+) -> tuple[bool, bool]:
+    """Whether a call wants attention weights and hidden states; None means what the configuration says."""
+    return (
+        config.output_attentions if attentions is None else attentions,
+        config.output_hidden_states if hidden_states is None else hidden_states,
+    )
+
+
+def score(model: Any, hidden: Tensor, labels: Tensor | None, **how: Any) -> dict[str, Any]:
+    """The logits of `model.lm_head` in at least float32, and where there are labels the loss of the model's task."""
+    logits = model.lm_head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = None
+    if labels is not None:
+        loss = model.loss_function(logits, labels, vocab_size=model.config.vocab_size, **how)
+    return {"loss": loss, "logits": logits}

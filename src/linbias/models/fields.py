@@ -42,6 +42,11 @@ def one_of(names: tuple[str, ...]) -> Rule:
     return Rule(f"one of {names}", lambda value: isinstance(value, str) and value in names)
 
 
+def optional(rule: Rule) -> Rule:
+    """The rule of a field that may be None as well."""
+    return Rule(f"None or {rule.words}", lambda value: value is None or rule.holds(value))
+
+
 def _is_dtype(value: object) -> bool:
     named = getattr(torch, value, None) if isinstance(value, str) else value
     return value is None or isinstance(named, torch.dtype)
@@ -144,13 +149,14 @@ _OF_A_FILE = "_of_a_file"
 
 
 def check_fields(config: PreTrainedConfig, rules: Mapping[str, Rule]) -> None:
-    """Check each field by its own rule, in the order of `rules`.
+    """Check each field by its own rule, in the order of `rules`, and that no size is beyond `MAXIMA`.
 
     Raises:
         ValueError: A field breaks its rule; the message names configuration, field, rule and value.
     """
     for name, rule in rules.items():
         require(config, name, rule.holds(getattr(config, name)), rule.words)
+    check_sizes(config)
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
@@ -164,14 +170,14 @@ def check_sizes(config: PreTrainedConfig) -> None:
         require(config, name, not is_integer(size) or size <= most, f"at most {most}")
 
 
-def check_shared_width(config: PreTrainedConfig) -> None:
+def check_shared_width(config: PreTrainedConfig, name: str = "hidden_size") -> None:
     """Check that the heads share the width of the model evenly.
 
     Raises:
         ValueError: As `check_fields`.
     """
     heads = config.num_attention_heads
-    require(config, "hidden_size", config.hidden_size % heads == 0, f"a multiple of {heads} heads")
+    require(config, name, getattr(config, name) % heads == 0, f"a multiple of {heads} heads")
 
 
 def check_positions(config: PreTrainedConfig) -> None:

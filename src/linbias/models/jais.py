@@ -10,18 +10,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
-from linbias.models.places import Places
-from linbias.models.positions import AttendOptions, Position
+from linbias.models.positions import AttendOptions, Biased
 from linbias.models.slopes import ModelSlopes
 from linbias.schedules import slopes
-from linbias.torch import attention, attention_weights
 
 
 class JaisConfig(fields.CheckedConfig):
@@ -64,6 +61,10 @@ class JaisConfig(fields.CheckedConfig):
         "max_position_embeddings": "n_positions",
     }
 
+    # As our other configurations call them.
+    head_size = property(lambda self: self.n_embd // self.n_head)
+    attention_dropout = property(lambda self: self.attn_pdrop)
+
     vocab_size: int = 84_992
     n_embd: int = 5120
     n_layer: int = 40
@@ -92,23 +93,11 @@ class JaisConfig(fields.CheckedConfig):
             if older in kwargs:
                 setattr(self, name, kwargs.pop(older))
         fields.check_fields(self, _RULES)
-        fields.check_sizes(self)
-        even = self.n_embd % self.n_head == 0
-        fields.require(self, "n_embd", even, f"a multiple of {self.n_head} heads")
+        fields.check_shared_width(self, "n_embd")
         for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
             if kwargs.get(name):
                 raise ValueError(f"{type(self).__name__}: {name} must be False, got True")
         super().__post_init__(**kwargs)
-
-    @property
-    def head_size(self) -> int:
-        """Numbers per head, D."""
-        return self.n_embd // self.n_head
-
-    @property
-    def attention_dropout(self) -> float:
-        """As our other configurations call it."""
-        return self.attn_pdrop
 
 
 class BtlmConfig(JaisConfig):
@@ -122,30 +111,6 @@ _OLDER_NAMES = {
     "mup_width_scale": "width_scale",
     "mup_scale_qk_dot_by_d": "scale_qk_dot_by_d",
 }
-_RULES = {
-    **dict.fromkeys(("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"), fields.COUNT),
-    "n_inner": fields.Rule(
-        "None or an integer of at least 1",
-        lambda value: value is None or fields.COUNT.holds(value),
-    ),
-    "activation_function": fields.Rule(
-        "'swiglu' or the name of an activation of Transformers",
-        lambda value: value == "swiglu" or fields.ACTIVATION.holds(value),
-    ),
-    "position_embedding_type": fields.one_of(("alibi",)),
-    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), fields.POSITIVE),
-    **dict.fromkeys(
-        ("mup_embeddings_scale", "mup_output_alpha", "mup_width_scale"), fields.POSITIVE
-    ),
-    **dict.fromkeys(("mup_scale_qk_dot_by_d", "use_cache", "tie_word_embeddings"), fields.FLAG),
-    **dict.fromkeys(("embd_pdrop", "resid_pdrop"), fields.PROBABILITY),
-    "attn_pdrop": fields.ATTENTION_DROPOUT,
-    "alibi_scaling": fields.Rule(
-        "None or a mapping with a positive factor or train_seq_len",
-        lambda value: value is None or _is_scaling(value),
-    ),
-    "attention_implementation": fields.SHARED["attention_implementation"],
-}
 
 
 def _is_scaling(value: object) -> bool:
@@ -155,10 +120,29 @@ def _is_scaling(value: object) -> bool:
     return len(given) > 0 and all(fields.POSITIVE.holds(number) for number in given)
 
 
-_NO_OPTIONS = AttendOptions()
+_RULES = {
+    **{name: rule for name, rule in fields.SHARED.items() if name in JaisConfig.__annotations__},
+    **dict.fromkeys(("n_embd", "n_layer", "n_head", "n_positions"), fields.COUNT),
+    "n_inner": fields.optional(fields.COUNT),
+    "activation_function": fields.Rule(
+        "'swiglu' or the name of an activation of Transformers",
+        lambda value: value == "swiglu" or fields.ACTIVATION.holds(value),
+    ),
+    "position_embedding_type": fields.one_of(("alibi",)),
+    **dict.fromkeys(("layer_norm_epsilon", "initializer_range"), fields.POSITIVE),
+    **dict.fromkeys(
+        ("mup_embeddings_scale", "mup_output_alpha", "mup_width_scale"), fields.POSITIVE
+    ),
+    **dict.fromkeys(("mup_scale_qk_dot_by_d", "tie_word_embeddings"), fields.FLAG),
+    **dict.fromkeys(("embd_pdrop", "resid_pdrop"), fields.PROBABILITY),
+    "attn_pdrop": fields.ATTENTION_DROPOUT,
+    "alibi_scaling": fields.optional(
+        fields.Rule("a mapping with a positive factor or train_seq_len", _is_scaling)
+    ),
+}
 
 
-class StoredSlopes(Position):
+class StoredSlopes(Biased):
     """ALiBi with the slopes that lie among the weights."""
 
     uses_key_bound = True
@@ -168,8 +152,7 @@ class StoredSlopes(Position):
         values = torch.tensor(slopes(config.n_head), dtype=torch.float32)
         self.slopes = nn.Parameter(values[:, None], requires_grad=False)
         self._scale = 1.0 / config.head_size if config.mup_scale_qk_dot_by_d else None
-        self._scaling = _scaling(config)
-        self._implementation = config.attention_implementation
+        self._scaling = _scaling(config.alibi_scaling or {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredSlopes":
         """Move to another device with the model, but stay in float32 where it goes to 16 bits, which round slopes."""
@@ -179,58 +162,30 @@ class StoredSlopes(Position):
             self.slopes.data = before.to(self.slopes.device)
         return self
 
-    def left(self, q: Tensor, num_keys: int, options: AttendOptions) -> Tensor:
-        """[H], or [B, H] where rows of other lengths have other slopes."""
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
         stored = self.slopes[:, 0].to(torch.promote_types(q.dtype, torch.float32))
-        return self._scaling.apply_scale(stored, num_keys, options.key_range)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
-        return attention(
-            *(q, k, v, self.left(q, k.shape[2], options)),
-            scale=self._scale,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            key_bound=options.key_bound,
-            dropout=options.dropout,
-            implementation=self._implementation,
-        )
-
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        return attention_weights(
-            *(q, k, self.left(q, k.shape[2], options)),
-            scale=self._scale,
-            key_range=options.key_range,
-            query_start=options.query_start,
-        )
+        scaled = self._scaling.apply_scale(stored, k.shape[2], options.key_range)
+        return {"slopes": scaled, "scale": self._scale}
 
 
-def _scaling(config: JaisConfig) -> ModelSlopes:
+def _scaling(asked: dict[str, Any]) -> ModelSlopes:
     """What `alibi_scaling` asks for, in the words of our own models; the slopes themselves are stored elsewhere."""
-    asked = config.alibi_scaling or {}
-    unused = (0.0,) * config.n_head
     if asked.get("factor") is not None:
-        return ModelSlopes(unused, 1.0 / asked["factor"])
+        return ModelSlopes((), 1.0 / asked["factor"])
     if asked.get("train_seq_len") is not None:
-        return ModelSlopes(unused, "interpolate", asked["train_seq_len"])
-    return ModelSlopes(unused)
+        return ModelSlopes((), "interpolate", asked["train_seq_len"])
+    return ModelSlopes(())
 
 
 class SelfAttention(decoder.SelfAttention):
     """Attention whose queries, keys and values come from one product."""
 
+    names = ("c_attn", "c_proj")
+
     def __init__(self, config: JaisConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
-
-    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.c_attn(hidden).chunk(3, dim=-1)
-        return q, k, v
-
-    def project_out(self, gathered: Tensor) -> Tensor:
-        return self.c_proj(gathered)
 
 
 class FeedForward(nn.Module):
@@ -252,8 +207,10 @@ class FeedForward(nn.Module):
         return self.c_proj(value * self.act(self.c_fc2(hidden)))
 
 
-class DecoderBlock(GradientCheckpointingLayer):
-    """Add attention, then feed-forward, to the stream; each reads it through a layer norm."""
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention, then feed-forward, each behind a layer norm."""
+
+    names = ("ln_1", "attn", "ln_2", "mlp")
 
     def __init__(self, config: JaisConfig, layer_index: int) -> None:
         super().__init__()
@@ -263,28 +220,13 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        places: Places,
-        keep: int,
-        output_attentions: bool = False,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, n_embd], and their attention weights, if asked."""
-        attended, weights = self.attn(
-            self.ln_1(hidden), position, places, keep, output_attentions, past_key_values
-        )
-        hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
-        return hidden + self.dropout(self.mlp(self.ln_2(hidden))), weights
-
 
 class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
     """What the two models below share."""
 
     config_class = JaisConfig
     base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
     # Buffers with the causal mask, which older versions of Transformers saved.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"\.attn\.(masked_)?bias$"]
 
@@ -292,13 +234,18 @@ class JaisPreTrainedModel(decoder.DecoderPreTrainedModel):
 class JaisModel(decoder.Decoder, JaisPreTrainedModel):
     """Turn token ids into hidden states, one per token.
 
-    Call, padding and cache are those of `decoder.Decoder`.
+    Call, padding and cache are those of `decoder.Decoder`; the parts have the names of the original.
 
     Example:
         >>> config = JaisConfig(vocab_size=50, n_embd=32, n_head=2, n_layer=1)
         >>> JaisModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
         torch.Size([1, 3, 32])
     """
+
+    embed_tokens = property(lambda self: self.wte)
+    position = property(lambda self: self.relative_pe)
+    layers = property(lambda self: self.h)
+    norm = property(lambda self: self.ln_f)
 
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
@@ -309,31 +256,8 @@ class JaisModel(decoder.Decoder, JaisPreTrainedModel):
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.post_init()
 
-    @property
-    def embed_tokens(self) -> nn.Module:  # type: ignore[override]
-        return self.wte
-
-    @property
-    def position(self) -> Position:  # type: ignore[override]
-        return self.relative_pe
-
-    @property
-    def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        return self.h
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding of token ids."""
-        return self.wte
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding of token ids."""
-        self.wte = value
-
     def before_layers(self, embedded: Tensor, positions: Tensor) -> Tensor:
         return super().before_layers(embedded * self.config.mup_embeddings_scale, positions)
-
-    def after_layers(self, hidden: Tensor) -> Tensor:
-        return self.ln_f(hidden)
 
 
 class ScaledLinear(nn.Linear):
@@ -359,6 +283,7 @@ class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "transformer.wte.weight"}
     accepts_loss_kwargs = True
     forward = LinbiasForCausalLM.forward
+    model = property(lambda self: self.transformer)
 
     def __init__(self, config: JaisConfig) -> None:
         super().__init__(config)
@@ -366,11 +291,6 @@ class JaisForCausalLM(JaisPreTrainedModel, GenerationMixin):
         factor = config.mup_output_alpha * config.mup_width_scale
         self.lm_head = ScaledLinear(config.n_embd, config.vocab_size, factor)
         self.post_init()
-
-    @property
-    def model(self) -> JaisModel:
-        """The body."""
-        return self.transformer
 
 
 class BtlmModel(JaisModel):

@@ -7,18 +7,15 @@ Read from the bottom up to follow a token: `LinbiasForCausalLM` or, where later 
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import Cache, GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models import bidirectional, decoder
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
-from linbias.models.places import Places
-from linbias.models.positions import Position, make_position
+from linbias.models.positions import make_position
 
 
 class SelfAttention(decoder.SelfAttention):
@@ -26,21 +23,8 @@ class SelfAttention(decoder.SelfAttention):
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
-        self.widths = _widths(config)
         self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
-
-    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.qkv(hidden).split(self.widths, dim=-1)
-
-    def project_out(self, gathered: Tensor) -> Tensor:
-        return self.out(gathered)
-
-
-def _widths(config: LinbiasConfig) -> tuple[int, int, int]:
-    """Numbers in the queries, keys and values of a token."""
-    kv_width = config.num_key_value_heads * config.head_size
-    return config.num_attention_heads * config.head_size, kv_width, kv_width
 
 
 class FeedForward(nn.Sequential):
@@ -54,8 +38,8 @@ class FeedForward(nn.Sequential):
         )
 
 
-class DecoderBlock(GradientCheckpointingLayer):
-    """Add attention and feed-forward to the stream, one after the other or side by side."""
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention and feed-forward, one after the other or side by side."""
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__()
@@ -67,44 +51,19 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        places: Places,
-        keep: int,
-        output_attentions: bool = False,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
-        skipped = hidden.shape[1] - keep
-        normed = self.norm(hidden)
-        attended, weights = self.attention(
-            normed, position, places, keep, output_attentions, past_key_values
-        )
-        hidden, normed = hidden[:, skipped:], normed[:, skipped:]
-        if self.parallel:
-            return hidden + self.dropout(attended + self.feed_forward(normed)), weights
-        hidden = hidden + self.dropout(attended)
-        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden))), weights
-
 
 class SplitAttention(decoder.SelfAttention):
-    """Attention over queries, keys and values that lie side by side."""
+    """Attention over queries, keys and values that lie side by side, before what else there is."""
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
-        self.widths = _widths(config)
         self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
 
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden.split(self.widths, dim=-1)
-
-    def project_out(self, gathered: Tensor) -> Tensor:
-        return self.out(gathered)
+        return hidden[..., : sum(self.widths)].split(self.widths, dim=-1)
 
 
-class FusedBlock(GradientCheckpointingLayer):
+class FusedBlock(decoder.DecoderBlock):
     """Attention and feed-forward side by side, from one product.
 
         q, k, v, wide, gate = split(fused(rms_norm(hidden)))
@@ -113,33 +72,25 @@ class FusedBlock(GradientCheckpointingLayer):
     Source: the parallel block in the discussions of the paper's repository.
     """
 
+    names = ("project", "attention", "", "feed_forward")
+    parallel = True
+
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__()
-        inner = config.intermediate_size
+        self.inner = config.intermediate_size
         self.norm = nn.RMSNorm(config.hidden_size, config.layer_norm_eps)
         self.attention = SplitAttention(config, layer_index)
-        self.widths = (sum(self.attention.widths), inner, inner)
-        self.fused = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
-        self.narrow = nn.Linear(inner, config.hidden_size, bias=False)
+        width = sum(self.attention.widths) + 2 * self.inner
+        self.fused = nn.Linear(config.hidden_size, width, bias=False)
+        self.narrow = nn.Linear(self.inner, config.hidden_size, bias=False)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        places: Places,
-        keep: int,
-        output_attentions: bool = False,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `DecoderBlock.forward`."""
-        skipped = hidden.shape[1] - keep
-        qkv, wide, gate = self.fused(self.norm(hidden)).split(self.widths, dim=-1)
-        attended, weights = self.attention(
-            qkv, position, places, keep, output_attentions, past_key_values
-        )
-        fed = self.narrow(wide[:, skipped:] * silu(gate[:, skipped:]))
-        return hidden[:, skipped:] + self.dropout(attended + fed), weights
+    def project(self, hidden: Tensor) -> Tensor:
+        return self.fused(self.norm(hidden))
+
+    def feed_forward(self, projected: Tensor) -> Tensor:
+        wide, gate = projected[..., -2 * self.inner :].chunk(2, dim=-1)
+        return self.narrow(wide * silu(gate))
 
 
 class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
@@ -184,11 +135,22 @@ class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
         self.norm = norm(config.hidden_size, config.layer_norm_eps)
         self.post_init()
 
-    def after_layers(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
+
+class _WithHead(LinbiasPreTrainedModel):
+    """A body, and a linear layer to logits that is tied to its embedding."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        super().__init__(config)
+        self.model = LinbiasModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
 
-class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
+class LinbiasForCausalLM(_WithHead, GenerationMixin):
     """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as
@@ -200,20 +162,13 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
         torch.Size([1, 7])
     """
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
-    accepts_loss_kwargs = True
-
     def __init__(self, config: LinbiasConfig) -> None:
-        super().__init__(config)
         if config.encoder_position is not None:
             raise ValueError(
                 "LinbiasForCausalLM: encoder_position must be None, or tokens would see those to "
                 f"predict, got {config.encoder_position!r} (LinbiasForMaskedLM reads so)"
             )
-        self.model = LinbiasModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        super().__init__(config)
 
     @can_return_tuple
     def forward(
@@ -244,11 +199,7 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
             num_items_in_batch: Divide the summed loss by this instead of the number of scored
                 tokens, so that the parts of a larger batch add up to its mean.
         """
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        is_whole = output_attentions or output_hidden_states
+        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -261,23 +212,16 @@ class LinbiasForCausalLM(LinbiasPreTrainedModel, GenerationMixin):
             keep=0 if is_whole else logits_to_keep,
             return_dict=True,
         )
-        logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+        hidden = outputs.last_hidden_state[:, -logits_to_keep:]
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
+            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
 
-class LinbiasForMaskedLM(LinbiasPreTrainedModel):
+class LinbiasForMaskedLM(_WithHead):
     """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves, loads and trains as any Transformers model does, with `DataCollatorForLanguageModeling` and `Trainer`;
@@ -290,18 +234,12 @@ class LinbiasForMaskedLM(LinbiasPreTrainedModel):
         torch.Size([1, 3, 256])
     """
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
-
     def __init__(self, config: LinbiasConfig) -> None:
-        super().__init__(config)
         if config.encoder_position is None:
             raise ValueError(
                 f"LinbiasForMaskedLM: encoder_position must be one of {ENCODER_POSITIONS}, got None"
             )
-        self.model = LinbiasModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        super().__init__(config)
 
     @can_return_tuple
     def forward(
@@ -334,16 +272,9 @@ class LinbiasForMaskedLM(LinbiasPreTrainedModel):
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+        hidden = outputs.last_hidden_state
         return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
+            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -164,7 +164,7 @@ def _load(
         model = kind.from_pretrained(files.name, config=config, dtype=dtype, **files.options)
     else:
         weights = _aligned(wanted, family.rename(files.read_weights()))
-        if family.rename is not None and "decoder.weight" in weights:
+        if "decoder.weight" in weights:
             raise ValueError(
                 f"load: {files.name!r} has unknown weights: decoder.weight, which is not that of its embedding"
             )

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from linbias.models.paper_config import PaperConfig
-from linbias.models.places import Places
 from linbias.models.positions import T5, Position, make_position
 
 
@@ -44,6 +42,8 @@ class Sinusoidal(Position):
 class SelfAttention(decoder.SelfAttention):
     """Attention with a product, and a bias, for each of queries, keys and values."""
 
+    names = ("", "out_proj")
+
     def __init__(self, config: PaperConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
         width = config.hidden_size
@@ -59,12 +59,11 @@ class SelfAttention(decoder.SelfAttention):
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
 
-    def project_out(self, gathered: Tensor) -> Tensor:
-        return self.out_proj(gathered)
 
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention, then feed-forward, each behind a layer norm."""
 
-class DecoderBlock(GradientCheckpointingLayer):
-    """Add attention, then feed-forward, to the stream; each reads it through a layer norm."""
+    names = ("self_attn_layer_norm", "self_attn", "final_layer_norm", "feed_forward")
 
     def __init__(self, config: PaperConfig, layer_index: int) -> None:
         super().__init__()
@@ -77,23 +76,8 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
         self.activation_dropout = nn.Dropout(config.activation_dropout)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position: Position,
-        places: Places,
-        keep: int,
-        output_attentions: bool = False,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
-        normed = self.self_attn_layer_norm(hidden)
-        attended, weights = self.self_attn(
-            normed, position, places, keep, output_attentions, past_key_values
-        )
-        hidden = hidden[:, hidden.shape[1] - keep :] + self.dropout(attended)
-        widened = self.activation_dropout(self.fc1(self.final_layer_norm(hidden)).relu_())
-        return hidden + self.dropout(self.fc2(widened)), weights
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        return self.fc2(self.activation_dropout(self.fc1(normed).relu_()))
 
 
 class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
@@ -212,11 +196,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
         if labels is not None:
             targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        is_whole = output_attentions or output_hidden_states
+        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,

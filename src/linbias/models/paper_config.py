@@ -89,7 +89,6 @@ class PaperConfig(fields.CheckedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
-        fields.check_sizes(self)
         fields.check_shared_width(self)
         fields.check_positions(self)
         if self.position == "sinusoidal":

@@ -16,7 +16,7 @@ a row that is no padding (`linbias.models.places.Places`).
 
 import math
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig
 
 from linbias.methods import METHODS
 from linbias.models.slopes import ModelSlopes
-from linbias.schedules import slopes
 from linbias.torch import attention, attention_weights
 
 
@@ -128,41 +127,50 @@ class Position(nn.Module):
         return seen | ~seen.any(-1, keepdim=True)
 
 
-class Alibi(Position):
+class Biased(Position):
+    """Attend through `linbias.torch.attention`, which leaves far keys unread: what the ALiBi methods share.
+
+    A method says what scores fall by: `fall`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
+        super().__init__(config, causal)
+        self._implementation = config.attention_implementation
+
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+        """Return the arguments of `linbias.torch.attention` that the method is: slopes, and perhaps scale and mask."""
+        raise NotImplementedError
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
+    ) -> Tensor:
+        given = {**self.fall(q, k, options), **options._asdict()}
+        implementation: str = self._implementation
+        return attention(
+            q, k, v, causal=self.causal, implementation=implementation, return_lse=False, **given
+        )
+
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+        return attention_weights(
+            *(q, k),
+            **self.fall(q, k, options),
+            causal=self.causal,
+            key_range=options.key_range,
+            query_start=options.query_start,
+        )
+
+
+class Alibi(Biased):
     """Subtract slope * distance from every score (Press et al., arXiv 2108.12409)."""
 
     uses_key_bound = True
 
     def __init__(self, config: PreTrainedConfig, causal: bool = True) -> None:
         super().__init__(config, causal)
-        self.slopes = ModelSlopes(
-            slopes(config.num_attention_heads, config.slope_schedule).tolist(),
-            config.slope_scale,
-            config.train_length,
-        )
-        self._implementation = config.attention_implementation
+        self.slopes = ModelSlopes.of(config)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
-    ) -> Tensor:
-        left = self.slopes.left(q, k.shape[2], options.key_range)
-        return attention(
-            q,
-            k,
-            v,
-            left,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            key_bound=options.key_bound,
-            dropout=options.dropout,
-            implementation=self._implementation,
-        )
-
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
-        left = self.slopes.left(q, k.shape[2], options.key_range)
-        return attention_weights(
-            q, k, left, key_range=options.key_range, query_start=options.query_start
-        )
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+        return {"slopes": self.slopes.left(q, k.shape[2], options.key_range)}
 
 
 class Sinusoidal(Position):

@@ -8,7 +8,7 @@ Source: the discussion "Modifying ALiBi for Encoder-Attention or Cross-Attention
 the encoder and in the decoder, and none in cross-attention, as in T5 (arXiv 1910.10683).
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -155,9 +155,6 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.post_init()
 
-    def after_layers(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
-
     def forward(
         self,
         embedded: Tensor,
@@ -272,14 +269,8 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
             raise ValueError(
                 f"{name}: past_key_values must be an EncoderDecoderCache, got a {type(past_key_values).__name__}"
             )
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        shown = {
-            "output_attentions": output_attentions,
-            "output_hidden_states": output_hidden_states,
-        }
+        given = decoder.asked(self.config, output_attentions, output_hidden_states)
+        shown = dict(zip(("output_attentions", "output_hidden_states"), given, strict=True))
         encoded: BaseModelOutput
         if encoder_outputs is None:
             encoded = self.encoder(
@@ -420,16 +411,13 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                *(logits, None, self.config.vocab_size),
-                shift_labels=labels,  # which are in place already
-                num_items_in_batch=num_items_in_batch,
-            )
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **_but_hidden(outputs))
+        others = dict(outputs.items())
+        scored = decoder.score(
+            *(self, others.pop("last_hidden_state"), labels),
+            shift_labels=labels,  # which are in place already
+            num_items_in_batch=num_items_in_batch,
+        )
+        return Seq2SeqLMOutput(**scored, **others)
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:
         """[B, T], zero for the padding that a row begins with, as collators pad on the left."""
@@ -437,8 +425,3 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
         if decoder_input_ids is None or padding in (None, self.config.decoder_start_token_id):
             return None
         return (decoder_input_ids != padding).cumsum(-1) > 0
-
-
-def _but_hidden(outputs: Seq2SeqModelOutput) -> dict[str, Any]:
-    """All of a model's outputs but the hidden states of the decoder that logits are made of."""
-    return {name: value for name, value in outputs.items() if name != "last_hidden_state"}

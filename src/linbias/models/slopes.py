@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from linbias.schedules import slopes
 from linbias.torch.constant import constant
 
 SlopeScale = str | float | None  # None, "interpolate" or a positive factor
@@ -38,6 +40,12 @@ class ModelSlopes:
         self._slopes = tuple(map(float, slopes))
         self._scale = scale
         self._train_length = train_length
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "ModelSlopes":
+        """What a configuration asks for."""
+        heads = slopes(config.num_attention_heads, config.slope_schedule).tolist()
+        return cls(heads, config.slope_scale, config.train_length)
 
     def __len__(self) -> int:
         return len(self._slopes)

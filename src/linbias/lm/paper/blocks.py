@@ -1,11 +1,16 @@
-"""A text's ids cut into blocks, and the blocks as batches in the order of the paper's code."""
+"""A text's ids cut into blocks, the blocks as batches in the order of the paper's code, and those as a data set of PyTorch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from linbias.data.dictionary import Dictionary
 
@@ -20,15 +25,10 @@ def blocks(num_ids: int, length: int) -> NDArray[np.int64]:
     Returns:
         [ceil(N / length), 2].
 
-    Raises:
-        ValueError: `length` is below 1.
-
     Example:
         >>> blocks(7, 3).tolist()
         [[0, 3], [3, 6], [6, 7]]
     """
-    if length < 1:
-        raise ValueError(f"blocks: length must be positive, got {length}")
     starts = np.arange(0, num_ids, length, dtype=np.int64)
     return np.stack([starts, np.minimum(starts + length, num_ids)], axis=1)
 
@@ -67,34 +67,27 @@ def batch_order(
     epoch: int,
     *,
     multiple: int = 1,
-    rank: int = 0,
-    world: int = 1,
 ) -> list[list[int]]:
     """The batches of one pass over a text: numbers of blocks, in the original's order.
 
     Blocks are shuffled once for all passes, the short one put first, and cut into batches of as
     many as `max_tokens` allows; each pass shuffles the batches. Both shuffles draw from NumPy's
-    legacy generator, seeded with `seed` and with `seed + epoch`.
+    legacy generator, seeded with `seed` and with `seed + epoch`. `Recipe` checks the numbers.
 
     Args:
         num_ids: N, ids of the text.
         length: Ids that a block predicts.
-        max_tokens: Most ids in a batch, as if all its blocks were as long as the longest.
+        max_tokens: Most ids in a batch, as if all its blocks were as long as the longest; it must
+            allow for one block.
         seed: Of the run.
         epoch: Number of the pass, from 1.
         multiple: Batches have fewer than this many blocks, or a multiple of it: the original's
             `--required-batch-size-multiple`, which is 8 by default; the paper's README gives 1.
-        rank: Number of the process among `world`: it gets the batches rank, rank + world, ...
-        world: Number of processes. All get equally many batches; the last one may be empty.
-
-    Raises:
-        ValueError: An argument is out of range; `max_tokens` must allow for one block.
 
     Example:
         >>> batch_order(10, length=2, max_tokens=4, seed=1, epoch=1)
         [[2], [0, 4], [3, 1]]
     """
-    _check(length, max_tokens, epoch, multiple, rank, world)
     spans = blocks(num_ids, length)
     shuffled = np.random.RandomState(seed).permutation(len(spans))
     order = np.lexsort((shuffled, spans[:, 1] - spans[:, 0]))
@@ -105,8 +98,7 @@ def batch_order(
         kept = _allowed_rows(len(last), multiple)
         batches += [part for part in (last[:kept], last[kept:]) if part]
     np.random.RandomState(seed + epoch).shuffle(batches)
-    share = batches[rank::world]
-    return share + [[]] * (-(-len(batches) // world) - len(share))
+    return batches
 
 
 def _allowed_rows(rows: int, multiple: int) -> int:
@@ -114,14 +106,77 @@ def _allowed_rows(rows: int, multiple: int) -> int:
     return rows if rows < multiple else rows - rows % multiple
 
 
-def _check(length: int, max_tokens: int, epoch: int, multiple: int, rank: int, world: int) -> None:
-    counts = {"length": length, "epoch": epoch, "multiple": multiple, "world": world}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"batch_order: {name} must be positive, got {value}")
-    if max_tokens < length:
-        raise ValueError(
-            f"batch_order: max_tokens must be at least length = {length}, got {max_tokens}"
-        )
-    if not 0 <= rank < world:
-        raise ValueError(f"batch_order: rank must be in [0, world = {world}), got {rank}")
+class Batches(Dataset[dict[str, Any]]):
+    """All batches of a run, one after another: item i belongs to step i // per_step.
+
+    Every pass over the text has an order of its own. The last step of a pass may lack batches;
+    empty ones, of a single target that is not scored, stand for them, so that every process has
+    its share. There is no state to save: step n reads the batches from n * per_step on.
+
+    Args:
+        ids: [N], the ids of a split.
+        length: Tokens per block.
+        order: From the number of a pass, counted from 1, to its batches, each a list of block
+            numbers. All passes have equally many batches.
+        per_step: Batches per step.
+        steps: Steps of the run; None: those of one pass.
+
+    Example:
+        >>> ids = np.arange(4, 11, dtype=np.uint16)
+        >>> batches = Batches(ids, 3, lambda number: [[0, 2], [1]], per_step=2)
+        >>> batches[0]["input_ids"].tolist(), batches[0]["targets"].tolist()
+        ([[2, 4, 5], [9, 1, 1]], [[4, 5, 6], [10, -100, -100]])
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[Any],
+        length: int,
+        order: Callable[[int], list[list[int]]],
+        *,
+        per_step: int,
+        steps: int | None = None,
+    ) -> None:
+        self.ids, self.spans, self.per_step = ids, blocks(len(ids), length), per_step
+        self.order = lru_cache(maxsize=2)(order)
+        self.steps_per_pass = math.ceil(len(order(1)) / per_step)
+        self.steps = steps or self.steps_per_pass
+
+    def __len__(self) -> int:
+        return self.steps * self.per_step
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A batch: input_ids and targets, int64 [rows, longest block], and the step's targets.
+
+        Rows are padded on the right: <pad> is read there, and the target is -100, which is not
+        scored.
+        """
+        step, slot = divmod(index, self.per_step)
+        batches = self._batches(step)
+        batch = batches[slot] if slot < len(batches) else []
+        rows = [block_tokens(self.ids, *self.spans[block]) for block in batch]
+        shape = max(1, len(rows)), max((len(targets) for _, targets in rows), default=1)
+        all_inputs, all_targets = np.full(shape, Dictionary.PAD), np.full(shape, -100)
+        for row, (inputs, targets) in enumerate(rows):
+            all_inputs[row, : len(inputs)], all_targets[row, : len(targets)] = inputs, targets
+        return {
+            "input_ids": torch.from_numpy(all_inputs),
+            "targets": torch.from_numpy(all_targets),
+            "num_items_in_batch": self.num_targets(step),
+        }
+
+    def num_targets(self, step: int) -> int:
+        """Tokens that a step predicts, over all its batches."""
+        numbers = [block for batch in self._batches(step) for block in batch]
+        return int(np.diff(self.spans[numbers]).sum())
+
+    def num_tokens(self) -> int:
+        """Tokens that the run predicts."""
+        passes, rest = divmod(self.steps, self.steps_per_pass)
+        first = self.steps - rest
+        return passes * len(self.ids) + sum(map(self.num_targets, range(first, self.steps)))
+
+    def _batches(self, step: int) -> list[list[int]]:
+        number, step_of_pass = divmod(step, self.steps_per_pass)
+        first = step_of_pass * self.per_step
+        return self.order(number + 1)[first : first + self.per_step]

@@ -5,7 +5,6 @@ tied weight twice. Reading it never runs code from the file. Here a model is a f
 model.safetensors with every weight once, dict.txt, and its words as a tokenizer of Transformers.
 """
 
-import json
 import re
 import tempfile
 from argparse import Namespace
@@ -15,31 +14,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from linbias._run.files import check_writable, move_into_place
 from linbias.data.dictionary import Dictionary
 from linbias.data.words import save_word_tokenizer
 from linbias.lm.paper.pickled import read_original
-from linbias.models.loading import no_bars
+from linbias.lm.paper.recipe import RATES, SIZES
+from linbias.models.loading import Files, no_bars
+from linbias.models.loading import load as load_folder
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.paper_config import PaperConfig
 
-# The original's names of the numbers that determine the shapes.
-_SIZES = {
-    "hidden_size": "decoder_embed_dim",
-    "num_hidden_layers": "decoder_layers",
-    "num_attention_heads": "decoder_attention_heads",
-    "intermediate_size": "decoder_ffn_embed_dim",
-    "train_length": "tokens_per_sample",
-    "adaptive_factor": "adaptive_input_factor",
-}
-_RATES = {
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "softmax_dropout": "adaptive_softmax_dropout",
-}
 # Settings that this model supports with one value only; a checkpoint that lacks one has this value.
 _FIXED: dict[str, Any] = {
     "activation_fn": "relu",
@@ -69,7 +55,7 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
     """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
 
     Args:
-        path: A file, read as by `load_original`, or a folder with config.json and safetensors.
+        path: A file, read as by `load_original`, or a folder, read as by `linbias.models.load`.
         position: As for `load_original`. A folder has a position of its own, and no other is allowed.
 
     Returns:
@@ -80,19 +66,23 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
             misshapen (all named).
     """
     path = Path(path)
-    if path.is_dir():
-        config, weights = _read_folder(path)
-        if position not in (None, config.position):
-            raise ValueError(
-                f"load: position must be that of {str(path)!r}, {config.position!r}, got {position!r}"
-            )
-        model = _empty(config)
-        _refuse("load", path, _compare(model.state_dict(), weights))
-    else:
+    if not path.is_dir():
         config, weights = load_original(path, position=position or "alibi")
-        model = _empty(config)
-    model.load_state_dict(weights, assign=True)
-    return model.eval()
+        original = _empty(config)
+        original.load_state_dict(weights, assign=True)
+        return original.eval()
+    files = Files.at("load", path)
+    if files.model_type != PaperConfig.model_type:
+        raise ValueError(
+            f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "
+            f"got {files.model_type!r} ({path})"
+        )
+    model: PaperForCausalLM = load_folder(files, device="cpu")
+    if position not in (None, model.config.position):
+        raise ValueError(
+            f"load: position must be that of {str(path)!r}, {model.config.position!r}, got {position!r}"
+        )
+    return model
 
 
 def load_original(
@@ -128,7 +118,7 @@ def load_original(
     expected = _empty(config).state_dict()
     names = {name: _original_names(name) for name in expected}
     described = {old: expected[name] for name, olds in names.items() for old in olds}
-    _refuse("load_original", path, _compare(described, weights))
+    _refuse(path, _compare(described, weights))
     weights = {name: tensor.float() for name, tensor in weights.items()}
     problems = [
         f"{name} has values that are not finite"
@@ -140,7 +130,7 @@ def load_original(
         for copy in copies
         if not torch.equal(weights[first], weights[copy])
     ]
-    _refuse("load_original", path, problems)
+    _refuse(path, problems)
     return config, {name: weights[first] for name, (first, *_) in names.items()}
 
 
@@ -245,7 +235,7 @@ def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
         for name, tensor in weights.items()
         if not (isinstance(tensor, Tensor) and tensor.is_floating_point())
     ]
-    _refuse("load_original", path, no_floats)
+    _refuse(path, no_floats)
     return weights
 
 
@@ -253,18 +243,18 @@ def _config(
     record: Mapping[str, Any], weights: dict[str, Tensor], position: str, path: Path
 ) -> PaperConfig:
     source, settings = _settings(record)
-    needed = (*_SIZES.values(), "adaptive_input_cutoff")
+    needed = (*SIZES.values(), "adaptive_input_cutoff")
     lacking = [name for name in needed if name not in settings]
     wrong = _wrong(settings, position)
     if lacking:
         wrong.append(f"{source} has no {', '.join(lacking)}")
-    _refuse("load_original", path, wrong)
+    _refuse(path, wrong)
     cutoffs = _cutoffs(settings["adaptive_input_cutoff"]) or []
     vocab_size = _vocab_size(cutoffs, weights)
     try:
         return PaperConfig(
-            **{ours: settings[theirs] for ours, theirs in _SIZES.items()},
-            **{ours: _rate(settings, theirs) for ours, theirs in _RATES.items()},
+            **{ours: settings[theirs] for ours, theirs in SIZES.items()},
+            **{ours: _rate(settings, theirs) for ours, theirs in RATES.items()},
             position=position,
             vocab_size=vocab_size,
             cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
@@ -360,30 +350,6 @@ def _compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> l
     return missing + unexpected + misshapen
 
 
-def _refuse(function: str, path: Path, problems: list[str]) -> None:
+def _refuse(path: Path, problems: list[str]) -> None:
     if problems:
-        raise ValueError(f"{function}: cannot use {str(path)!r}: {'; '.join(problems)}")
-
-
-def _read_folder(path: Path) -> tuple[PaperConfig, dict[str, Tensor]]:
-    """The configuration and the tensors of a folder, which may keep them in several files."""
-    try:
-        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        # Cloned, so that they lie in memory as those of a `.pt` file do: products are then bit-equal.
-        weights = {
-            name: tensor.clone()
-            for file in sorted(path.glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"load: cannot read a model at {str(path)!r} ({error})") from error
-    kind = settings.get("model_type") if isinstance(settings, dict) else None
-    if kind != PaperConfig.model_type:
-        raise ValueError(
-            f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "
-            f"got {kind!r} ({path})"
-        )
-    try:
-        return PaperConfig.from_dict(settings), weights
-    except Exception as error:  # Transformers does not check fields of its own
-        raise ValueError(f"load: cannot use {str(path)!r}: {error}") from error
+        raise ValueError(f"load_original: cannot use {str(path)!r}: {'; '.join(problems)}")

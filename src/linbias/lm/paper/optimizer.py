@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 class NAG(Optimizer):
     """Nesterov's accelerated gradient, with a momentum that carries the learning rate.
@@ -25,16 +23,13 @@ class NAG(Optimizer):
     `torch.optim.SGD(nesterov=True)`, whose buffer is -v / lr. Rounding and state are the original's.
 
     v starts at 0; r is lr itself after a step with lr = 0. Parameters without a gradient are left
-    alone. float16 and bfloat16 parameters are computed in float32 and rounded once.
+    alone. `Recipe` checks the numbers.
 
     Args:
-        params: Parameters or parameter groups, of any real floating dtype.
+        params: Parameters or parameter groups, float32 or float64.
         lr: Learning rate, at least 0.
         momentum: m, in [0, 1).
         weight_decay: Each step first shrinks p by the factor 1 - lr * weight_decay; at least 0.
-
-    Raises:
-        ValueError: An argument breaks its rule.
 
     Example:
         >>> p = torch.nn.Parameter(torch.tensor([1.0]))
@@ -54,13 +49,6 @@ class NAG(Optimizer):
         momentum: float = 0.99,
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value, holds, rule in (
-            ("lr", lr, lr >= 0, "at least 0"),
-            ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
-        ):
-            if not holds:
-                raise ValueError(f"NAG: {name} must be {rule}, got {value}")
         defaults = {"lr": lr, "lr_old": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -88,19 +76,15 @@ class NAG(Optimizer):
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         lr, momentum = group["lr"], group["momentum"]
         rescale = lr / group["lr_old"] if group["lr_old"] > 0 else lr
-        half = p.dtype in _HALF
-        value = p.float() if half else p
-        gradient = p.grad.to(value.dtype)  # type: ignore[union-attr]
-        state = self.state[p]
+        state, gradient = self.state[p], p.grad
+        assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(value)
+            state["momentum_buffer"] = torch.zeros_like(p)
         v = state["momentum_buffer"]
         if group["weight_decay"]:
-            value.mul_(1 - lr * group["weight_decay"])
-        value.add_(v, alpha=momentum**2 * rescale).add_(gradient, alpha=-(1 + momentum) * lr)
+            p.mul_(1 - lr * group["weight_decay"])
+        p.add_(v, alpha=momentum**2 * rescale).add_(gradient, alpha=-(1 + momentum) * lr)
         v.mul_(momentum * rescale).add_(gradient, alpha=-lr)
-        if half:
-            p.copy_(value)
 
 
 def cosine_lr(
@@ -121,7 +105,7 @@ def cosine_lr(
 
     Period i = 0, 1, ... has T = period * t_mult^i, high = lr * shrink^i, low = min_lr * shrink^i.
     Step number k uses the value after k - 1 steps. The last value of a period is a little above
-    `low`, as the next period begins at its end.
+    `low`, as the next period begins at its end. `Recipe` checks the numbers.
 
     Args:
         n: Steps done, at least 0.
@@ -133,9 +117,6 @@ def cosine_lr(
         t_mult: Factor on the length of every further cosine, at least 1.
         shrink: Factor on the height of every further cosine.
 
-    Raises:
-        ValueError: An argument breaks its rule.
-
     Example:
         >>> flags = dict(init=1e-7, lr=1.0, warmup=16000, period=270000, min_lr=1e-4)
         >>> [round(cosine_lr(n, **flags), 5) for n in (0, 8000, 16000, 151000, 285999)]
@@ -143,14 +124,6 @@ def cosine_lr(
 
     Source: Loshchilov and Hutter, arXiv 1608.03983; the constants are those of the paper's code.
     """
-    for name, value, holds, rule in (
-        ("n", n, n >= 0, "at least 0"),
-        ("warmup", warmup, warmup >= 0, "at least 0"),
-        ("period", period, period > 0, "above 0"),
-        ("t_mult", t_mult, t_mult >= 1, "at least 1"),
-    ):
-        if not holds:
-            raise ValueError(f"cosine_lr: {name} must be {rule}, got {value}")
     if n < warmup:
         return init + n * ((lr - init) / warmup)
     t, height = float(n - warmup), 1.0

@@ -20,10 +20,9 @@ from linbias._run.files import Record, fingerprint
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias._run.progress import Advance, progress_bar
 from linbias.lm.paper.checkpoint import load
-from linbias.lm.paper.evaluate import evaluate
 from linbias.lm.paper.prepare import prepare
 from linbias.lm.paper.recipe import Recipe
-from linbias.lm.paper.score import Scores
+from linbias.lm.paper.score import Scores, evaluate
 from linbias.lm.paper.train import PaperMetrics, check_recipe, train
 
 

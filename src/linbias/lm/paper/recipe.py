@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from linbias.lm.settings import DEVICES, PRECISIONS
+from linbias.lm.settings import DEVICES, PRECISIONS, Checked
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Checked):
     """What determines a run, besides its data and the number of processes.
 
     The defaults are the paper's model for blocks of 512 tokens, one row of `PRESETS`.
@@ -78,31 +78,20 @@ class Recipe:
     fsdp: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "rows_multiple", "batches_per_step", "steps"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("save_steps", "log_steps"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("period", self.period is None or self.period >= 1, "at least 1")
-        multiple = self.save_steps % self.log_steps == 0
-        self._require("save_steps", multiple, f"a multiple of log_steps, {self.log_steps}")
-        for name in (
-            "warmup_steps",
-            "initial_learning_rate",
-            "min_learning_rate",
-            "weight_decay",
-            "seed",
-        ):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("validate_steps", (self.validate_steps or 0) >= 0, "at least 0")
-        self._require("max_tokens", self.max_tokens >= self.length, f"at least {self.length}")
-        for name in ("learning_rate", "shrink", "clip"):
-            self._require(name, getattr(self, name) > 0, "above 0")
-        self._require("t_mult", self.t_mult >= 1, "at least 1")
-        self._require("momentum", 0 <= self.momentum < 1, "in [0, 1)")
-        self._require("precision", self.precision in PRECISIONS, f"one of {PRECISIONS}")
-        self._require("device", self.device in DEVICES, "'auto' or 'cpu'")
+        each, length, log_steps = self._require_of_each, self.length, self.log_steps
+        counts = ("length", "rows_multiple", "batches_per_step", "steps", "save_steps")
+        each("at least 1", lambda n: n >= 1, *counts, "log_steps", "period", "t_mult")
+        each(f"a multiple of log_steps, {log_steps}", lambda n: n % log_steps == 0, "save_steps")
+        rates = ("initial_learning_rate", "min_learning_rate", "weight_decay")
+        each("at least 0", lambda n: n >= 0, "warmup_steps", *rates, "seed", "validate_steps")
+        each(f"at least {length}", lambda n: n >= length, "max_tokens")
+        each("above 0", lambda n: n > 0, "learning_rate", "shrink", "clip")
+        each("in [0, 1)", lambda n: 0 <= n < 1, "momentum")
+        each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
+        each("'auto' or 'cpu'", DEVICES.__contains__, "device")
         derived = sorted(set(self.model) & {"vocab_size", "train_length", "position"})
-        self._require("model", not derived, f"without {derived}, which follow from other fields")
+        rule = f"without {derived}, which follow from other fields"
+        self._require("model", not derived, rule, self.model)
 
     @property
     def cosine_period(self) -> int:
@@ -116,9 +105,50 @@ class Recipe:
         warmup_steps = round(self.warmup_steps * factor)
         return replace(self, steps=steps, warmup_steps=warmup_steps, period=period)
 
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"Recipe: {name} must be {rule}, got {getattr(self, name)!r}")
+
+# The fields that are options of a command, each with its meaning in a few words, the flag of the original's commands and
+# in what it differs, and what the original takes without the flag: the value has the type of that.
+OPTIONS: dict[str, tuple[str, str, Any]] = {
+    "length": ("Tokens per block.", "--tokens-per-sample", 1024),
+    "max_tokens": ("Most tokens in a batch.", "--max-tokens", 0),
+    "rows_multiple": (
+        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August 2021, 1 as in later ones.",
+        *("--required-batch-size-multiple", 8),
+    ),
+    "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs", 1),
+    "steps": ("Updates of the weights; warmup and cosine keep their shares.", "--max-update", 0),
+    "warmup_steps": ("Steps that raise the learning rate.", "--warmup-updates", 0),
+    "learning_rate": ("Peak of the schedule.", "--lr, or --max-lr in 2021", 0.25),
+    "initial_learning_rate": ("Where the warmup starts.", "--warmup-init-lr", -1.0),
+    "min_learning_rate": ("Floor of the first cosine.", "--min-lr, or --lr in 2021", 0.0),
+    "period": ("Steps of the first cosine.", "--lr-period-updates", -1.0),
+    "t_mult": ("Factor on the length of each further cosine.", "--t-mult", 1.0),
+    "shrink": ("Factor on the height of each further cosine.", "--lr-shrink", 0.1),
+    "clip": ("Largest norm of the gradient.", "--clip-norm", 0.0),
+    "momentum": ("Of Nesterov's accelerated gradient.", "--momentum", 0.99),
+    "weight_decay": ("Share of a weight that a step takes away.", "--weight-decay", 0.0),
+    "precision": ("'fp32', 'bf16', or on a GPU 'fp16'.", "--fp16", "fp32"),
+    "seed": ("Fixes weights, order of the text and dropout.", "--seed", 1),
+    "validate_steps": ("Steps between validations; 0: none.", "--validate-interval-updates", 0),
+    "save_steps": ("Steps between checkpoints.", "--save-interval-updates", 0),
+    "log_steps": ("Steps between lines of log.jsonl.", "--log-interval", 100),
+    "device": ("'auto' takes a GPU where there is one; or 'cpu'.", "", None),
+}
+
+# Fields of `PaperConfig`, each with the original's name of it.
+SIZES = {
+    "hidden_size": "decoder_embed_dim",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_embed_dim",
+    "train_length": "tokens_per_sample",
+    "adaptive_factor": "adaptive_input_factor",
+}
+RATES = {
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "softmax_dropout": "adaptive_softmax_dropout",
+}
 
 
 # The README's flags, on eight GPUs. 286,000 steps are then about 200 passes over WikiText-103.

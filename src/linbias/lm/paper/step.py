@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from linbias._run.files import JsonLog, Record
+from linbias._run.files import Record
 from linbias.lm.paper.optimizer import NAG, cosine_lr
 from linbias.lm.paper.recipe import Recipe
+from linbias.lm.watch import Log
 
 
 class PaperTrainer(Trainer):
@@ -125,28 +125,8 @@ class SeedEachStep(TrainerCallback):
         torch.manual_seed(self.seed + state.global_step)
 
 
-class LogFile(TrainerCallback):
-    """Writes log.jsonl, with the columns that the original logs; the last step is always logged.
-
-    A run that continues first drops the lines from after its checkpoint. Every process has this
-    callback, and the first one writes.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            self.log = JsonLog(self.path)
-            lines = (_columns(entry, entry["step"]) for entry in state.log_history)
-            self.log.restart(line for line in lines if line is not None)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        control.should_log |= state.global_step == state.max_steps
+class LogFile(Log):
+    """Writes log.jsonl, with the columns that the original logs."""
 
     def on_log(
         self,
@@ -156,26 +136,20 @@ class LogFile(TrainerCallback):
         logs: dict[str, float],
         **_: Any,
     ) -> None:
-        line = _columns(logs, state.global_step)
-        if state.is_world_process_zero and line is not None:
-            self.log.append(line)
-
-
-def _columns(logs: dict[str, float], step: int) -> Record | None:
-    """A line of log.jsonl, or None for what else the Trainer logs."""
-    if "loss" in logs:
-        loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
-        return {
-            "step": step,
-            "loss_base2": loss,
-            "ppl": perplexity(loss),
-            "gnorm": norm if math.isfinite(norm) else None,  # float16 overflowed: no step
-            "lr": logs["learning_rate"],
-        }
-    if "eval_loss" in logs:
-        loss = logs["eval_loss"] / math.log(2)
-        return {"step": step, "valid_loss_base2": loss, "valid_ppl": perplexity(loss)}
-    return None
+        if "loss" in logs:
+            loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
+            line: Record = {
+                "step": state.global_step,
+                "loss_base2": loss,
+                "ppl": perplexity(loss),
+                "gnorm": norm if math.isfinite(norm) else None,  # float16 overflowed: no step
+                "lr": logs["learning_rate"],
+            }
+            self.append(state, line)
+        elif "eval_loss" in logs:
+            loss = logs["eval_loss"] / math.log(2)
+            line = {"valid_loss_base2": loss, "valid_ppl": perplexity(loss)}
+            self.append(state, {"step": state.global_step, **line})
 
 
 def perplexity(loss_base2: float) -> float:

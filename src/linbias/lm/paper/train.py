@@ -42,8 +42,7 @@ from linbias.lm.loop import (
     trainer_arguments,
     uses_cpu,
 )
-from linbias.lm.paper.batches import Batches
-from linbias.lm.paper.blocks import batch_order, blocks
+from linbias.lm.paper.blocks import Batches, batch_order, blocks
 from linbias.lm.paper.checkpoint import add_words
 from linbias.lm.paper.recipe import Recipe
 from linbias.lm.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexity

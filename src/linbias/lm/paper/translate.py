@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from linbias.lm.paper.recipe import PRESETS, Recipe
+from linbias.lm.paper.recipe import OPTIONS, PRESETS, RATES, SIZES, Recipe
 
 # Our options, each with the original's flag and its default.
 _PREPARE = {
@@ -29,42 +29,12 @@ _EVALUATE = {
     "--length": ("--tokens-per-sample", 1024),
     "--context-window": ("--context-window", 0),
 }
-# Fields of the recipe, which are options of `linbias paper train`, each with the flag and fairseq's default, whose
-# type the value has.
-_RECIPE: dict[str, tuple[str, Any]] = {
-    "length": ("--tokens-per-sample", 1024),
-    "max_tokens": ("--max-tokens", 0),
-    "rows_multiple": ("--required-batch-size-multiple", 8),
-    "batches_per_step": ("--update-freq", 1),
-    "steps": ("--max-update", 0),
-    "learning_rate": ("--lr", 0.25),
-    "warmup_steps": ("--warmup-updates", 0),
-    "initial_learning_rate": ("--warmup-init-lr", -1.0),
-    "period": ("--lr-period-updates", -1.0),
-    "min_learning_rate": ("--min-lr", 0.0),
-    "t_mult": ("--t-mult", 1.0),
-    "shrink": ("--lr-shrink", 0.1),
-    "momentum": ("--momentum", 0.99),
-    "weight_decay": ("--weight-decay", 0.0),
-    "clip": ("--clip-norm", 0.0),
-    "precision": ("--fp16", "fp32"),
-    "seed": ("--seed", 1),
-    "validate_steps": ("--validate-interval-updates", 0),
-    "log_steps": ("--log-interval", 100),
-    "save_steps": ("--save-interval-updates", 0),
-}
-# Flags of the model, each with our field.
+# Fields of the model by the original's names.
 _MODEL = {
-    "--decoder-layers": "num_hidden_layers",
-    "--decoder-embed-dim": "hidden_size",
-    "--decoder-attention-heads": "num_attention_heads",
-    "--decoder-ffn-embed-dim": "intermediate_size",
-    "--dropout": "dropout",
-    "--attention-dropout": "attention_dropout",
-    "--activation-dropout": "activation_dropout",
-    "--adaptive-softmax-dropout": "softmax_dropout",
-    "--adaptive-softmax-cutoff": "cutoffs",
-    "--adaptive-input-factor": "adaptive_factor",
+    **SIZES,
+    **RATES,
+    "activation_dropout": "activation_dropout",
+    "cutoffs": "adaptive_softmax_cutoff",
 }
 # Flags that have one value here; all but the last must be given, since fairseq's default is another.
 _FIXED = {
@@ -76,18 +46,21 @@ _FIXED = {
     "--sample-break-mode": "none",
 }
 _ALIASES = {"--max-sentences": "--batch-size", "-a": "--arch"}
-_SWITCHES = {
-    *("--fp16", "--bf16", "--only-source", "--disable-validation", "--no-epoch-checkpoints"),
-    *("--skip-invalid-size-inputs-valid-test", "--no-progress-bar", "--no-decoder-final-norm"),
-    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj", "--cpu"),
-}
-# These flags say how the original computes, stores and prints, or what its architecture has anyway.
-_WITHOUT_EFFECT = (
-    *("--skip-invalid-size-inputs-valid-test", "--ddp-backend", "--no-epoch-checkpoints"),
-    *("--no-progress-bar", "--log-format", "--num-workers", "--fp16-init-scale"),
+# These flags, the first of which have no value, say how the original computes, stores and prints, or what its
+# architecture has anyway.
+_SWITCHES_WITHOUT_EFFECT = (
+    *("--skip-invalid-size-inputs-valid-test", "--no-epoch-checkpoints", "--no-progress-bar"),
     *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj"),
-    *("--no-decoder-final-norm", "--adaptive-input-cutoff"),
+    "--no-decoder-final-norm",
 )
+_WITHOUT_EFFECT = (
+    *(*_SWITCHES_WITHOUT_EFFECT, "--ddp-backend", "--log-format", "--num-workers"),
+    *("--fp16-init-scale", "--adaptive-input-cutoff"),
+)
+_SWITCHES = {
+    *(*_SWITCHES_WITHOUT_EFFECT, "--fp16", "--bf16", "--only-source", "--disable-validation"),
+    "--cpu",
+}
 # How much an evaluation reads at once follows from its length.
 _SIZES = ("--batch-size", "--max-tokens", "--max-target-positions", "--model-overrides")
 
@@ -248,7 +221,7 @@ def _train(given: _Given) -> list[str]:
     preset = f"L{recipe.length}" if f"L{recipe.length}" in PRESETS else "L512"
     standard = PRESETS[preset]
     # Another number of steps would stretch warmup and cosine; said last, these stay.
-    names = [name for name in _RECIPE if getattr(recipe, name) != getattr(standard, name)]
+    names = [name for name in OPTIONS if getattr(recipe, name) != getattr(standard, name)]
     if recipe.steps != standard.steps:
         names += [name for name in ("warmup_steps", "period") if name not in names]
     elif recipe.cosine_period == standard.cosine_period and "period" in names:
@@ -257,15 +230,19 @@ def _train(given: _Given) -> list[str]:
     for name in names:
         if (value := getattr(recipe, name)) is not None:
             words += ["--" + name.replace("_", "-"), str(value).removesuffix(".0")]
-    for flag, name in _MODEL.items():
-        if (value := given.take(flag)) is not None:
+    for name, flag in _MODEL.items():
+        if (value := given.take(f"--{flag.replace('_', '-')}")) is not None:
             words += ["--set", f"{name}=[{value}]" if name == "cutoffs" else f"{name}={value}"]
     return words
 
 
 def _recipe(given: _Given) -> Recipe:
     """The recipe, with fairseq's defaults where the command is silent."""
-    found = {name: given.take(*flag) for name, flag in _RECIPE.items()}
+    found = {
+        name: given.take(flag.partition(" ")[0].rstrip(","), default)
+        for name, (_, flag, default) in OPTIONS.items()
+        if flag
+    }
     if not found["steps"]:
         raise ValueError("translate: command must have --max-update, the number of steps")
     rows = given.take("--batch-size", 0) * found["length"]

@@ -4,6 +4,7 @@ What they disagree on is configuration: which half of the feed-forward part is t
 a second norm after attention, the pooler.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +21,10 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
+from linbias.models.decoder import asked
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
-from linbias.schedules import slopes
 from linbias.torch import attention, attention_varlen, attention_weights
 
 
@@ -54,11 +55,7 @@ class Attention(nn.Module):
         normed = config.query_key_norm
         self.q_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
         self.k_norm = nn.LayerNorm(size, config.layer_norm_eps) if normed else nn.Identity()
-        self.slopes = ModelSlopes(
-            slopes(config.num_attention_heads, config.slope_schedule).tolist(),
-            config.slope_scale,
-            config.train_length,
-        )
+        self.slopes = ModelSlopes.of(config)
         self.dropout = config.attention_dropout
         self.implementation = config.attention_implementation
 
@@ -231,11 +228,9 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
             types = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
         else:
             types = places.pack(token_type_ids).long()
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-
+        output_attentions, output_hidden_states = asked(
+            self.config, output_attentions, output_hidden_states
+        )
         hidden = self.embeddings(words, types)
         states: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
@@ -264,7 +259,43 @@ class LinbiasBertModel(LinbiasBertPreTrainedModel):
         return self.pooler(first).tanh()
 
 
-class LinbiasBertForMaskedLM(LinbiasBertPreTrainedModel):
+class _WithHead(LinbiasBertPreTrainedModel):
+    """An encoder and what a task adds to it: `predict`, `loss` and the record that it returns."""
+
+    output: ClassVar[Callable[..., Any]]
+
+    def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
+        """Return the logits."""
+        raise NotImplementedError
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss where a label is not -100, of logits [B, T, classes] and labels [B, T]."""
+        return cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
+    ) -> Any:
+        """Return logits, and with labels the loss.
+
+        Args:
+            input_ids, inputs: As of `LinbiasBertModel.forward`.
+            labels: [B, T], or [B] for whole texts.
+
+        Returns:
+            A record with logits [B, T, vocab_size], [B, T, num_labels] or, for whole texts, [B, num_labels].
+        """
+        outputs = self.encoder(input_ids, **inputs, return_dict=True)
+        logits = self.predict(outputs)
+        return type(self).output(
+            loss=None if labels is None else self.loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LinbiasBertForMaskedLM(_WithHead):
     """Predict masked tokens: the encoder, a dense layer with activation and norm, and the tied embedding.
 
     Example:
@@ -276,6 +307,7 @@ class LinbiasBertForMaskedLM(LinbiasBertPreTrainedModel):
     _tied_weights_keys: ClassVar[dict[str, str]] = {
         "decoder.weight": "encoder.embeddings.words.weight"
     }
+    output = MaskedLMOutput
 
     def __init__(self, config: LinbiasBertConfig) -> None:
         super().__init__(config)
@@ -294,75 +326,12 @@ class LinbiasBertForMaskedLM(LinbiasBertPreTrainedModel):
         """Replace the layer that gives logits."""
         self.decoder = new_embeddings
 
-    @can_return_tuple
-    def forward(
-        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
-    ) -> MaskedLMOutput:
-        """Return logits [B, T, vocab_size], and with labels [B, T] the mean loss where a label is not -100."""
-        outputs = self.encoder(input_ids, **inputs, return_dict=True)
-        hidden = self.norm(self.act(self.transform(outputs.last_hidden_state)))
-        logits = self.decoder(hidden)
-        loss = None
-        if labels is not None:
-            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return MaskedLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
+        return self.decoder(self.norm(self.act(self.transform(outputs.last_hidden_state))))
 
 
-class _Classifier(LinbiasBertPreTrainedModel):
-    """An encoder, dropout, and a linear layer to config.num_labels."""
-
-    def __init__(self, config: LinbiasBertConfig) -> None:
-        super().__init__(config)
-        self.encoder = LinbiasBertModel(config)
-        dropout = config.classifier_dropout
-        self.dropout = nn.Dropout(config.hidden_dropout if dropout is None else dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-
-class LinbiasBertForSequenceClassification(_Classifier):
-    """Classify texts, by what the pooler makes of the first token.
-
-    Example:
-        >>> config = LinbiasBertConfig(
-        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, pooler=True, num_labels=3
-        ... )
-        >>> LinbiasBertForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
-        torch.Size([1, 3])
-    """
-
-    def __init__(self, config: LinbiasBertConfig) -> None:
-        if not config.pooler:
-            raise ValueError(
-                "LinbiasBertForSequenceClassification: pooler must be True, got False"
-            )
-        super().__init__(config)
-
-    @can_return_tuple
-    def forward(
-        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
-    ) -> SequenceClassifierOutput:
-        """Return logits [B, num_labels], and with labels the loss that Transformers takes for config.problem_type."""
-        outputs = self.encoder(input_ids, **inputs, return_dict=True)
-        logits = self.classifier(self.dropout(outputs.pooler_output))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels, logits, self.config)
-        return SequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
-
-class LinbiasBertForTokenClassification(_Classifier):
-    """Classify each token.
+class LinbiasBertForTokenClassification(_WithHead):
+    """Classify each token, by a linear layer to config.num_labels.
 
     Example:
         >>> config = LinbiasBertConfig(
@@ -372,19 +341,43 @@ class LinbiasBertForTokenClassification(_Classifier):
         torch.Size([1, 2, 3])
     """
 
-    @can_return_tuple
-    def forward(
-        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **inputs: Any
-    ) -> TokenClassifierOutput:
-        """Return logits [B, T, num_labels], and with labels [B, T] the mean loss where a label is not -100."""
-        outputs = self.encoder(input_ids, **inputs, return_dict=True)
-        logits = self.classifier(self.dropout(outputs.last_hidden_state))
-        loss = None
-        if labels is not None:
-            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return TokenClassifierOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    output = TokenClassifierOutput
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        super().__init__(config)
+        self.encoder = LinbiasBertModel(config)
+        dropout = config.classifier_dropout
+        self.dropout = nn.Dropout(config.hidden_dropout if dropout is None else dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
+        return self.classifier(self.dropout(outputs.last_hidden_state))
+
+
+class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
+    """Classify texts, by what the pooler makes of the first token. The loss is what config.problem_type says.
+
+    Example:
+        >>> config = LinbiasBertConfig(
+        ...     vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, pooler=True, num_labels=3
+        ... )
+        >>> LinbiasBertForSequenceClassification(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3])
+    """
+
+    output = SequenceClassifierOutput
+
+    def __init__(self, config: LinbiasBertConfig) -> None:
+        if not config.pooler:
+            raise ValueError(
+                "LinbiasBertForSequenceClassification: pooler must be True, got False"
+            )
+        super().__init__(config)
+
+    def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:
+        return self.classifier(self.dropout(outputs.pooler_output))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """As Transformers chooses it."""
+        return self.loss_function(labels, logits, self.config)

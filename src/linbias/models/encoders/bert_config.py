@@ -77,9 +77,7 @@ class LinbiasBertConfig(fields.CheckedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         fields.check_fields(self, _RULES)
-        fields.check_sizes(self)
-        size, heads = self.hidden_size, self.num_attention_heads
-        fields.require(self, "hidden_size", size % heads == 0, f"a multiple of {heads} heads")
+        fields.check_shared_width(self)
         pad = self.pad_token_id
         is_token = pad is None or (fields.is_integer(pad) and 0 <= pad < self.vocab_size)
         fields.require(self, "pad_token_id", is_token, f"None or in [0, {self.vocab_size})")
@@ -99,9 +97,7 @@ _RULES = {
         ("gate_first", "query_key_norm", "residual_norm", "pooler", "tie_word_embeddings"), fields.FLAG
     ),
     "hidden_dropout": fields.PROBABILITY,
-    "classifier_dropout": fields.Rule(
-        "None or a number in [0, 1)", lambda value: value is None or fields.PROBABILITY.holds(value)
-    ),
+    "classifier_dropout": fields.optional(fields.PROBABILITY),
     **dict.fromkeys(("head_norm_eps", "initializer_range"), fields.POSITIVE),
     "id2label": fields.SHARED["id2label"],
 }  # fmt: skip

@@ -11,7 +11,7 @@ Their code lives beside the weights and is never run. Names and shapes are trans
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -139,15 +139,15 @@ def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
     found.pop(
         "embeddings.position_ids", None
     )  # a buffer that older versions of Transformers saved
-    for layer in _layers(found):
+    layers = _layers(found)
+    for layer in layers:
         for kind in ("weight", "bias"):
             names = [f"{_SPLIT.format(layer) % part}.{kind}" for part in _PARTS]
             if family != "mosaic" and all(name in found for name in names):
                 parts = [found.pop(name) for name in names]
                 found[f"encoder.layers.{layer}.attention.qkv.{kind}"] = torch.cat(parts)
-    ours = {}
-    for name, tensor in found.items():
-        ours[_rename(name, family)] = tensor
+    known = _known(family, layers)
+    ours = {known.get(name, name): tensor for name, tensor in found.items()}
     words = ours.get("encoder.embeddings.words.weight")
     tied = ours.get("decoder.weight")
     # Without numbers, of a folder that is only looked at, they are taken to be the same.
@@ -156,19 +156,19 @@ def to_ours(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
     return ours
 
 
-def _rename(name: str, family: str) -> str:
-    """Our name of an original one without `bert.`."""
-    stem, _, kind = name.rpartition(".")
-    number = re.search(r"\.layer\.(\d+)\.", name)
-    layer = number[1] if number else ""
-    general = re.sub(r"\.layer\.\d+\.", ".layer.{}.", stem)
-    if general in _NAMES[family]:
-        return f"encoder.{_NAMES[family][general].format(layer)}.{kind}"
-    if stem in _MASKED_HEAD:
-        return f"{_MASKED_HEAD[stem]}.{kind}"
-    if name == _DECODER_BIAS[family]:
-        return "decoder.bias"
-    return "decoder.weight" if name == _DECODER else name
+def _known(family: str, layers: Iterable[int]) -> dict[str, str]:
+    """Our names by the original ones without `bert.`, of all tensors but those of the three projections."""
+    encoder = {
+        theirs.format(layer): f"encoder.{ours.format(layer)}"
+        for layer in layers
+        for theirs, ours in _NAMES[family].items()
+    }
+    known = {
+        f"{theirs}.{kind}": f"{ours}.{kind}"
+        for theirs, ours in (encoder | _MASKED_HEAD).items()
+        for kind in ("weight", "bias")
+    }
+    return known | {_DECODER: "decoder.weight", _DECODER_BIAS[family]: "decoder.bias"}
 
 
 def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict[str, Tensor]:
@@ -179,33 +179,23 @@ def to_original(weights: Mapping[str, Tensor], family: str, prefix: str) -> dict
         family: Whose names to give.
         prefix: Before the names of the encoder: "bert." or nothing, as the original folder has it.
     """
-    back = {ours: theirs for theirs, ours in _NAMES[family].items()}
-    heads = {ours: theirs for theirs, ours in _MASKED_HEAD.items()}
+    back = {ours: theirs for theirs, ours in _known(family, _layers(weights)).items()}
     theirs: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        stem, _, kind = name.rpartition(".")
-        if name.startswith("encoder."):
-            inner = stem.removeprefix("encoder.")
-            number = re.search(r"layers\.(\d+)\.", inner)
-            layer = number[1] if number else ""
-            general = re.sub(r"layers\.\d+\.", "layers.{}.", inner)
-            if general == "layers.{}.attention.qkv" and family != "mosaic":
-                for part, rows in zip(_PARTS, tensor.chunk(3), strict=True):
-                    theirs[f"{prefix}{_SPLIT.format(layer) % part}.{kind}"] = rows.contiguous()
-            else:
-                theirs[f"{prefix}{back[general].format(layer)}.{kind}"] = tensor
-        elif stem in heads:
-            theirs[f"{heads[stem]}.{kind}"] = tensor
-        elif name == "decoder.bias":
-            theirs[_DECODER_BIAS[family]] = tensor
+        split = re.fullmatch(r"encoder\.layers\.(\d+)\.attention\.qkv\.(\w+)", name)
+        if split and family != "mosaic":
+            for part, rows in zip(_PARTS, tensor.chunk(3), strict=True):
+                theirs[f"{prefix}{_SPLIT.format(split[1]) % part}.{split[2]}"] = rows.contiguous()
+        elif name.startswith("encoder."):
+            theirs[prefix + back[name]] = tensor
         elif name != "decoder.weight":  # which is the embedding
-            theirs[name] = tensor
+            theirs[back.get(name, name)] = tensor
     return theirs
 
 
-def _layers(names: Mapping[str, Tensor]) -> Iterator[int]:
-    """The numbers of the layers that names speak of."""
+def _layers(names: Iterable[str]) -> list[int]:
+    """The numbers of the layers that names of either kind speak of."""
     numbers = {
-        int(found[1]) for name in names if (found := re.match(r"encoder\.layer\.(\d+)\.", name))
+        int(found[1]) for name in names if (found := re.match(r"encoder\.layers?\.(\d+)\.", name))
     }
-    return iter(sorted(numbers))
+    return sorted(numbers)

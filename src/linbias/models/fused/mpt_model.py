@@ -8,10 +8,8 @@ for, and always run fused. No code of the folder is run.
 Written from the published code of llm-foundry; the attention is held against numbers that it computed.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import MptConfig, MptForCausalLM, PreTrainedConfig
 
@@ -97,9 +95,8 @@ class LinbiasMptConfig(fields.CheckedConfig):
         super().__post_init__(**kwargs)
         fields.check_fields(self, _RULES)
         fields.check_fields(self.attn_config, _ATTENTION_RULES)
-        fields.check_sizes(self)
         heads, shared = self.n_heads, self.num_key_value_heads
-        fields.require(self, "d_model", self.d_model % heads == 0, f"a multiple of {heads} heads")
+        fields.check_shared_width(self, "d_model")
         fields.require(
             self.attn_config, "kv_n_heads", heads % shared == 0, f"a divisor of {heads} heads"
         )
@@ -124,9 +121,7 @@ class LinbiasMptConfig(fields.CheckedConfig):
         return 1 if attention.attn_type == "multiquery_attention" else self.n_heads
 
 
-_POSITIVE_OR_NONE = fields.Rule(
-    "None or a positive number", lambda value: value is None or fields.POSITIVE.holds(value)
-)
+_POSITIVE_OR_NONE = fields.optional(fields.POSITIVE)
 _RULES = {
     **dict.fromkeys(("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"), fields.COUNT),
     **dict.fromkeys(("expansion_ratio", "norm_eps", "initializer_range"), fields.POSITIVE),
@@ -145,10 +140,7 @@ _ATTENTION_RULES = {
     "attn_pdrop": fields.ATTENTION_DROPOUT,
     "alibi_bias_max": fields.POSITIVE,
     **dict.fromkeys(("clip_qkv", "softmax_scale"), _POSITIVE_OR_NONE),
-    "kv_n_heads": fields.Rule(
-        "None or an integer of at least 1",
-        lambda value: value is None or fields.COUNT.holds(value),
-    ),
+    "kv_n_heads": fields.optional(fields.COUNT),
 }
 
 
@@ -191,15 +183,6 @@ class LinbiasMptForCausalLM(MptForCausalLM):
         fuse_by_default(self.transformer)
         self.create_masks_for_generate = keep_mask_for_generate
         self.post_init()
-
-
-def runs_in_transformers(settings: Mapping[str, Any]) -> bool:
-    """Whether Transformers' own MPT accepts the contents of a config.json and leaves nothing of it out."""
-    try:
-        mpt.check_whole(MptConfig.from_dict(dict(settings)), "fuse")
-    except (ValueError, StrictDataclassError):
-        return False
-    return True
 
 
 def _norm(config: LinbiasMptConfig) -> nn.LayerNorm:

@@ -1,4 +1,4 @@
-"""Sequence-to-sequence models on text: what they train on, what is scored at every length, runs that go on, gaps filled."""
+"""Masked and sequence-to-sequence models: what they train on, what is scored at every length, runs that go on, gaps filled."""
 
 import json
 from dataclasses import replace
@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from linbias.data.corpus import Corpus
+from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.spans import (
     Spans,
     SpanSegments,
@@ -24,19 +25,98 @@ from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
 from linbias.explore import model as explored
 from linbias.lm import generate
 from linbias.lm.evaluation import evaluate
-from linbias.lm.hidden import evaluate_hidden, span_blocks, spans_of_text
+from linbias.lm.hidden import (
+    evaluate_hidden,
+    masked_blocks,
+    masked_positions,
+    span_blocks,
+    spans_of_text,
+)
 from linbias.lm.initial import with_tokenizer_of
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
-from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
+from linbias.models import (
+    LinbiasConfig,
+    LinbiasForConditionalGeneration,
+    LinbiasForMaskedLM,
+    LinbiasSeq2SeqConfig,
+)
 from linbias.models.loading import load
 from lm_training import SETTINGS, TINY, assert_same_run, interrupt, metrics, train_into
 from test_cli import run
 
+MASK = MaskTokens(begin=2, mask=26)
 TOKENS = SpanTokens(begin=2, end=3, sentinels=range(256, 263))
-SPANS = replace(
-    SETTINGS, task="seq2seq", model={**SETTINGS.model, "encoder_position": "asymmetric"}
-)
+ASYMMETRIC = {**SETTINGS.model, "encoder_position": "asymmetric"}
+MASKED = replace(SETTINGS, task="masked", model=ASYMMETRIC)
+SPANS = replace(SETTINGS, task="seq2seq", model=ASYMMETRIC)
+
+
+def test_sequences_hold_every_token_once_a_pass_and_mask_others_each_time() -> None:
+    ids = np.arange(100, 200, dtype=np.uint8)
+    segments = MaskedSegments(ids, length=21, num_segments=8, seed=3, tokens=MASK)
+    batch = segments.__getitems__(list(range(8)))  # two passes of four sequences
+    read, labels = batch["input_ids"], batch["labels"]
+    chosen = labels != -100
+    assert (read[:, 0] == 2).all() and not chosen[:, 0].any()
+    assert (chosen.sum(1) == 3).all()  # 15 % of 20
+    assert (read[chosen] == 26).all() and (read != 26)[~chosen].all()
+    text = torch.where(chosen, labels, read)[:, 1:]
+    for one in (text[:4], text[4:]):
+        assert sorted(one.flatten().tolist()) == list(range(100, 180))
+    assert not torch.equal(chosen[:4], chosen[4:])
+    again = segments.__getitems__([5, 2])
+    assert torch.equal(again["labels"], labels[[5, 2]])
+
+
+@pytest.mark.parametrize("stride", [None, 1, 4, 7])
+@pytest.mark.parametrize("num_tokens", [1, 9, 10, 11, 40])
+def test_every_token_is_scored_once_amid_others(num_tokens: int, stride: int | None) -> None:
+    width = min(9, num_tokens)
+    found = list(masked_blocks(num_tokens, width, stride and min(stride, width)))
+    assert [t for b in found for t in range(b.first, b.end)] == list(range(num_tokens))
+    assert all(b.stop - b.start == width and 0 <= b.start <= b.first for b in found)
+    margin = (9 - (stride or 9)) // 2
+    for block in found:
+        assert block.first == 0 or block.first - block.start >= margin
+        assert block.end == num_tokens or block.stop - block.end >= margin
+
+
+@pytest.fixture(scope="module")
+def masked_model() -> LinbiasForMaskedLM:
+    torch.manual_seed(0)
+    config = LinbiasConfig(**TINY, encoder_position="directional", initializer_range=0.3)
+    return LinbiasForMaskedLM(config).eval()
+
+
+@pytest.mark.parametrize("stride", [None, 3])
+def test_the_same_tokens_are_masked_and_scored_at_every_length(
+    masked_model: LinbiasForMaskedLM, stride: int | None
+) -> None:
+    ids = np.random.default_rng(1).integers(97, 122, 50).astype(np.uint8)
+    masked = masked_positions(50)
+    assert np.array_equal(masked_positions(30), masked[:30])
+    losses = {}
+    for length in (8, 21, 51, 200):
+        result = evaluate_hidden(
+            masked_model, ids, length=length, tokens=MASK, stride=stride, batch_tokens=30
+        )
+        assert (result.num_tokens, result.num_scored) == (50, masked.sum())
+        losses[length] = result.nll
+        total, right = 0.0, 0
+        for block in masked_blocks(50, min(length - 1, 50), stride):
+            read = np.where(masked, 26, ids)[block.start : block.stop]
+            logits = masked_model(torch.tensor([[2, *read]])).logits[0, 1:].detach()
+            for token in range(block.first, block.end):
+                if masked[token]:
+                    says = logits[token - block.start]
+                    total += float(cross_entropy(says, torch.tensor(int(ids[token]))))
+                    right += int(says.argmax()) == ids[token]
+        assert result.nll == pytest.approx(total / masked.sum(), rel=1e-5)
+        assert result.accuracy == pytest.approx(right / masked.sum())
+    assert losses[51] == pytest.approx(losses[200], rel=1e-6) and losses[8] != losses[51]
+    short = evaluate_hidden(masked_model, ids, length=8, tokens=MASK, limit_tokens=30)
+    assert (short.num_tokens, short.num_scored) == (30, masked[:30].sum())
 
 
 def put_back(read: list[int], said: list[int]) -> list[int]:
@@ -136,7 +216,7 @@ def model() -> LinbiasForConditionalGeneration:
 
 @torch.no_grad()
 @pytest.mark.parametrize("stride", [None, 10])
-def test_the_same_tokens_are_scored_at_every_length(
+def test_the_same_spans_are_scored_at_every_length(
     model: LinbiasForConditionalGeneration, stride: int | None
 ) -> None:
     ids = np.random.default_rng(1).integers(97, 122, 250).astype(np.uint8)
@@ -176,22 +256,38 @@ def test_the_same_tokens_are_scored_at_every_length(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("masks", "changes", "message"),
     [
-        ({"length": 10}, "length must be at least 11, to hold the longest span, got 10"),
-        ({"stride": 9}, r"stride must lie in \[10, length - 1 = 19\], got 9"),
-        ({"stride": 20}, r"stride must lie in \[10, length - 1 = 19\], got 20"),
-        ({"limit_tokens": 9}, "text must be long enough to take a span out of it, got 9 tokens"),
+        (True, {"length": 1}, "length must be at least 2, got 1"),
+        (True, {"stride": 20}, r"stride must lie in \[1, length - 1 = 19\], got 20"),
+        (True, {"limit_tokens": 1}, "text must be long enough to mask a token, got 1 tokens"),
+        (False, {"length": 10}, "length must be at least 11, to hold the longest span, got 10"),
+        (False, {"stride": 9}, r"stride must lie in \[10, length - 1 = 19\], got 9"),
+        (False, {"stride": 20}, r"stride must lie in \[10, length - 1 = 19\], got 20"),
+        (
+            False,
+            {"limit_tokens": 9},
+            "text must be long enough to take a span out of it, got 9 tok",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused(
-    model: LinbiasForConditionalGeneration, changes: dict[str, int], message: str
+    masked_model: LinbiasForMaskedLM,
+    model: LinbiasForConditionalGeneration,
+    masks: bool,
+    changes: dict[str, int],
+    message: str,
 ) -> None:
-    ids = np.full(50, 97)
+    ids, tokens, scored = (
+        np.full(50, 97),
+        MASK if masks else TOKENS,
+        masked_model if masks else model,
+    )
     with pytest.raises(ValueError, match=f"evaluate: {message}"):
-        evaluate_hidden(model, ids, **{"length": 20, "tokens": TOKENS, **changes})
-    with pytest.raises(ValueError, match="evaluate: model must be causal, got one that reads one"):
-        evaluate(model, ids, length=8)
+        evaluate_hidden(scored, ids, **{"length": 20, "tokens": tokens, **changes})
+    why = "sees later" if masks else "reads one"
+    with pytest.raises(ValueError, match=f"evaluate: model must be causal, got one that {why}"):
+        evaluate(scored, ids, length=8)
     config = LinbiasSeq2SeqConfig(**TINY, encoder_position="learned", train_length=16)
     with pytest.raises(ValueError, match="evaluate: length must be at most 16, the rows"):
         evaluate_hidden(LinbiasForConditionalGeneration(config), ids, length=17, tokens=TOKENS)
@@ -221,21 +317,69 @@ def test_sentinels_come_after_the_other_tokens(kind: str, tmp_path: Path) -> Non
         SpanTokens.of(plain)
 
 
+def finished_run(settings: TrainSettings, corpus: Corpus, factory: pytest.TempPathFactory) -> Path:
+    return train_into(settings, corpus, factory.mktemp(settings.task) / "run")
+
+
+@pytest.fixture(scope="module")
+def masked_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(MASKED, corpus, tmp_path_factory)
+
+
 @pytest.fixture(scope="module")
 def span_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_into(SPANS, corpus, tmp_path_factory.mktemp("spans") / "run")
+    return finished_run(SPANS, corpus, tmp_path_factory)
 
 
-def test_a_run_that_was_stopped_ends_with_the_weights_of_an_unbroken_one(
-    span_run: Path, corpus: Corpus, tmp_path: Path
+@pytest.mark.parametrize("settings", [MASKED, SPANS], ids=lambda settings: settings.task)
+def test_a_run_that_was_stopped_ends_as_an_unbroken_one_and_another_goes_on_from_its_model(
+    settings: TrainSettings, masked_run: Path, span_run: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    interrupt(corpus, tmp_path, 7, SPANS)
-    assert_same_run(train_into(SPANS, corpus, tmp_path), span_run)
-    trained = load(span_run, device="cpu")
-    assert type(trained) is LinbiasForConditionalGeneration and trained.config.vocab_size == 356
-    assert not torch.equal(
-        *(getattr(trained.model.encoder.position, side) for side in ("log_left", "log_right"))
+    masks = settings.task == "masked"
+    unbroken = masked_run if masks else span_run
+    interrupt(corpus, tmp_path / "run", 7, settings)
+    assert_same_run(train_into(settings, corpus, tmp_path / "run"), unbroken)
+    trained = load(unbroken, device="cpu")
+    assert type(trained) is (LinbiasForMaskedLM if masks else LinbiasForConditionalGeneration)
+    assert trained.config.vocab_size == (256 if masks else 356)
+    position = (trained.model if masks else trained.model.encoder).position
+    assert not torch.equal(position.log_left, position.log_right)
+
+    going_on = {"init": str(unbroken), "steps": 1, "batch_size": 2, "length": 16}
+    text = with_tokenizer_of(str(unbroken), corpus)
+    assert np.array_equal(text.train, corpus.train)
+    train(TrainSettings(task=settings.task, **going_on), text, tmp_path / "on", progress=False)
+    for task in {"causal", "masked", "seq2seq"} - {settings.task}:
+        with pytest.raises(ValueError, match=f"task must be that of the model of init, got '{task}'"):  # fmt: skip
+            train(TrainSettings(task=task, **going_on), text, tmp_path / "other", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("masked", {"model": {"position": "alibi"}}, "model must be without position, which task='masked'"),
+        ("both", {}, "task must be one of"),
+        ("seq2seq", {"length": 1}, "length must be at least 2 for task='seq2seq', got 1"),
+        ("seq2seq", {"model": {"decoder_depth": 1}}, "made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_task_does_not_have_are_refused(
+    task: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainSettings(task=task, steps=1, **changes)
+
+
+def test_training_learns_and_leaves_slopes_undecayed(corpus: Corpus, tmp_path: Path) -> None:
+    settings = replace(MASKED, model={**TINY, "encoder_position": "asymmetric"}, validate_steps=40)
+    settings = replace(settings, steps=40, learning_rate=1e-2, save_steps=40)
+    run = train_into(settings, corpus, tmp_path / "a")
+    assert metrics(run)["loss"] < 3.4 and metrics(run)["validation_loss"] < 4.5  # from 5.5
+    frozen = replace(
+        settings, learning_rate=1e-9, weight_decay=1e6, clip=0.0, steps=1, validate_steps=0
     )
+    slopes = load(train_into(frozen, corpus, tmp_path / "b")).model.position.log_left.exp()
+    torch.testing.assert_close(slopes.detach(), torch.tensor([2**-4, 2**-8]))
 
 
 def test_training_learns_to_write_spans(corpus: Corpus, tmp_path: Path) -> None:
@@ -244,26 +388,6 @@ def test_training_learns_to_write_spans(corpus: Corpus, tmp_path: Path) -> None:
         replace(settings, validate_steps=40, save_steps=40, batch_size=12), corpus, tmp_path
     )
     assert metrics(run)["loss"] < 3.3 and metrics(run)["validation_loss"] < 4.0  # from 5.9
-
-
-def test_a_run_goes_on_from_a_model_of_its_task_alone(
-    span_run: Path, corpus: Corpus, tmp_path: Path
-) -> None:
-    going_on = {"init": str(span_run), "steps": 1, "batch_size": 2, "length": 16}
-    text = with_tokenizer_of(str(span_run), corpus)
-    assert np.array_equal(text.train, corpus.train)
-    train(TrainSettings(task="seq2seq", **going_on), text, tmp_path / "run", progress=False)
-    for task in ("causal", "masked"):
-        with pytest.raises(ValueError, match=f"task must be that of the model of init, got '{task}'"):  # fmt: skip
-            train(TrainSettings(task=task, **going_on), text, tmp_path / "other", progress=False)
-    with pytest.raises(ValueError, match="length must be at least 2 for task='seq2seq', got 1"):
-        TrainSettings(task="seq2seq", length=1, steps=1)
-    with pytest.raises(
-        ValueError, match="made of LinbiasSeq2SeqConfig's fields, got 'decoder_depth'"
-    ):
-        TrainSettings({"decoder_depth": 1}, task="seq2seq", steps=1)
-    with pytest.raises(ValueError, match="explore: model must read one text"):
-        explored.read(span_run, Path(__file__))
 
 
 def test_gaps_are_filled_with_what_the_model_writes(
@@ -284,34 +408,47 @@ def test_gaps_are_filled_with_what_the_model_writes(
         ValueError, match="generate: prompt must hold <extra_id_0> where the model"
     ):
         generate(span_run, "a")
+    with pytest.raises(ValueError, match="explore: model must read one text"):
+        explored.read(span_run, Path(__file__))
 
 
-def test_the_command_line_trains_scores_and_fills(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "options", "said", "table", "refusal"),
+    [
+        ("masked", "--position window --set window=4", "masked", "masked and scored", "model must be causal"),
+        ("seq2seq", "--position directional --set position=rotary", "written", "spans and scored",
+         "prompt must hold <extra_id_0>"),
+    ],
+)  # fmt: skip
+def test_the_command_line_trains_and_scores(
+    task: str, options: str, said: str, table: str, refusal: str, text: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     sizes = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
-    words = ["train", "--task", "seq2seq", "--position", "directional", "--corpus", text, *sizes]
-    words += ["--set", "position=rotary", "--length", 16, "--steps", 2, "--batch-size", 4]
-    words += ["-o", folder]
+    words = ["train", "--task", task, *options.split(), "--corpus", text, *sizes]
+    words += ["--length", 16, "--steps", 2, "--batch-size", 4, "-o", folder]
     result = run(*words, "-q")
     assert result.exit_code == 0, result.stderr
-    assert "nats per written token" in result.stdout
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["encoder_position"], config["position"]) == ("directional", "rotary")
+    assert f"nats per {said} token" in result.stdout
     score = ("evaluate", folder, "--corpus", text, "--split", "train", "-q")
     short, long = json.loads(run(*score, "--length", "16,64", "--json").stdout)
     assert short["num_scored"] == long["num_scored"] > 30 and short["nll"] != long["nll"]
-    table = run(*score, "--length", "16").stdout
-    assert "spans and scored" in table and "accuracy" in table
-    filled = run("generate", folder, "-p", "3 times <extra_id_0> is", "-n", 9)
-    assert filled.exit_code == 0 and filled.stdout.startswith("3 times ")
-    refused = run("generate", folder, "-p", "a")
-    assert refused.exit_code == 2 and "prompt must hold <extra_id_0>" in refused.stderr
+    shown = run(*score, "--length", "16").stdout
+    assert table in shown and "accuracy" in shown
     assert "is for causal models, got a Linbias" in run(*score, "--slope-scale", "0.5").stderr
-    for changed, message in (
-        ("--set block=parallel", "--set block: must be 'sequential'"),
-        ("--set decoder_layers=0", "--set decoder_layers: must be an integer of at least 1"),
-        ("--position alibi", "--position: must be None or one of ('symmetric',"),
-    ):
+    refused = run("generate", folder, "-p", "a")
+    assert refused.exit_code == 2 and refusal in refused.stderr
+    changes = {"--position alibi": "--position: must be None or one of ('symmetric',"}
+    if task == "seq2seq":
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["encoder_position"], config["position"]) == ("directional", "rotary")
+        filled = run("generate", folder, "-p", "3 times <extra_id_0> is", "-n", 9)
+        assert filled.exit_code == 0 and filled.stdout.startswith("3 times ")
+        changes |= {
+            "--set block=parallel": "--set block: must be 'sequential'",
+            "--set decoder_layers=0": "--set decoder_layers: must be an integer of at least 1",
+        }
+    for changed, message in changes.items():
         failed = run(*words[:-1], tmp_path / "other", *changed.split(), "-q")
         assert failed.exit_code == 2 and message in failed.stderr
 

@@ -1,0 +1,210 @@
+"""Decoders that run without the code of their folders, Baichuan, JAIS and BTLM, against plain restatements of them.
+
+The golden data of Baichuan's own code is read in `test_transformers_fused.py`, with that of other families. Of JAIS and
+BTLM there is none: they are restated from what is public.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import linbias
+from linbias.models import load
+from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
+from small_models import GREEDY
+
+pytestmark = pytest.mark.usefixtures("same_start")
+
+VOCABULARY, SIZE, HEADS = 97, 48, 6
+BAICHUAN = {
+    **{"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": 64},
+    **{"num_attention_heads": HEADS, "num_hidden_layers": 2, "initializer_range": 0.3},
+}
+JAIS = {
+    **{"vocab_size": VOCABULARY, "n_embd": SIZE, "n_inner": 64, "n_head": HEADS, "n_layer": 2},
+    **{"mup_embeddings_scale": 14.6, "mup_output_alpha": 2.2, "mup_width_scale": 0.11},
+    "initializer_range": 0.2,
+}
+
+
+def build(make: Any = JaisForCausalLM, **changes: Any) -> Any:
+    sizes = BAICHUAN if make is BaichuanForCausalLM else JAIS
+    model = make(make.config_class(**{**sizes, **changes})).double().eval()
+    for name, p in model.named_parameters():
+        if "slopes" in name:
+            p.data.mul_(torch.rand_like(p) + 0.5)  # stored slopes count, not the schedule
+        elif p.dim() == 1:
+            is_scale = name.endswith("weight")
+            torch.nn.init.normal_(p, mean=float(is_scale), std=0.3)
+    return model
+
+
+def attend(parts: tuple[Tensor, ...], slopes: Tensor, scale: float) -> Tensor:
+    """What each token [T, SIZE] gathers: causal attention with slopes [H, 1]."""
+    q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(0, 1) for x in parts)
+    place = torch.arange(q.shape[1])
+    distance = place[:, None] - place
+    bias = (-slopes[:, :, None] * distance).masked_fill(distance < 0, -torch.inf)
+    return ((q @ k.mT * scale + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def plain_baichuan(model: Any, ids: Tensor) -> Tensor:
+    """Logits [T, V] of one text [T] in the plainest words."""
+    w = model.state_dict()
+    hidden = w["model.embed_tokens.weight"][ids]
+    slopes = torch.tensor(linbias.slopes(HEADS))[:, None]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[name + ".weight"]
+
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        product = norm(at + "input_layernorm", hidden) @ w[at + "self_attn.W_pack.weight"].T
+        gathered = attend(product.chunk(3, -1), slopes, (SIZE // HEADS) ** -0.5)
+        hidden = hidden + gathered @ w[at + "self_attn.o_proj.weight"].T
+        normed = norm(at + "post_attention_layernorm", hidden)
+        gate, up = (normed @ w[at + f"mlp.{x}_proj.weight"].T for x in ("gate", "up"))
+        hidden = hidden + (F.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].T
+    head = w["lm_head.weight"]
+    if model.config.normalize_head:
+        head = head / head.norm(dim=-1, keepdim=True)
+    return norm("model.norm", hidden) @ head.T
+
+
+def plain_jais(model: Any, ids: Tensor) -> Tensor:
+    """Likewise."""
+    w, config = model.state_dict(), model.config
+    hidden = w["transformer.wte.weight"][ids] * config.mup_embeddings_scale
+    slopes = w["transformer.relative_pe.slopes"]
+    scaling = config.alibi_scaling or {}
+    if "factor" in scaling:
+        slopes = slopes / scaling["factor"]
+    elif len(ids) > scaling.get("train_seq_len", len(ids)):
+        slopes = slopes * scaling["train_seq_len"] / len(ids)
+    D = SIZE // HEADS
+    scale = 1 / D if config.mup_scale_qk_dot_by_d else D**-0.5
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (SIZE,), w[name + ".weight"], w[name + ".bias"], 1e-5)
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return x @ w[name + ".weight"] + w[name + ".bias"]
+
+    for layer in range(2):
+        at = f"transformer.h.{layer}."
+        parts = product(at + "attn.c_attn", norm(at + "ln_1", hidden)).chunk(3, -1)
+        hidden = hidden + product(at + "attn.c_proj", attend(parts, slopes, scale))
+        normed = norm(at + "ln_2", hidden)
+        inner = product(at + "mlp.c_fc", normed)
+        if config.activation_function == "swiglu":
+            inner = inner * F.silu(product(at + "mlp.c_fc2", normed))
+        else:
+            inner = F.gelu(inner)
+        hidden = hidden + product(at + "mlp.c_proj", inner)
+    logits = norm("transformer.ln_f", hidden) @ w["lm_head.weight"].T
+    return logits * config.mup_output_alpha * config.mup_width_scale
+
+
+@pytest.mark.parametrize(
+    ("make", "plain", "changes"),
+    [
+        (BaichuanForCausalLM, plain_baichuan, {"normalize_head": False}),
+        (BaichuanForCausalLM, plain_baichuan, {"normalize_head": True}),
+        (JaisForCausalLM, plain_jais, {"mup_scale_qk_dot_by_d": True}),
+        (JaisForCausalLM, plain_jais, {"activation_function": "gelu"}),
+        (JaisForCausalLM, plain_jais, {"alibi_scaling": {"type": "linear", "factor": 4.0}}),
+        (JaisForCausalLM, plain_jais, {"alibi_scaling": {"type": "linear", "train_seq_len": 12}}),
+    ],
+)
+@torch.no_grad()
+def test_logits_of_padded_rows_and_generation(make: Any, plain: Any, changes: Any) -> None:
+    model = build(make, **changes)
+    ids, mask = torch.randint(VOCABULARY, (3, 25)), torch.ones(3, 25, dtype=torch.int64)
+    mask[0, :6] = mask[1, 9:] = 0
+    for given in (mask, None):
+        logits = model(ids, attention_mask=given).logits
+        for row in range(3):
+            real = mask[row].bool() if given is not None else torch.ones(25, dtype=torch.bool)
+            expected = plain(model, ids[row, real])
+            assert (logits[row, real] - expected).abs().max() < 1e-9 * expected.abs().max()
+    if "train_seq_len" not in changes.get("alibi_scaling", {}):  # whose slopes change by the step
+        options = {**GREEDY, "attention_mask": torch.ones_like(ids)}
+        with_cache = model.generate(ids, **options)
+        assert torch.equal(with_cache, model.generate(ids, **options, use_cache=False))
+
+
+@torch.no_grad()
+def test_the_norms_of_the_head_follow_its_weights() -> None:
+    model = build(BaichuanForCausalLM, normalize_head=True)
+    ids = torch.randint(VOCABULARY, (1, 7))
+    model(ids)
+    model.lm_head.weight.mul_(torch.rand(VOCABULARY, 1).double() + 1)
+    assert torch.allclose(model(ids).logits[0], plain_baichuan(model, ids[0]))
+
+
+@pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM, BtlmForCausalLM])
+@torch.no_grad()
+def test_original_folders_load_by_their_model_type(make: Any, tmp_path: Path) -> None:
+    """Names of the original, buffers of the causal mask among them, and no copy of tied output weights."""
+    model = build(make).float()
+    model.save_pretrained(tmp_path)
+    if make is not BaichuanForCausalLM:
+        weights = load_file(tmp_path / "model.safetensors")
+        assert "transformer.relative_pe.slopes" in weights and "lm_head.weight" not in weights
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path, device="cpu")
+    assert type(loaded) is make
+    ids = torch.randint(VOCABULARY, (1, 7))
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_slopes_stay_wide_in_a_narrow_model(tmp_path: Path) -> None:
+    """`.to(bfloat16)` and loading in bfloat16 would round them."""
+    model = build().float()
+    slopes = model.transformer.relative_pe.slopes.clone()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, device="cpu", dtype=torch.bfloat16)
+    for narrow in (loaded, model.to(torch.bfloat16), model.half()):
+        assert narrow.lm_head.weight.itemsize == 2
+        assert torch.equal(narrow.transformer.relative_pe.slopes, slopes)
+    assert model.double().transformer.relative_pe.slopes.dtype == torch.float64
+
+
+def test_what_configurations_mean_without_saying_it() -> None:
+    """The first models of JAIS name their scales otherwise; Baichuan2 is told by its vocabulary."""
+    older = {"embeddings_scale": 14.6, "width_scale": 0.22, "scale_qk_dot_by_d": True}
+    config = JaisConfig.from_dict(older)
+    assert config.mup_embeddings_scale == 14.6 and config.mup_width_scale == 0.22
+    assert config.mup_scale_qk_dot_by_d
+    assert BaichuanConfig(vocab_size=125_696).normalize_head
+    assert not BaichuanConfig(vocab_size=64_000).normalize_head
+    assert BaichuanConfig(vocab_size=64_000, normalize_head=True).normalize_head
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (JaisConfig, {"position_embedding_type": "learned"}, r"one of \('alibi',\), got 'learn"),
+        (JaisConfig, {"n_embd": 50}, r"n_embd must be a multiple of 6 heads, got 50"),
+        (JaisConfig, {"alibi_scaling": {"factor": 0}}, r"must be None or a mapping with a pos"),
+        (BtlmConfig, {"alibi_scaling": {"type": "cubic", "factor": 2}}, r"None or a mapping with"),
+        (JaisConfig, {"reorder_and_upcast_attn": True}, r"and_upcast_attn must be False, got T"),
+        (JaisConfig, {"activation_function": "exec"}, r"must be 'swiglu' or the name"),
+        (BaichuanConfig, {"max_position_embeddings": 4096}, r"absent: the models .* got 4096"),
+        (BaichuanConfig, {"hidden_size": 50}, r"hidden_size must be a multiple of 6 heads, got 5"),
+        (BaichuanConfig, {"hidden_act": "exec"}, r"hidden_act must be the name of an activation"),
+        (BaichuanConfig, {"num_hidden_layers": 10**9}, r"num_hidden_layers must be at most 2048"),
+        (BaichuanConfig, {"normalize_head": 1}, r"head must be None, True or False, got 1"),
+    ],
+)
+def test_refused_configurations(config: Any, changes: dict[str, Any], message: str) -> None:
+    sizes = BAICHUAN if config is BaichuanConfig else JAIS
+    with pytest.raises(ValueError, match=f"{config.__name__}: .*{message}"):
+        config.from_dict({**sizes, **changes})
