@@ -178,7 +178,9 @@ def _with_four_axes(mask: ArrayLike, problem: _checks.Problem, wide: type) -> Ar
 def _clamp(integers: ArrayLike, low: int, high: int) -> Array:
     integers = jnp.asarray(integers)
     limits = jnp.iinfo(integers.dtype)
-    clamped = jnp.clip(integers, max(low, limits.min), min(high, limits.max))
+    if isinstance(high, int):  # and no symbol of jax.export
+        high = min(high, limits.max)
+    clamped = jnp.clip(integers, max(low, limits.min), high)
     return clamped.astype(jnp.int32)
 
 
