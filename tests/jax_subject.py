@@ -20,10 +20,10 @@ HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, 
 
 
 @contextmanager
-def known_dropout():
-    """Draw SEED for the dropout mask, so that the mask is known."""
+def known_dropout(seed=SEED):
+    """Draw this seed for the dropout mask, so that the mask is known."""
     original = call.draw_seed
-    call.draw_seed = lambda _: jnp.uint32(SEED)
+    call.draw_seed = lambda _: jnp.uint32(seed)
     yield
     call.draw_seed = original
 
@@ -31,6 +31,7 @@ def known_dropout():
 @dataclass(frozen=True)
 class JaxSubject:
     implementation: str
+    seed: int = SEED
 
     @functools.cache  # noqa: B019  # compiling takes the time: cases of the same sizes and options share a program
     def program(self, **options):
@@ -55,7 +56,7 @@ class JaxSubject:
     def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
         assert layout == "plain", "JAX arrays have no strides"
         wide = "float64" if dtype == "float64" else "float32"
-        with jax.enable_x64(dtype == "float64"), known_dropout():
+        with jax.enable_x64(dtype == "float64"), known_dropout(self.seed):
             arrays = {
                 name: to_jax(name, array, dtype if name in ("q", "k", "v", "dout") else wide)
                 for name in ("q", "k", "v", "left", "right", "dout", "dlse")
