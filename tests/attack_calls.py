@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -137,9 +138,7 @@ def run_torch(call: RandomCall, implementation: str) -> Results:
     bound = None
     if call.bounded and case.S:
         bound = leaves["k"].detach().to(wide).norm(dim=-1).amax(-1) * 1.0001
-    original = calls.draw_seed
-    calls.draw_seed = lambda device: torch.tensor(call.seed, device=device)
-    try:
+    with mock.patch.object(calls, "draw_seed", lambda device: torch.tensor(call.seed)):
         out, lse = linbias.torch.attention(
             **arguments(leaves),
             causal=case.causal,
@@ -151,8 +150,6 @@ def run_torch(call: RandomCall, implementation: str) -> Results:
             implementation=implementation,
             return_lse=True,
         )
-    finally:
-        calls.draw_seed = original
     results = {"out": out, "lse": lse}
     dlse = torch.tensor(call.inputs.dlse, dtype=lse.dtype) * (lse.detach() > -torch.inf)
     pairs = [(out, torch.tensor(call.inputs.dout, dtype=out.dtype)), (lse, dlse)]

@@ -1,7 +1,8 @@
 """What Triton's interpreter lacks: bfloat16 as the hardware rounds and multiplies it, and an error where a kernel strays.
 
 The interpreter stores bfloat16 as uint16, multiplies these as integers, and cuts off where a GPU rounds to nearest. And it
-reads and writes through bare pointers: outside an array it finds what happens to lie there. `repaired` mends both.
+reads and writes through bare pointers: outside an array it finds what happens to lie there. `repaired` mends both, and
+spares the interpreter's search through all of `triton.language` at every call of a function inside a kernel.
 """
 
 from collections.abc import Iterator
@@ -29,11 +30,21 @@ def repaired() -> Iterator[None]:
         arrays.check(pointers, mask) or memory.store(pointers, value, mask)
     )
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    patch_lang = interpreter._patch_lang
     call, multiply, cast = executor.__call__, builder.create_dot, builder.cast_impl
 
     def run(self, *arguments, **options):
         arrays.take((*arguments, *options.values()))
-        return call(self, *arguments, **options)
+        # What is replaced for one function stays replaced, for all of its module, until the kernel ends.
+        seen: set[str] = set()
+
+        def patch_once(fn):
+            if fn.__module__ not in seen:
+                seen.add(fn.__module__)
+                return patch_lang(fn)
+
+        with mock.patch.object(interpreter, "_patch_lang", patch_once):
+            return call(self, *arguments, **options)
 
     def create_dot(self, a, b, added, *rest):
         a, b = (cast_impl(self, x, tl.float32) for x in (a, b))

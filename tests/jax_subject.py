@@ -1,8 +1,8 @@
 """What the tests of `linbias.jax` share: the contract's subject, and arrays to call with."""
 
 import functools
-from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,6 @@ from linbias.jax import attention, call, cpu
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
-
-
-@contextmanager
-def known_dropout(seed=SEED):
-    """Draw this seed for the dropout mask, so that the mask is known."""
-    original = call.draw_seed
-    call.draw_seed = lambda _: jnp.uint32(seed)
-    yield
-    call.draw_seed = original
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,8 @@ class JaxSubject:
     def run(self, inputs, case, dtype, *, tolerance=None, layout="plain"):
         assert layout == "plain", "JAX arrays have no strides"
         wide = "float64" if dtype == "float64" else "float32"
-        with jax.enable_x64(dtype == "float64"), known_dropout(self.seed):
+        known_dropout = mock.patch.object(call, "draw_seed", lambda _: jnp.uint32(self.seed))
+        with jax.enable_x64(dtype == "float64"), known_dropout:
             arrays = {
                 name: to_jax(name, array, dtype if name in ("q", "k", "v", "dout") else wide)
                 for name in ("q", "k", "v", "left", "right", "dout", "dlse")

@@ -210,11 +210,7 @@ def test_every_part_that_a_script_writes_names_the_command():
 
 def test_the_table_of_defects_is_that_of_its_record():
     """`python runs/existing_defects.py --table` writes it."""
-    sys.path.insert(0, str(ROOT / "runs"))
-    try:
-        defects = importlib.import_module("existing_defects")
-    finally:
-        sys.path.pop(0)
+    defects = run_script("existing_defects")
     written = defects.table(json.loads(defects.RECORD.read_text()))
     assert written in defects.DOCUMENT.read_text(encoding="utf-8")
 

@@ -4,12 +4,12 @@ import re
 import sys
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import linbias
 from explorer_page import HEADS, OUTPUT, SCALED, Explorer, chapters_table, explained
-from linbias import cli, explore
+from linbias import explore
 from linbias.explore.data import WORDS
+from test_cli import run
 
 
 def test_the_slider_overrides_the_slope_of_one_head(open_state):
@@ -358,10 +358,6 @@ def test_a_missing_anywidget_is_named(monkeypatch):
 
 
 # The command
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "100"})
 
 
 def test_the_command_writes_the_page_and_opens_it(monkeypatch, tmp_path):

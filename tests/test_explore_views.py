@@ -8,11 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 import linbias
 from linbias import explore, near_to_far
-from linbias.explore import results
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.data.words import save_word_tokenizer
+from linbias.explore import model, results
+from linbias.lm.settings import ExtrapolateSettings
 from linbias.methods import METHODS
+from linbias.models import (
+    LinbiasConfig,
+    LinbiasForCausalLM,
+    PaperConfig,
+    PaperForCausalLM,
+    fuse,
+    load,
+)
+from test_cli import run
 
 ROOT = Path(__file__).parents[1]
 JS = ROOT / "src" / "linbias" / "explore" / "js"
@@ -316,8 +331,6 @@ def record(method: str, length: int, seed: int, nll: float, test_length: int) ->
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A run of two training lengths and two seeds, one method of which ends with its table and one diverges."""
-    from linbias.lm.settings import ExtrapolateSettings
-
     settings = ExtrapolateSettings(
         methods=("alibi", "learned"), train_lengths=(4, 8), seeds=(0, 1)
     )
@@ -403,11 +416,6 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
-    from linbias.data.tokenizers import byte_tokenizer
-    from linbias.models import LinbiasConfig, LinbiasForCausalLM
-
     torch.manual_seed(0)
     config = LinbiasConfig(
         **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -421,18 +429,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown_model(model_folder, text_file) -> dict[str, Any]:
-    from linbias.explore import model
-
     return model.read(model_folder, text_file, limit_tokens=40)
 
 
 @pytest.fixture(scope="module")
 def weights(model_folder, text_file) -> np.ndarray:
     """[layers, heads, T, T], from the model itself."""
-    import torch
-
-    from linbias.models.loading import load
-
     ids = torch.tensor([list(text_file.read_bytes()[:40])])
     with torch.no_grad():
         found = load(model_folder, device="cpu")(ids, output_attentions=True).attentions
@@ -453,11 +455,6 @@ def test_a_model_is_packed_within_16_bits(shown_model, weights):
 
 
 def test_the_words_of_a_paper_model(tmp_path):
-    from linbias.data.dictionary import Dictionary
-    from linbias.data.words import save_word_tokenizer
-    from linbias.explore import model
-    from linbias.models import PaperConfig, PaperForCausalLM
-
     words = Dictionary.from_counts({"a": 2, "b": 1}, padding_factor=8)
     sizes = {"vocab_size": 8, "cutoffs": (4,), "hidden_size": 16, "num_hidden_layers": 1}
     config = PaperConfig(**sizes, num_attention_heads=2, intermediate_size=16)
@@ -472,8 +469,6 @@ def test_the_words_of_a_paper_model(tmp_path):
 
 
 def test_reach_is_measured_over_the_later_half_of_the_rows():
-    from linbias.explore import model
-
     bands = np.zeros((1, 2, 8, 8))
     for t in range(8):
         bands[0, 0, t, t] = 1.0  # looks at itself
@@ -484,12 +479,6 @@ def test_reach_is_measured_over_the_later_half_of_the_rows():
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
 def test_slopes_of_other_families_are_those_of_their_attention(kind):
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from linbias.explore import model
-    from linbias.models import fuse
-
     sizes = {"vocab_size": 64, "hidden_size": 48, "d_model": 48}
     counts = {"num_hidden_layers": 1, "n_layers": 1, "num_attention_heads": 6, "n_heads": 6}
     extra = {"falcon": {"alibi": True}}.get(kind, {})
@@ -507,11 +496,6 @@ def test_slopes_of_other_families_are_those_of_their_attention(kind):
 
 
 def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, text_file, model_folder, tmp_path, monkeypatch):  # fmt: skip
-    import torch
-    from transformers import BertConfig, BertLMHeadModel
-
-    from linbias.explore import model
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24)
@@ -540,8 +524,6 @@ def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, 
 
 
 def test_the_page_holds_so_many_weights():
-    from linbias.explore import model
-
     for matrices, causal in ((24, True), (384, True), (1000, False), (10**9, True)):
         T = model.most_tokens(matrices, causal)
         cost = [t * (t + 1) / 2 if causal else t * t for t in (T, T + 1)]
@@ -559,8 +541,6 @@ def test_the_page_holds_so_many_weights():
     ],
 )
 def test_what_a_model_cannot_read_is_refused(tmp_path, model_folder, content, limit, rule):
-    from linbias.explore import model
-
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
@@ -635,22 +615,18 @@ def test_a_text_is_shown_as_text(visit, model_file):
 
 
 def test_the_command_puts_results_and_a_model_into_the_page(run_folder, model_folder, text_file, tmp_path):  # fmt: skip
-    from typer.testing import CliRunner
-
-    from linbias import cli
-
-    run, output = CliRunner(), tmp_path / "page.html"
-    fixed = ["explore", "--no-open", "-o", str(output)]
-    given = [str(model_folder), "--text", str(text_file), "--results", str(run_folder)]
-    assert run.invoke(cli.app, [*fixed, *given]).exit_code == 0
+    output = tmp_path / "page.html"
+    fixed = ["explore", "--no-open", "-o", output]
+    given = [model_folder, "--text", text_file, "--results", run_folder]
+    assert run(*fixed, *given).exit_code == 0
     data = re.search(
         r'<script type="application/json" id="data">(.*?)</script>', output.read_text("utf-8")
     )
     content = json.loads(data[1])
     assert content["model"]["text"] == text_file.name
     assert [one["name"] for one in content["results"]["runs"]] == ["<b>run"]
-    for arguments in ([str(model_folder)], ["--text", str(text_file)]):
-        failed = run.invoke(cli.app, [*fixed, *arguments])
+    for arguments in ([model_folder], ["--text", text_file]):
+        failed = run(*fixed, *arguments)
         assert failed.exit_code == 2
         assert "MODEL and --text must come together" in failed.output
 

@@ -75,7 +75,9 @@ FORWARD_MODES = {
 }
 
 
-@pytest.mark.parametrize("argument", (0, 1, 2, 3))
+@pytest.mark.parametrize(
+    "argument", (0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2)), 3)
+)
 @pytest.mark.parametrize("how", FORWARD_MODES)
 def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, argument):
     given = [*map(jnp.asarray, random(1, 5, 2, 4)), jnp.array([0.5, 0.1])]

@@ -105,7 +105,9 @@ def test_killed_run_ends_with_the_weights_of_an_unbroken_one(
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
-@pytest.mark.parametrize("full_at", ["optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize(
+    "full_at", ["optimizer.pt", pytest.param("model.safetensors", marks=pytest.mark.thorough)]
+)
 def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     full_at: str,
     unbroken: Path,

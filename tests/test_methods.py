@@ -65,6 +65,7 @@ assert data["methods"]["dummy"] == dummy
 """
 
 
+@pytest.mark.processes
 def test_a_method_is_added_by_its_class_and_its_record():
     done = subprocess.run(
         [sys.executable, "-c", ADD_A_METHOD],

@@ -220,7 +220,10 @@ def test_parts_of_a_batch_add_up_to_its_loss() -> None:
     assert LinbiasForCausalLM.accepts_loss_kwargs
 
 
-@every_position
+@pytest.mark.parametrize(
+    "position",
+    ["alibi", *(pytest.param(p, marks=pytest.mark.thorough) for p in POSITIONS if p != "alibi")],
+)
 def test_compiled_model_equals_eager(position: str) -> None:
     torch._dynamo.reset()
     model, ids = build(position=position), tokens(2, 16)

@@ -58,6 +58,7 @@ print(len(before) > 10_000, "linbias.models.loading" in sys.modules, "linbias.lm
 """
 
 
+@pytest.mark.processes
 def test_imports_leave_transformers_as_it_was() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SNAPSHOT], capture_output=True, text=True, check=False

@@ -351,9 +351,19 @@ def test_folder_is_read_whole_or_refused(zipf: dict[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "texts", "settings"),
     [
-        ("wikitext-2", {"train": "train", "valid": "valid", "test": "test"}, {}),
+        pytest.param(
+            "wikitext-2",
+            {"train": "train", "valid": "valid", "test": "test"},
+            {},
+            marks=pytest.mark.thorough,
+        ),
         ("slices", {"valid": "slice20k", "test": "slice4k"}, {"dictionary": True}),
-        ("wikitext-2-v1024", {"train": "train", "valid": "valid"}, {"nwords": 1024}),
+        pytest.param(
+            "wikitext-2-v1024",
+            {"train": "train", "valid": "valid"},
+            {"nwords": 1024},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_wikitext_2_becomes_the_original_s_files(

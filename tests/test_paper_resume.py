@@ -48,7 +48,12 @@ def test_killed_run_ends_like_an_unbroken_one(
 
 
 @pytest.mark.parametrize(
-    "full_at", ["checkpoint-10/optimizer.pt", "checkpoint-10/model.safetensors", ".partial"]
+    "full_at",
+    [
+        "checkpoint-10/model.safetensors",
+        pytest.param("checkpoint-10/optimizer.pt", marks=pytest.mark.thorough),
+        pytest.param(".partial", marks=pytest.mark.thorough),
+    ],
 )
 def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     full_at: str,

@@ -160,8 +160,12 @@ PACKAGES = (
 )
 
 
-def test_every_public_name_has_an_entry(site):
-    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+@pytest.fixture
+def inventory(site):
+    return InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+
+
+def test_every_public_name_has_an_entry(inventory):
     entries = {
         name for kind, items in inventory.items() if kind.startswith("py:") for name in items
     }
@@ -181,8 +185,7 @@ WITHOUT_EXAMPLE = {
 }  # fmt: skip
 
 
-def test_documented_names_are_few_and_shown_in_use(site):
-    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+def test_documented_names_are_few_and_shown_in_use(inventory):
     names = {
         name
         for kind in ("py:function", "py:class")

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,9 +30,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class TorchSubject:
-    def __init__(self, implementation: str, device: str = "cpu") -> None:
+    def __init__(self, implementation: str, device: str = "cpu", fixed: tuple[str, ...] = ()):
         self.implementation = implementation
         self.device = device
+        self.fixed = fixed  # arguments that take no gradient
 
     def forward(self, inputs, case, dtype, tolerance=None, layout="plain"):
         narrow = getattr(torch, dtype)
@@ -39,12 +41,13 @@ class TorchSubject:
         leaves = {
             name: _lay_out(torch.tensor(array, dtype=narrow if name in "qkv" else wide), layout)
             .to(self.device)
-            .requires_grad_()
+            .requires_grad_(name not in self.fixed)
             for name in ("q", "k", "v", "left", "right")
             if (array := getattr(inputs, name)) is not None
         }
         placement = {n: torch.tensor(x, device=self.device) for n, x in case.placement.items()}
-        with _seeded_dropout(SEED):
+        seed = torch.tensor(SEED, device=self.device)
+        with mock.patch("linbias.torch.call.draw_seed", lambda _: seed):
             out, lse = linbias.torch.attention(
                 **arguments(leaves),
                 causal=case.causal,
@@ -81,25 +84,10 @@ def _lay_out(array: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _to_numpy(tensors):
-    return {name: tensor.detach().cpu().double().numpy() for name, tensor in tensors.items()}
-
-
-class _seeded_dropout:
-    """Draw SEED for the dropout mask, so that the mask is known."""
-
-    def __init__(self, seed):
-        self.seed = seed
-
-    def __enter__(self):
-        from linbias.torch import call
-
-        self.original = call.draw_seed
-        call.draw_seed = lambda device: torch.tensor(self.seed, device=device)
-
-    def __exit__(self, *_):
-        from linbias.torch import call
-
-        call.draw_seed = self.original
+    return {
+        name: tensor if tensor is None else tensor.detach().cpu().double().numpy()
+        for name, tensor in tensors.items()
+    }
 
 
 OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of hidden keys
@@ -144,26 +132,29 @@ DECODING = (
 )
 
 
-@pytest.mark.parametrize("bounded", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", range(6))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
-    case = DECODING[index]
+def check_decoding(implementation, case, dtype, bounded):
+    """A call without gradients, with a bound on the norms of keys or without, is within the budget."""
     inputs = expected(case, dtype)[0]
     arrays = {n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)) for n in "qkv"}
-    bound = arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None
-    out, lse = linbias.torch.attention(
+    results = linbias.torch.attention(
         **arrays,
         slopes=inputs.left,
         right_slopes=inputs.right,
         causal=case.causal,
         **{n: torch.tensor(x) for n, x in case.placement.items()},
-        key_bound=bound,
+        key_bound=arrays["k"].double().norm(dim=-1).amax(-1) * 1.001 if bounded else None,
         implementation=implementation,
         return_lse=True,
     )
-    check_results({"out": out.double().numpy(), "lse": lse.double().numpy()}, case, dtype)
+    check_results(_to_numpy(dict(zip(("out", "lse"), results, strict=True))), case, dtype)
+
+
+@pytest.mark.parametrize("bounded", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
+    check_decoding(implementation, DECODING[index], dtype, bounded)
 
 
 def test_a_key_bound_spares_reading_far_keys():
@@ -196,24 +187,11 @@ def test_gradients_of_sdpa_with_fixed_slopes(name, dtype):
     """PyTorch takes other code then: without the gradient of its mask there is a fused backward."""
     case = by_name(name)
     inputs, truth, plains = expected(case, dtype)
-    leaves = {
-        n: torch.tensor(getattr(inputs, n), dtype=getattr(torch, dtype)).requires_grad_()
-        for n in "qkv"
-    }
-    out, lse = linbias.torch.attention(
-        **leaves,
-        slopes=inputs.left,
-        causal=case.causal,
-        **{n: torch.tensor(x) for n, x in case.placement.items()},
-        implementation="sdpa",
-        return_lse=True,
-    )
-    dout = torch.tensor(inputs.dout, dtype=out.dtype)
-    dlse = torch.tensor(inputs.dlse, dtype=lse.dtype) * (lse > -torch.inf)
-    torch.autograd.backward((out, lse), (dout, dlse))
-    for n, leaf in leaves.items():
+    gradients = TorchSubject("sdpa", fixed=("left",)).run(inputs, case, dtype)[1]
+    assert gradients["left"] is None
+    for n in "qkv":
         plain = [p[1][n] for p in plains]
-        assert_within_budget(n, leaf.grad.double().numpy(), truth[1][n], plain, dtype)
+        assert_within_budget(n, gradients[n], truth[1][n], plain, dtype)
 
 
 @pytest.mark.parametrize("layout", ("heads last", "every second element"))
