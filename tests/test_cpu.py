@@ -18,8 +18,8 @@ from cases import by_name, far_block, make_inputs
 from contract import check_case
 from linbias import cpu
 from linbias.kernels import core
+from linbias.torch import attention, operator
 from linbias.torch import cpu as torch_cpu
-from linbias.torch import operator
 from test_torch import TorchSubject
 from truth import true_attention
 
@@ -240,6 +240,14 @@ def test_any_strides_are_read_rightly():
             np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_entries_of_a_row_may_lie_apart(size):
+    q = torch.randn(1, 2, size, 9).mT
+    assert q.stride(3) == 9
+    found = attention(q, q, q, implementation="cpu")
+    assert torch.equal(found, attention(*[q.contiguous()] * 3, implementation="cpu"))
+
+
 def test_results_do_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
     leaves = [torch.randn(1, n, 300, 24, requires_grad=True) for n in (4, 2, 2)]
@@ -273,7 +281,7 @@ def test_no_more_threads_than_cores_share_a_call(monkeypatch):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            linbias.torch.attention(q, q, q, implementation="cpu")
+            attention(q, q, q, implementation="cpu")
     finally:
         torch.set_num_threads(before)
     assert calls == [(1, torch_cpu._TEAM), (2, torch_cpu._TEAM), (2, 0)]
@@ -332,7 +340,7 @@ def test_what_it_cannot_run_is_said_and_passed_over():
     with pytest.raises(
         NotImplementedError, match="cpu cannot run this call: head sizes go up to 256, got 257"
     ):
-        linbias.torch.attention(q, q, q, implementation="cpu")
+        attention(q, q, q, implementation="cpu")
     assert linbias.torch.attention(q, q, q).shape == q.shape
     with pytest.raises(NotImplementedError, match="head sizes go up to 256, got 257"):
         linbias.torch.attention(q[..., :4], q[..., :4], q, implementation="cpu")
@@ -344,7 +352,7 @@ def test_without_the_compiled_core_the_reason_is_stated(monkeypatch):
     monkeypatch.setattr(core, "WHY_MISSING", "the compiled core cannot be imported")
     q = torch.ones(1, 1, 3, 4)
     with pytest.raises(NotImplementedError, match="the compiled core cannot be imported"):
-        linbias.torch.attention(q, q, q, implementation="cpu")
+        attention(q, q, q, implementation="cpu")
     assert linbias.torch.attention(q, q, q).shape == q.shape
     assert core.target() is None
 

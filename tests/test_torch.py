@@ -413,6 +413,25 @@ def test_a_mask_hides_keys_beside_everything_else_that_does(implementation, shap
         np.testing.assert_allclose(weights.detach(), wanted, atol=1e-12)
 
 
+def test_the_bias_that_sdpa_keeps_serves_its_own_slopes_only():
+    q, k, v = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    left, right = torch.tensor([[0.5, 0.1], [2.0, 0.0]], dtype=torch.float64)
+
+    def run(left, right, implementation):
+        given = {"causal": False, "right_slopes": right, "implementation": implementation}
+        return linbias.torch.attention(q, k, v, left, **given)
+
+    for slopes in ((left, right), (right, left), (left, left), (right, right)):
+        torch.testing.assert_close(run(*slopes, "sdpa"), run(*slopes, "dense"))
+    for learned in (0, 1):  # of slopes whose bias is kept by now
+        found = []
+        for implementation in ("sdpa", "dense"):
+            leaves = [x.clone().requires_grad_(i == learned) for i, x in enumerate((left, right))]
+            loss = run(*leaves, implementation).square().sum()
+            found += torch.autograd.grad(loss, leaves[learned])
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16"))
 @pytest.mark.parametrize("implementation", ("sdpa", "dense"))
 def test_numbers_of_a_mask_are_added_to_the_scores(implementation, dtype):

@@ -171,6 +171,7 @@ MESSAGES = [
         "variant 'directional' needs an even num_heads, got 3",
     ),
     (dict(variant="none", learned=True), "variant 'none' has no slopes to learn"),
+    (dict(variant="none_causal", learned=True), "variant 'none_causal' has no slopes to learn"),
     (dict(dropout=1.0), r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
 ]
 
@@ -186,6 +187,7 @@ CALLS = [
     (dict(query=X[:, 0, 0]), "query, key and value must all have 3 axes"),
     (dict(query=X, key_padding_mask=torch.zeros(2, 6) > 0), r"key_padding_mask must be \[B, S\] = \[2, 5\]"),
     (dict(query=X[:, :3], key=X, key_padding_mask=torch.tensor([[False] * 4 + [True]] * 2)), r"as many queries as keys \(T = 3, S = 5\)"),
+    (dict(query=X[:, :3], key=X, key_padding_mask=torch.tensor([[False] * 5, [False] * 4 + [True]])), r"as many queries as keys \(T = 3, S = 5\)"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from transformers.models.falcon import modeling_falcon
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, load, unfuse
 from linbias.models.cache import key_bound
-from linbias.models.fused import FAMILIES
+from linbias.models.fused import FAMILIES, bias
 from linbias.models.places import Places
 from small_models import GREEDY, RELEASED, needs_released
 
@@ -132,6 +132,24 @@ def test_rounding_of_the_checkpoint(make: Any) -> None:
         assert difference(fused(ids, attention_mask=mask).logits, theirs, mask) < 1e-5
         rounded = difference(exact(ids, attention_mask=mask).logits, theirs, mask)
     assert rounded > 1e-3 or isinstance(reference, BloomForCausalLM)
+
+
+@torch.no_grad()
+def test_a_bound_on_keys_covers_what_rounding_adds_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else decoding would leave keys unread that matter."""
+    fused = pair(MODELS["falcon, two key heads"], rounding="checkpoint")[1].bfloat16()
+    attend, given = bias.attention, []
+    monkeypatch.setattr(
+        bias, "attention", lambda *args, **o: given.append((args[1], o)) or attend(*args, **o)
+    )
+    ids, _ = batch(300)
+    cache = fused(ids[:, :-1], use_cache=True).past_key_values
+    fused(ids[:, -1:], past_key_values=cache, use_cache=True)
+    for keys, options in given:
+        bound = options["key_bound"]
+        assert bound is None or (bound >= keys.float().norm(dim=-1).amax(-1)).all()
 
 
 def test_bfloat16_bloom_is_nearer_to_float32_than_the_reference() -> None:
