@@ -94,12 +94,14 @@ CXX_SOURCES := $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
 SOURCES := CMakeLists.txt $(CXX_SOURCES)
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
+	@echo "installing linbias[lm] into $(VENV), which compiles its core: some minutes, once"
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[lm]'
 	touch $@
 
 # labml-nn asks for torchvision and torchtext, which its attention does not use and which must match torch's
 # build: installed without its dependencies, it needs only what is here already.
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev]'
+	@echo "installing what tests and documentation need besides, linbias[dev], into $(VENV): some minutes, once"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) 'linbias[dev]'
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-deps labml-nn labml
 	touch $@

@@ -47,13 +47,39 @@ def run_python(document: Path) -> int:
 
 
 def _packages(tree: ast.AST) -> set[str]:
+    return {name.split(".")[0] for name in _imports(tree)}
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """The names that are imported; of `from a import b` both a and a.b, which may be a module."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return {name.split(".")[0] for name in found}
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# What brings the packages of a page. The extra `lm` holds `torch` and `plots`.
+_EXTRAS = {
+    "lm": ("transformers", "datasets", "linbias.lm", "linbias.models", "linbias.data"),
+    "torch": ("torch", "linbias.torch"),
+    "plots": ("matplotlib", "linbias.plots"),
+    "jax": ("jax", "flax", "linbias.jax"),
+}
+
+
+def extras_needed(document: Path) -> list[str]:
+    """The extras of linbias that the Python blocks of a page need."""
+    imports = {name for block in blocks(document, "python") for name in _imports(ast.parse(block))}
+    needed = {
+        extra
+        for extra, packages in _EXTRAS.items()
+        for name in imports
+        if name.startswith(tuple(f"{package}." for package in packages)) or name in packages
+    }
+    return sorted(needed - {"torch", "plots"} if "lm" in needed else needed)
 
 
 def write_paper_model(folder: Path) -> None:

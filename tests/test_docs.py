@@ -22,6 +22,7 @@ from documents import (
     DOCUMENTS,
     ROOT,
     blocks,
+    extras_needed,
     run_python,
     write_existing_models,
     write_paper_model,
@@ -107,6 +108,13 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     for family in (LinbiasConfig, LinbiasForCausalLM):  # which a document registers
         monkeypatch.setattr(family, "_auto_class", None)
     assert run_python(document) == len(blocks(document, "python"))
+
+
+@pytest.mark.parametrize("document", [d for d in WITH_PYTHON if "docs" in d.parts], ids=name)
+def test_a_page_says_what_its_code_needs(document):
+    needed = extras_needed(document)
+    line = f"The code of this page needs `pip install '.[{','.join(needed)}]'` in a checkout."
+    assert (line in document.read_text(encoding="utf-8")) == bool(needed), line
 
 
 def test_there_are_examples_in_every_guide():

@@ -21,13 +21,12 @@ _LARGEST_BIAS = 1 << 26
 
 def asked_in_turn(problem: Problem) -> tuple[types.ModuleType, ...]:
     """The implementations in the order in which "auto" asks them."""
-    if (
-        torch.compiler.is_compiling() and _goes_to_onnx()
-    ):  # which has no function for operators of ours
+    compiling = torch.compiler.is_compiling()
+    if compiling and _goes_to_onnx():  # which has no function for operators of ours
         return dense, *IMPLEMENTATIONS
     if problem.device == "cpu":
         return _ON_CPU
-    if torch.compiler.is_compiling():  # what is compiled, or exported, runs at other lengths, too
+    if compiling:  # what is compiled, or exported, runs at other lengths, too
         return IMPLEMENTATIONS
     small = problem.B * problem.H * problem.T * problem.S <= _LARGEST_BIAS
     return _ELSEWHERE if small else IMPLEMENTATIONS
