@@ -465,6 +465,7 @@ ERRORS = [
     (["explain", "--slope=-1"], "slope must be at least 0 and finite, got -1"),
     (["explain", "--slope", "nan"], "slope must be at least 0 and finite, got nan"),
     (["explain", "--slope", "steep"], "--slope: must be numbers such as 0.5,0.25, got 'steep'"),
+    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "load_corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
     (["explain", "--slope", "1,2,3"], "slope must be one number or 2, one for each head, got 3"),
     (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
 ]  # fmt: skip
@@ -493,6 +494,8 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
     assert re.fullmatch(r"warning: read_text: corpus must be split .+\n", result.stderr)
     assert len(json.loads(result.stdout)) == 1
 
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "HEAD").write_text("a")
 
 @pytest.mark.parametrize(
     "words", [["generate", "output/absent"], ["train", "--corpus", "output/absent", "-o", "{tmp}"]]
