@@ -325,6 +325,26 @@ def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     assert abs(quarter["nll"] - none["nll"]) > 1e-3
     shown = run(*scaled).stdout
     assert re.search(r"length +slopes +stride", shown) and "x 0.25" in shown
+    parts = run(*scaled, columns=60).stdout.split("length")[1:]
+    assert len(parts) == 2 and all("slopes" in part and "x 0.25" in part for part in parts)
+
+
+@pytest.mark.filterwarnings("always")
+def test_interpolation_without_a_length_names_the_option_and_leaves_the_other_scales(
+    corpus, tmp_path
+):
+    sizes = {"vocab_size": 256, "hidden_size": 16, "n_head": 2, "n_layer": 1}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    words = ["evaluate", tmp_path, "--corpus", corpus, "--split", "test", "--limit-tokens", 20]
+    words += ["--length", 32, "-q", "--json", "--slope-scale"]
+    rule = "--train-length: must be given for --slope-scale interpolate"
+    said = run(*words, "none,interpolate,0.5")
+    assert f"warning: {rule}" in said.stderr and "interpolate is left out" in said.stderr
+    assert [row["slope_scale"] for row in json.loads(said.stdout)] == [None, 0.5]
+    assert f"error: {rule}" in run(*words, "interpolate").stderr
+    given = run(*words, "interpolate", "--train-length", 8)
+    assert [row["slope_scale"] for row in json.loads(given.stdout)] == ["interpolate"]
 
 
 def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, tmp_path):

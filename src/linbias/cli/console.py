@@ -122,11 +122,15 @@ def evaluation_table(
     Args:
         results: The evaluations.
         titles: The columns to show before tokens per second and memory.
-        slopes: For a second column, how the slopes of each evaluation were scaled.
+        slopes: For a second column, how the slopes of each evaluation were scaled. With the first it says which row
+            is which.
     """
     shown = (*titles, "tokens/s")
     heads = [*shown, "memory"]
-    table = NumberTable(*(heads if slopes is None else [heads[0], "slopes", *heads[1:]]))
+    if slopes is None:
+        table = NumberTable(*heads)
+    else:
+        table = NumberTable(heads[0], "slopes", *heads[1:], num_labels=2)
     for number, result in enumerate(results):
         cells = []
         for name, form in (_COLUMNS[title] for title in shown):

@@ -203,7 +203,9 @@ def evaluate(
             raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
         score: Callable[..., Any] = partial(measure, num_bytes=text.num_bytes)
         if hides:
-            score = _hidden_score(loaded, model)
+            score = _hidden_score(loaded, files.name)
+        if scales is not None and "interpolate" in scales and train_length is None:
+            scales = _without_interpolation(loaded.config, scales)
         choices = scales or (getattr(loaded.config, "slope_scale", None),)
 
         def slopes(scale: float | str | None) -> AbstractContextManager[None]:
@@ -268,6 +270,22 @@ def evaluate(
 
 
 def _scale_in_words(scale: float | str | None) -> str:
+def _without_interpolation(
+    config: Any, scales: tuple[float | str | None, ...]
+) -> tuple[float | str | None, ...]:
+    """The slope scales without "interpolate" where nothing says how long the model's training sequences were."""
+    from linbias.models.limits import stated_length
+
+    if stated_length(config) is not None:
+        return scales
+    rule = "--train-length: must be given for --slope-scale interpolate, since the model's configuration does not say it"
+    others = tuple(scale for scale in scales if scale != "interpolate")
+    if not others:
+        raise ValueError(rule)
+    warnings.warn(f"{rule}; interpolate is left out", stacklevel=1)
+    return others
+
+
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
