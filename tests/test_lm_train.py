@@ -160,6 +160,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_however_the_path_of_its_corpus_is_spelled(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_goes_on_with_other_steps_between_checkpoints_and_validations(
+    unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    interrupt(corpus, tmp_path, 6)
+    other = replace(SETTINGS, save_steps=4, validate_steps=3, validate_lengths=(8,), prompt="ab")
+    newest = interrupt(corpus, tmp_path, 9, other) / "checkpoint-8"
+    assert newest.exists()
+    assert_same_run(train_into(other, corpus, tmp_path), unbroken)
+    validated = [line["step"] for line in history(tmp_path) if line["validation_loss"]]
+    assert validated == [6, 9, 12]
+    kept = json.loads((tmp_path / "settings.json").read_text())["settings"]
+    assert (kept["save_steps"], kept["validate_lengths"]) == (4, [8])
+
+
 ) -> None:
     settings = replace(SETTINGS, steps=2, batch_size=2)
     monkeypatch.chdir(files.parent)

@@ -101,7 +101,10 @@ class Checkpoints(TrainerCallback):
         """Whether any was ever completed."""
         return any((checkpoint / _MARK).exists() for checkpoint in self._list())
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)  # the checkpoint may be of another cadence
         self._start = time.perf_counter() - self.seconds
 
     def on_step_end(
