@@ -604,6 +604,23 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
 # Ctrl-C, as a person does it
 
 
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(("at", "said"), [(1, "Nothing new was saved"), (3, "The same command")])
+def test_ctrl_c_says_whether_a_training_saved_anything(at, said, corpus, tmp_path, monkeypatch):
+    def interrupt(self, args, state, control, **_):
+        if state.global_step == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("linbias.lm.watch.FiniteLoss.on_step_begin", interrupt, raising=False)
+    words = [*RUN, "--steps", 5, "--save-steps", 2, "--corpus", corpus, "-o", tmp_path / "run"]
+    result = run(*words, "-q")
+    assert result.exit_code == 130
+    assert result.stderr.strip().startswith(f"Stopped. {said}")
+    result = run("evaluate", tmp_path / "run", "--corpus", corpus, "--limit-tokens", 20, "-q")
+    assert "training has not finished" in result.stderr
+    assert result.exit_code == (2 if at == 1 else 0), result.output
+
+
 @pytest.mark.processes
 def test_ctrl_c_leaves_a_run_that_the_same_command_ends(corpus, tmp_path):
     folder = tmp_path / "run"

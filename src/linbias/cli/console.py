@@ -42,10 +42,15 @@ class _Commands(TyperGroup):
             err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
-            resumable = context.invoked_subcommand in _RESUMABLE
-            advice = " The same command continues from here." if resumable else ""
-            err.print(f"\nStopped.{advice}")
+            err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
+
+
+def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
+    """What to do after Ctrl-C. A training says whether it has a checkpoint; the others keep all that was done."""
+    if command == "train" and not str(interrupt):
+        return " Nothing new was saved: the same command starts as this one did."
+    return " The same command continues from here." if command in _RESUMABLE else ""
 
 
 def _by_option(line: str, command: Any) -> str:
