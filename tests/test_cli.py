@@ -465,6 +465,7 @@ ERRORS = [
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (["train", "--steps", "1", "--tokens", "1"], "--steps, --tokens, --seconds, --epochs: must be given one at a time"),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
+    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "load_corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
     (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
     (["extrapolate", "--methods", "rope"], "--methods: must be among alibi"),
@@ -485,7 +486,6 @@ ERRORS = [
     (["explain", "--slope=-1"], "slope must be at least 0 and finite, got -1"),
     (["explain", "--slope", "nan"], "slope must be at least 0 and finite, got nan"),
     (["explain", "--slope", "steep"], "--slope: must be numbers such as 0.5,0.25, got 'steep'"),
-    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "load_corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
     (["explain", "--slope", "1,2,3"], "slope must be one number or 2, one for each head, got 3"),
     (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
 ]  # fmt: skip
@@ -494,6 +494,8 @@ ERRORS = [
 @pytest.mark.parametrize(("words", "message"), ERRORS)
 def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     places = {"model": model, "corpus": corpus, "tmp": tmp_path}
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "HEAD").write_text("a")
     (tmp_path / "one").write_text("a")
     (tmp_path / "nul").write_text("a\0b")
     result = run(*(word.format(**places) for word in words))
@@ -514,8 +516,6 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
     assert re.fullmatch(r"warning: read_text: corpus must be split .+\n", result.stderr)
     assert len(json.loads(result.stdout)) == 1
 
-    (tmp_path / "empty" / ".git").mkdir(parents=True)
-    (tmp_path / "empty" / ".git" / "HEAD").write_text("a")
 
 @pytest.mark.parametrize(
     "words", [["generate", "output/absent"], ["train", "--corpus", "output/absent", "-o", "{tmp}"]]

@@ -179,6 +179,7 @@ def evaluate(
     """
     from linbias._run.processes import choose_device, joined
     from linbias.lm import evaluate as measure
+    from linbias.lm.checkpoints import readable_model
     from linbias.lm.text import read_text
     from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM, unfuse
     from linbias.models.limits import default_length
@@ -192,7 +193,7 @@ def evaluate(
     with warnings.catch_warnings(), joined(chosen):
         if not speaks:  # the first process warns for all
             warnings.simplefilter("ignore")
-        files = Files.at("evaluate", model)
+        files = Files.at("evaluate", readable_model("evaluate", model))
         loaded = load(files, device=chosen)
         if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
             unfuse(loaded)
@@ -269,7 +270,6 @@ def evaluate(
     out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
 
 
-def _scale_in_words(scale: float | str | None) -> str:
 def _without_interpolation(
     config: Any, scales: tuple[float | str | None, ...]
 ) -> tuple[float | str | None, ...]:
@@ -286,6 +286,7 @@ def _without_interpolation(
     return others
 
 
+def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 

@@ -290,7 +290,7 @@ def _run(
     keep_checkpoint: bool,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    checkpoints = Checkpoints(output / "checkpoints")
+    checkpoints = Checkpoints(output / "checkpoints", corpus.tokenizer.save)
     tokens_per_step = settings.batch_size * settings.length
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
     history = LossHistory(output / "history.jsonl", tokens_per_step, more=_validation_entry)
