@@ -6,6 +6,7 @@
 // biased and scaled in float32; those of bfloat16 are in bits (log2).
 
 constexpr int64_t kGroups = kRows / kLanes16;  // of 16 queries each, in a tile
+constexpr double kLn2 = 0.6931471805599453;
 constexpr float kLog2eAcross = 1.44269504f, kLn2Across = 0.693147181f;
 
 // Keys and values as products want them, in terms; deep_D and deep_E are multiples of 32, the deepest product.
@@ -170,9 +171,10 @@ constexpr int64_t kQueriesAcross = (kRows + kDeep - 1) / kDeep * kDeep;
 constexpr int64_t kGroupScores = kKeys * kLanes16;                                     // of a group
 constexpr int64_t kGroupPairs = kGroupScores / 2, kPairsStep = kGroups * kGroupPairs;  // of a group, and of a tile
 
-// What a worker needs for one tile. `pivot` is row_max in the unit of scores, which differs for bfloat16.
+// What a worker needs for one tile. `pivot` is what to subtract from a score in its unit, which for bfloat16 is the
+// bit: row_max, and in backward the logarithm of the row's sum, `log_sum_bits`, on top of it.
 struct AcrossScratch : Rows<float> {
-  float pivot[kRows];
+  float pivot[kRows], log_sum_bits[kRows];
   uint16_t* rows;                       // [terms, kQueriesAcross, larger of deep_D, deep_E]: queries, or gradients
   uint32_t *q_across, *dout_across;     // [terms, kGroups, deep_D or deep_E / 2, 16]
   uint32_t *q_pairs, *dout_pairs;       // the second factor of sums over queries: BackwardAcross::pack_over_queries
@@ -232,20 +234,40 @@ LINBIAS_INLINE Floats less_product(Floats x, Floats a, Floats b) {
 #endif
 }
 
+// x as it is once it has been rounded: compilers may not fuse what made it with what comes.
+LINBIAS_INLINE Floats rounded(Floats x) {
+  asm("" : "+m"(x));
+  return x;
+}
+
+// Queries are multiplied by this power of two before their products with keys, and these by the rest of the scale:
+// where the scale is small, products may overflow of which the scores do not.
+inline float scale_of_queries(const Call& call) {
+  constexpr double kSmall = 0x1p-16, kSmallest = 0x1p-64;
+  const double size = call.scale < 0 ? -call.scale : call.scale;
+  if (!(size > 0 && size < kSmall)) return 1;
+  return static_cast<float>(__builtin_exp2(__builtin_floor(__builtin_log2(size > kSmallest ? size : kSmallest))));
+}
+
 // The biased scores of 16 queries and a block, one key at a time; -inf where the key is hidden. Those of bfloat16 are
 // in bits. Those of float32 (kFine) are not, so that slopes and scores keep all their digits; their bias is rounded
 // once, before the pivot is subtracted, so that forward and backward, whose pivots differ, round alike.
+//
+// Bits suit where the pivots, and in far blocks the bias, are below kLarge. Beyond, what a change of units rounds away
+// of a pivot would multiply weights, at last by 0 or infinity: there `large_score` takes the row's maximum from scores
+// that are rounded once more, like it, to its unit.
 template <bool kFine>
 struct BiasedAcross {
   const Tile<float>& tile;
   const int64_t block, num_keys;  // of the head from this block on
   const bool far, finite;
   static constexpr float kUnit = kFine ? 1.0f : kLog2eAcross;  // of scores
-  static constexpr float kSteepest = 1e30f;  // finite in bits, too, so that it is 0 times a distance of 0
-  Floats relative{};                         // positions of the queries, counted from the block's first key
-  Floats away{};                             // far: the bias of the key that is nearest
-  float scale, slope[2], outwards = 0;       // far: the slope, negative to the right
-  float further[kKeys];                      // far: the bias of a key on top of that
+  static constexpr float kSteepest = 3e38f;                    // finite, so that it is 0 times a distance of 0
+  static constexpr float kLarge = 0x1p14f;
+  Floats relative{};                    // positions of the queries, counted from the block's first key
+  Floats away{};                        // far: the bias of the key that is nearest
+  float scale, slope[2], outwards = 0;  // far: the slope, negative to the right
+  float further[kKeys];                 // far: the bias of a key on top of that
   bool hidden[2];
   int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
 
@@ -255,7 +277,7 @@ struct BiasedAcross {
         num_keys(of.head->num_keys - at * kKeys),
         far(of.is_far(at)),
         finite(of.head->radius[at] == of.head->radius[at]),
-        scale(static_cast<float>(of.call->scale) * kUnit) {
+        scale(static_cast<float>(of.call->scale / scale_of_queries(*of.call) * kUnit)) {
     for (int side = kLeft; side <= kRight; ++side) {
       hidden[side] = tile.hidden[side];
       const float steep = tile.slope[side] * kUnit;
@@ -296,6 +318,14 @@ struct BiasedAcross {
 
   LINBIAS_INLINE Floats distances(int64_t s) const { return relative - kNumbers.of[s]; }
 
+  // Whether bits suit queries with these pivots, which are infinite where no key has been seen.
+  LINBIAS_INLINE bool suits(Floats pivot) const {
+    if constexpr (kFine) return true;
+    const auto is_small = [](Floats x) { return (Lanes)(x < kLarge) & (Lanes)(x > -kLarge); };
+    const Lanes unseen = (Lanes)(pivot - pivot != 0.0f) & (Lanes)(pivot == pivot);
+    return in_all_lanes((is_small(pivot) | unseen) & is_small(far ? away : Floats{}));
+  }
+
   // The pivot is subtracted from every score of a query. In a far block it goes into `base`, far_base(pivot), first.
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
@@ -318,6 +348,11 @@ struct BiasedAcross {
       if (hidden[kRight]) y = distance < 0.0f ? lowest : y;
     }
     return s < num_keys ? y : lowest;
+  }
+
+  // A near_score less the row's maximum, in bits.
+  static LINBIAS_INLINE Floats large_score(Floats score, Floats row_max) {
+    return (rounded(score * kLn2Across) - row_max) * kLog2eAcross;
   }
 };
 
@@ -344,7 +379,14 @@ void load_queries_across(const Tile<float>& tile, const AcrossPacked<In>& packed
   const In* q = row_of<In>(call.q, tile.b, tile.h, tile.start);
   const Terms<uint16_t> rows = scratch.rows_of(packed.deep_D, kTermsOf<In>);
   pack_terms(q, call.q.row, tile.rows, call.D, kTermsOf<In> > 1 ? kRows : kQueriesAcross, rows);
-  pack_across(rows, tile.rows, across_of(scratch.q_across, packed.deep_D, kTermsOf<In>));
+  const Terms<uint32_t> across = across_of(scratch.q_across, packed.deep_D, kTermsOf<In>);
+  pack_across(rows, tile.rows, across);
+  const float factor = scale_of_queries(call);
+  if (factor == 1) return;
+  for (int64_t i = 0; i < across.count * across.step; i += kLanes16) {
+    const Words pairs = load_words(across.data + i);
+    store_words(across.data + i, round_to_pairs<false>(even_of_pairs(pairs) * factor, odd_of_pairs(pairs) * factor));
+  }
 }
 
 // The groups [first, end) of a tile's queries, which are multiplied with a block together. Each sees the first `shown`

@@ -340,6 +340,78 @@ void test_starts_beyond_counting() {
   }
 }
 
+// Scores so large that float32 tells only some of them apart: the weights of a row still add up to 1, in backward too.
+// Queries that stand far off, slopes up to the largest, large products.
+template <typename In>
+void test_large_scores() {
+  struct Large {
+    std::int64_t start;
+    double slope, product;
+  };
+  const Large larges[] = {{901'000'000, 2.5, 1}, {-998'000'123, 0.84, 1}, {1 << 30, 5, 1},   {300, 1e9, 1},
+                          {300, 1e34, 1},        {300, 3e35, 1},          {20'000, 0.83, 1}, {100, 0.1, 0x1p25},
+                          {100, 1, 0x1p50},        {90, 3e36, 0x1p50}};
+  constexpr bool kBrain = std::is_same_v<In, Brain>;
+  for (const std::int64_t T : {3, 53}) {
+    for (const Large& large : larges) {
+      const Case c{1, 1, 1, T, 200, 16, 8, false, false, {large.start}};
+      Inputs x = draw(c, true);
+      x.left = x.right = {large.slope};
+      for (double& value : x.q) value *= large.product;
+      for (std::vector<double>* ones : {&x.v, &x.dout}) std::fill(ones->begin(), ones->end(), 1);
+      const Truth truth = define(c, x);
+      on_every_target([&] {
+        for (const bool precise : {true, false}) {
+          Arrays<In> a(c, x);
+          a.call.precise = precise;
+          forward(a.call, a.results);
+          const std::string name = describe(c, Type<In>::name) + " slope " + std::to_string(large.slope);
+          bool ones = true, same_lse = true;
+          for (const auto out : a.out) ones = ones && std::abs(out - 1) < (kBrain ? 0x1p-7 : 1e-5);
+          for (std::size_t i = 0; i < truth.lse.size(); ++i) {
+            const double lse = double(a.row_max[i]) + double(a.log_sum[i]);
+            same_lse = same_lse && std::abs(lse - truth.lse[i]) <= kStep<In> * (1 + std::abs(truth.lse[i]));
+          }
+          check(ones, name, "large scores: out");
+          check(same_lse, name, "large scores: lse");
+          if (!precise) continue;  // such results are not differentiated
+          backward(a.call, a.gradients);
+          double weights = 0;
+          for (const auto gradient : a.dv) weights += gradient;
+          check(std::abs(weights / double(a.out.size()) - 1) < (kBrain ? 0x1p-7 : 1e-5), name, "large scores: dv");
+          const auto finite = [](auto y) { return std::isfinite(y); };
+          check(std::all_of(a.dk.begin(), a.dk.end(), finite), name, "large scores: dk");
+        }
+      });
+    }
+  }
+}
+
+// A scale so small that products would overflow before it.
+template <typename In>
+void test_small_scales() {
+  for (const std::int64_t T : {3, 53}) {
+    const Case c{1, 1, 1, T, 200, 16, 8, false, false, {150}};
+    Inputs x = draw(c, true);
+    x.left = x.right = {0.05};
+    const Truth truth = define(c, x);
+    for (double& value : x.q) value *= 0x1p84;
+    for (double& value : x.k) value *= 0x1p44;
+    on_every_target([&] {
+      Arrays<In> a(c, x);
+      a.call.scale *= 0x1p-128;
+      forward(a.call, a.results);
+      backward(a.call, a.gradients);
+      const std::string name = describe(c, Type<In>::name) + " small scale";
+      compare_forward(name, a, truth, kStep<In>, kStep<In>);
+      for (auto& gradient : a.dq) gradient *= static_cast<typename Arrays<In>::W>(0x1p84);
+      for (auto& gradient : a.dk) gradient *= static_cast<typename Arrays<In>::W>(0x1p44);
+      compare("dq", name, a.dq, truth.dq, gradient_step<In>());
+      compare("dk", name, a.dk, truth.dk, gradient_step<In>());
+    });
+  }
+}
+
 // Values far from 0: what backward takes differences from is then much larger than they are, and its rounding must not
 // add up over the distances.
 void test_slope_gradients_of_large_values() {
@@ -521,6 +593,10 @@ int main(int count, char** names) {
            test_starts_beyond_counting<float>,
            test_starts_beyond_counting<double>,
            test_starts_beyond_counting<Brain>,
+           test_large_scores<float>,
+           test_large_scores<Brain>,
+           test_small_scales<float>,
+           test_small_scales<Brain>,
            test_slope_gradients_of_large_values,
            test_numbers_of_float16,
            test_numbers_of_float32,

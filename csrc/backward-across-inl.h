@@ -52,7 +52,8 @@ struct BackwardAcross {
     scratch.clear_gradients();
     for (int64_t i = 0; i < kRows; ++i) {
       scratch.row_sum[i] = 1;
-      scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
+      scratch.row_max[i] = scratch.pivot[i] = kInfinity<float>;  // 2^(score - inf) = 0: no weight in a row without keys
+      scratch.log_sum_bits[i] = 0;
     }
     const int64_t at = tile.index(0), E = call.E, deep_E = packed.deep_E;
     const float* given = static_cast<const float*>(results.dout) + at * E;
@@ -103,9 +104,13 @@ struct BackwardAcross {
     const float row_max = static_cast<const float*>(results.saved.row_max)[tile.index(i)];
     const float log_sum = static_cast<const float*>(results.saved.log_sum)[tile.index(i)];
     if (log_sum == -kInfinity<float>) return false;
-    scratch.pivot[i] = row_max * Biased::kUnit;
-    if constexpr (kFine) scratch.row_sum[i] = natural_exp(log_sum);
-    else scratch.pivot[i] += log_sum * Biased::kUnit;
+    scratch.row_max[i] = scratch.pivot[i] = row_max;
+    if constexpr (kFine) {
+      scratch.row_sum[i] = natural_exp(log_sum);
+    } else {
+      scratch.log_sum_bits[i] = log_sum * Biased::kUnit;
+      scratch.pivot[i] = static_cast<float>((static_cast<double>(row_max) + static_cast<double>(log_sum)) / kLn2);
+    }
     return true;
   }
 
@@ -139,8 +144,8 @@ struct BackwardAcross {
         if (shown > 0 && negligible.of[group]) {
           biased.turn_to(group);
           const float* scores = scratch.score + (group - first) * kGroupScores;
-          negligible.of[group] =
-              biased.finite && biased.far && is_negligible_across(biased, group, allowance, scores, scratch);
+          negligible.of[group] = biased.finite && biased.far && biased.suits(load(scratch.pivot + group * kLanes16)) &&
+                                 is_negligible_across(biased, group, allowance, scores, scratch);
           if (negligible.of[group]) shown = 0;
         }
         if constexpr (!kFine) clear(group, shown);
@@ -187,9 +192,15 @@ struct BackwardAcross {
   LINBIAS_INLINE void score_gradients(const Weighing& of) {
     const Biased& biased = of.biased;
     const Floats pivot = load(scratch.pivot + of.group * kLanes16), base = biased.far_base(pivot);
-    const float* scores = scratch.score + of.place * kGroupScores;
+    float* scores = scratch.score + of.place * kGroupScores;
     const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
-    if (biased.far && !(call.dropout > 0)) {
+    const bool suits = biased.suits(pivot);
+    for (int64_t s = 0; s < of.shown && !suits; ++s) {
+      const Floats score = biased.near_score(load(scores + s * kLanes16), s);
+      store<float>(scores + s * kLanes16, Biased::large_score(score, load(scratch.row_max + of.group * kLanes16)) -
+                                              load(scratch.log_sum_bits + of.group * kLanes16));
+    }
+    if (suits && biased.far && !(call.dropout > 0)) {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
@@ -199,6 +210,7 @@ struct BackwardAcross {
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
       const Floats product = load(scores + s * kLanes16);
+      if (!suits) return product;
       return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s) - pivot;
     };
     if (call.dropout > 0) {

@@ -72,6 +72,7 @@ struct ForwardAcross {
         biased.turn_to(group);
         float* scores = scratch.score + (group - first) * kGroupScores;
         if (negligible.of[group] && biased.finite && biased.far &&
+            biased.suits(load(scratch.pivot + group * kLanes16)) &&
             is_negligible_across(biased, group, allowance, scores, scratch)) {
           groups.shown[group] = 0;
           continue;
@@ -89,7 +90,7 @@ struct ForwardAcross {
     float* pivots = scratch.pivot + group * kLanes16;
     float* sums = scratch.row_sum + group * kLanes16;
     const bool plain = (kFine || !call.precise) && !(call.dropout > 0);
-    if (biased.far && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
+    if (biased.far && biased.suits(load(pivots)) && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
       const Floats base = biased.far_base(load(pivots));
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
@@ -104,6 +105,14 @@ struct ForwardAcross {
     move_pivots(biased, group, scores);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
+    if (!biased.suits(pivot)) {
+      const Floats maxima = load(scratch.row_max + group * kLanes16),
+                   high = maxima == -kInfinity<float> ? pivot : maxima;
+      for (int64_t s = 0; s < biased.end_shown; ++s) {
+        store<float>(scores + s * kLanes16, Biased::large_score(load(scores + s * kLanes16), high));
+      }
+      pivot = Floats{};
+    }
     const auto score = [&](int64_t s) __attribute__((always_inline)) { return load(scores + s * kLanes16) - pivot; };
     const Floats added = plain ? round_weights<true>(biased, group, biased.end_shown, score, pairs)
                                : round_weights<false>(biased, group, biased.end_shown, score, pairs);
@@ -114,22 +123,18 @@ struct ForwardAcross {
   // Bias the products of a group in place, raise its pivots to the maxima, and scale what was summed before to them.
   LINBIAS_INLINE void move_pivots(const Biased& biased, int64_t group, float* scores) {
     Floats high = broadcast(-kInfinity<float>);
-    const Floats base = biased.far_base(Floats{});
     for (int64_t s = 0; s < biased.end_shown; ++s) {
-      const Floats product = load(scores + s * kLanes16);
-      const Floats x = biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s);
+      const Floats x = biased.near_score(load(scores + s * kLanes16), s);
       store<float>(scores + s * kLanes16, x);
       high = larger<float>(x, high);
     }
-    const Floats before = load(scratch.pivot + group * kLanes16);
-    // Round the pivot as backward will, which finds it from row_max.
-    const Floats row_max = kFine ? high : high * kLn2Across, found = row_max * Biased::kUnit;
-    const Lanes raised = (Lanes)(found > before);
+    float *maxima = scratch.row_max + group * kLanes16, *pivots = scratch.pivot + group * kLanes16;
+    const Floats before = load(maxima), row_max = kFine ? high : high * kLn2Across;
+    const Lanes raised = (Lanes)(row_max > before);
     if (in_all_lanes(~raised)) return;
-    const Floats pivot = raised ? found : before, shrink = raised ? Biased::weight(before - pivot) : broadcast(1.0f);
-    store<float>(scratch.pivot + group * kLanes16, pivot);
-    float* maxima = scratch.row_max + group * kLanes16;
-    store<float>(maxima, raised ? row_max : load(maxima));
+    const Floats shrink = raised ? Biased::weight((before - row_max) * Biased::kUnit) : broadcast(1.0f);
+    store<float>(maxima, raised ? row_max : before);
+    store<float>(pivots, raised ? row_max * Biased::kUnit : load(pivots));
     float *sums = scratch.row_sum + group * kLanes16, *left_out = scratch.left_out + group * kLanes16;
     store<float>(sums, load(sums) * shrink);
     store<float>(left_out, load(left_out) * shrink);
@@ -184,9 +189,8 @@ struct ForwardAcross {
         static_cast<float*>(results.row_max)[at + i] = row_max;
         // row_max is the pivot in bits, converted and rounded; what that lost is added to log_sum.
         const double bits = static_cast<double>(scratch.pivot[group * kLanes16 + i]);
-        const bool in_bits = !kFine && row_max - row_max == 0;
-        const float lost =
-            in_bits ? static_cast<float>(bits * 0.6931471805599453 - static_cast<double>(row_max)) : 0.0f;
+        const bool in_bits = !kFine && bits < Biased::kLarge && bits > -Biased::kLarge;
+        const float lost = in_bits ? static_cast<float>(bits * kLn2 - static_cast<double>(row_max)) : 0.0f;
         static_cast<float*>(results.log_sum)[at + i] = __builtin_logf(row_sum[i]) + lost;
       }
     }

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+import linbias
 from cases import round_to
 from linbias._checks import TOLERANCE
 
@@ -165,18 +166,14 @@ def probed_row(setting: Setting) -> int:
 
 def weights(chains: Chains) -> np.ndarray:
     """The definition in float64, scale 1: [C, T, S]; rows that see no key are zeros."""
-    T, S = chains.q.shape[1], chains.k.shape[1]
-    keys = np.arange(S)
-    distance = chains.start[:, None, None] + np.arange(T)[:, None] - keys
-    slope = np.where(distance > 0, chains.left[:, None, None], chains.right[:, None, None])
-    inside = (keys >= chains.first[:, None]) & (keys < chains.end[:, None])
-    with np.errstate(invalid="ignore"):
-        penalty = np.where(distance == 0, 0.0, slope * np.abs(distance))
-    score = np.where(inside[:, None], chains.q @ chains.k.swapaxes(1, 2) - penalty, -np.inf)
-    high = score.max(-1, keepdims=True, initial=-np.inf)
-    weight = np.exp(score - np.where(np.isneginf(high), 0.0, high))
-    total = weight.sum(-1, keepdims=True)
-    return weight / np.where(total == 0, 1.0, total)
+    return linbias.attention_weights(
+        *(x[:, None] for x in (chains.q, chains.k, chains.left)),
+        right_slopes=chains.right[:, None],
+        causal=False,
+        scale=1.0,
+        key_range=np.stack([chains.first, chains.end], -1),
+        query_start=chains.start,
+    )[:, 0]
 
 
 def begin(rng: np.random.Generator, setting: Setting) -> Chains:

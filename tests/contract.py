@@ -46,13 +46,10 @@ def expected(case: Case, dtype: str):
     wide = "float64" if dtype == "float64" else "float32"
     truth = true_attention(inputs, case, np.longdouble if dtype == "float64" else np.float64, SEED)
     plains = []
-    for turn, flip in (
-        (0, False),
-        (case.D // 3, True),
-        (case.D // 2, False),
-        (2 * case.D // 3, True),
-    ):
-        results, gradients = plain_attention(inputs, case, getattr(torch, wide), SEED, turn, flip)
+    keys = np.arange(case.S)
+    for third, order in ((0, keys), (2, keys[::-1].copy()), (3, keys), (4, keys[::-1].copy())):
+        turn = third * case.D // 6
+        results, gradients = plain_attention(inputs, case, getattr(torch, wide), SEED, turn, order)
         results["out"] = round_to(results["out"], dtype)
         gradients = {n: round_to(g, dtype if n in "qkv" else wide) for n, g in gradients.items()}
         plains.append((results, gradients))

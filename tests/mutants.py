@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import queue
@@ -28,9 +29,12 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+from linbias._run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
@@ -248,13 +252,7 @@ def keep_result(mutants: list[Mutant], result: Result) -> None:
     """Write down the results of the mutants that there are, in their order; another run may have added some."""
     results = read_results() | {result.breaks: result}
     kept = [results[m.breaks] for m in mutants if m.breaks in results]
-    _write_whole(RECORDS, "".join(json.dumps(asdict(r)) + "\n" for r in kept))
-
-
-def _write_whole(path: Path, content: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(path)
+    write_whole(RECORDS, "".join(json.dumps(asdict(r)) + "\n" for r in kept).encode())
 
 
 def verdict(mutant: Mutant, result: Result) -> str | None:
@@ -294,57 +292,43 @@ def table(mutants: list[Mutant], results: dict[str, Result]) -> str:
 def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float) -> list[str]:
     """Try out what is to do and keep each result at once; return what went wrong."""
     problems: list[str] = []
-    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in todo:
-        waiting.put(mutant)
-    lock, stopped, done = threading.Lock(), threading.Event(), 0
+    lock, numbers = threading.Lock(), itertools.count(1)
+    free: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 
-    def work() -> None:
-        nonlocal done
-        with (
-            tempfile.TemporaryDirectory(prefix="mutants-") as folder,
-            contextlib.closing(Workspace(Path(folder), seconds)) as workspace,
-        ):
-            while not stopped.is_set():
-                try:
-                    mutant = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                begin = time.perf_counter()
-                problem: str | None
-                try:
-                    result = Result(mutant.breaks, mutant.key, workspace.try_out(mutant))
-                    problem = verdict(mutant, result)
-                    outcome = problem or result.killed_by or "survives, as expected"
-                except NoResult as error:
-                    result, problem = None, str(error)
-                    outcome = problem
-                with lock:
-                    done += 1
-                    if result is not None:
-                        keep_result(mutants, result)
-                    if problem:
-                        problems.append(
-                            f"{mutant.area}: {mutant.breaks}: {problem.splitlines()[0]}"
-                        )
-                    took = time.perf_counter() - begin
-                    print(
-                        f"[{done}/{len(todo)}] {mutant.breaks}: {outcome} ({took:.0f} s)",
-                        flush=True,
-                    )
+    def try_one(mutant: Mutant) -> None:
+        workspace, begin = free.get(), time.perf_counter()
+        result, problem = None, None
+        try:
+            result = Result(mutant.breaks, mutant.key, workspace.try_out(mutant))
+            problem = verdict(mutant, result)
+            outcome = problem or result.killed_by or "survives, as expected"
+        except NoResult as error:
+            problem = outcome = str(error)
+        finally:
+            free.put(workspace)
+        with lock:
+            if result is not None:
+                keep_result(mutants, result)
+            if problem:
+                problems.append(f"{mutant.area}: {mutant.breaks}: {problem.splitlines()[0]}")
+            place = f"[{next(numbers)}/{len(todo)}]"
+            took = time.perf_counter() - begin
+            print(f"{place} {mutant.breaks}: {outcome} ({took:.0f} s)", flush=True)
 
-    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(todo)))]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        print("stopping after what is being tried now")
-        stopped.set()
-        for thread in threads:
-            thread.join()
-        raise
+    with contextlib.ExitStack() as stack:
+        for _ in range(min(jobs, len(todo))):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
+            workspace = contextlib.closing(Workspace(Path(folder), seconds))
+            free.put(stack.enter_context(workspace))
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        tried = [pool.submit(try_one, mutant) for mutant in todo]
+        try:
+            for future in tried:
+                future.result()
+        except BaseException:
+            print("stopping after what is being tried now")
+            pool.shutdown(cancel_futures=True)
+            raise
     return problems
 
 
@@ -380,7 +364,7 @@ def main() -> int:
         if mutant not in todo and (problem := verdict(mutant, results[mutant.breaks])):
             problems.append(f"{mutant.area}: {mutant.breaks}: {problem}")
     if all(mutant.breaks in results for mutant in mutants):
-        _write_whole(TABLE, table(mutants, results))
+        write_whole(TABLE, table(mutants, results).encode())
     print(*problems, f"{len(problems)} problems", sep="\n")
     return 1 if problems else 0
 

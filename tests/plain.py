@@ -16,12 +16,12 @@ def plain_attention(
     dtype: torch.dtype,
     seed: int = 0,
     turn: int = 0,
-    flip: bool = False,
+    order: np.ndarray | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return {out, lse} and the gradients {q, k, v, left, right} as float64 arrays.
 
-    turn rotates the entries of q and k, flip reverses the order of the keys: the same sums in another order, as
-    good a computation, rounded otherwise.
+    turn rotates the entries of q and k, and the keys are taken in the order of these indices: the same sums in another
+    order, as good a computation, rounded otherwise.
     """
     inputs = replace(inputs, q=np.roll(inputs.q, turn, -1), k=np.roll(inputs.k, turn, -1))
     leaves = {
@@ -32,10 +32,11 @@ def plain_attention(
     keep = None
     if case.dropout:
         keep = torch.from_numpy(keep_mask(seed, case))
+    keys = torch.arange(case.S) if order is None else torch.tensor(order)
     rows = []
     for b in range(case.B):
         for h in range(case.H):
-            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h], flip))
+            rows.append(_one_head(leaves, case, b, h, None if keep is None else keep[b, h], keys))
     if rows:
         out = torch.stack([row[0] for row in rows]).view(case.B, case.H, case.T, case.E)
         lse = torch.stack([row[1] for row in rows]).view(case.B, case.H, case.T)
@@ -55,13 +56,10 @@ def plain_attention(
     return results, gradients
 
 
-def _one_head(leaves, case, b, h, keep, flip):
+def _one_head(leaves, case, b, h, keep, keys):
     q, k, v = leaves["q"][b, h], leaves["k"][b, h // (case.H // case.G)], leaves["v"]
-    v = v[b, h // (case.H // case.G)]
-    keys = torch.arange(case.S)
-    if flip:
-        k, v, keys = k.flip(0), v.flip(0), keys.flip(0)
-        keep = None if keep is None else keep.flip(1)
+    k, v = k[keys], v[b, h // (case.H // case.G)][keys]
+    keep = None if keep is None else keep[:, keys]
     left, right = (
         None if slope is None else slope[h] if slope.dim() == 1 else slope[b, h]
         for slope in (leaves["left"], leaves.get("right"))

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-import jax_subject  # noqa: F401  # makes JAX compile quickly
 from attack_calls import find_plains, find_truth, random_call, run_torch, worst_share
 from attack_mass import Setting, climb
 from attack_subjects import Attacked
@@ -50,10 +48,10 @@ def test_random_calls_are_functions_of_the_seed_and_see_an_error():
     for number in range(4):
         call = random_call([0, number], "float32")
         truth, plains = find_truth(call), find_plains(call, range(8))
-        actual = run_torch(call, "blocked", torch.float32)
-        assert worst_share(call, actual, truth, plains) <= 1
-        again = run_torch(random_call([0, number], "float32"), "blocked", torch.float32)
+        actual = run_torch(call, "blocked")
+        assert worst_share(call, actual, truth, plains)[0] <= 1
+        again = run_torch(random_call([0, number], "float32"), "blocked")
         assert all(np.array_equal(x, again[name], equal_nan=True) for name, x in actual.items())
         if actual["out"].any():
-            with pytest.raises(AssertionError, match="out: error"):
-                worst_share(call, actual | {"out": actual["out"] * 1.1}, truth, plains)
+            share, words = worst_share(call, actual | {"out": actual["out"] * 1.1}, truth, plains)
+            assert share > 1 and words.startswith("out: error")

@@ -21,6 +21,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 from typer.testing import CliRunner, Result
 
+from chapter import HEADS, OUTPUT, chapters_table
 from interrupting import torchrun
 from linbias import _extras, cli, example
 from linbias.cli import console
@@ -63,32 +64,9 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # explain: the numbers that the book chapter prints
 
-CHAPTER = {
-    "Weights of head 0, slope 0.5": """
-        0.2879 0.3541 0.2148 0.0642 0.0790
-        0.3791 0.1520 0.3791 0.0559 0.0339
-        0.1003 0.1653 0.5527 0.0815 0.1003
-        0.0796 0.1312 0.2163 0.3566 0.2163
-        0.0341 0.1140 0.1880 0.1528 0.5110""",
-    "Weights of head 1, slope 0.25": """
-        0.2142 0.3384 0.1299 0.2052 0.1122
-        0.3002 0.1901 0.1480 0.2338 0.1279
-        0.1077 0.2806 0.1776 0.2806 0.1534
-        0.1106 0.1421 0.0899 0.4750 0.1824
-        0.1545 0.0978 0.1256 0.3271 0.2949""",
-    "Weights, average of the 2 heads": """
-        0.2510 0.3462 0.1724 0.1347 0.0956
-        0.3397 0.1710 0.2636 0.1449 0.0809
-        0.1040 0.2229 0.3652 0.1810 0.1268
-        0.0951 0.1366 0.1531 0.4158 0.1994
-        0.0943 0.1059 0.1568 0.2400 0.4030""",
-    "Output, heads side by side": """
-        0.3274 0.3936 0.1861 0.2613
-        0.3961 0.1689 0.2120 0.2977
-        0.1504 0.2154 0.2544 0.3573
-        0.1877 0.2393 0.1811 0.5662
-        0.2896 0.3695 0.2731 0.4746""",
-}
+TITLES = ("Weights of head 0, slope 0.5", "Weights of head 1, slope 0.25")
+TITLES += ("Weights, average of the 2 heads", "Output, heads side by side")
+CHAPTER = dict(zip(TITLES, (*HEADS.split("\n\n"), OUTPUT), strict=True))
 STANDARD_THE = ["0.1237", "0.2509", "0.2509", "0.1237", "0.2509"]  # head 0, without a bias
 
 
@@ -100,7 +78,7 @@ def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns)
         if columns > 40:  # else the second one stands below
             lines = [line.split() for line in block.splitlines()]
             assert " ".join(lines[0]) == title
-            rows = [line.split() for line in numbers.strip().splitlines()]
+            rows = [row[1:] for row in chapters_table(numbers)]
             size = len(rows[0])
             assert [line[1 : 1 + size] for line in lines[3:]] == rows
             assert [line[0] for line in lines[3:]] == ["The", "cat", "sat", "on", "mat"]
@@ -165,7 +143,8 @@ def test_explain_writes_the_same_numbers_as_csv(tmp_path):
 
     keys = (("weight", "0"), ("weight", "1"), ("weight", "average"), ("output", "all"))
     for (quantity, head), numbers in zip(keys, CHAPTER.values(), strict=True):
-        assert matrix("with", quantity, head) == numbers.split()
+        cells = [cell for row in chapters_table(numbers) for cell in row[1:]]
+        assert matrix("with", quantity, head) == cells
     assert matrix("without", "weight", "0")[:5] == STANDARD_THE
     assert (lines[1]["query_token"], lines[1]["key_token"]) == ("The", "cat")
     assert run("explain", "--csv", "--json").exit_code == 2

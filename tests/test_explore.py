@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import linbias
-from explorer_page import HEADS, OUTPUT, SCALED, chapters_table, explained
+from chapter import HEADS, OUTPUT, SCALED, chapters_table
+from explorer_page import explained
 from linbias import explore
 from linbias.explore import data
 from linbias.explore.bundle import bundle, read_module

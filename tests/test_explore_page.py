@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import linbias
-from explorer_page import HEADS, OUTPUT, SCALED, Explorer, chapters_table, explained
+from chapter import HEADS, OUTPUT, SCALED, chapters_table
+from explorer_page import Explorer, explained
 from linbias import explore
 from linbias.explore.data import WORDS
 from test_cli import run

@@ -166,6 +166,86 @@ def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
     )
 
 
+EXPLICIT = """
+import numpy as np, jax, linbias, linbias.jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+given = np.random.default_rng(0).normal(size=(3, 2, 300, 4, 8)).astype(np.float32)
+key_range = np.array([[3, 300], [0, 41]])
+for spec in (P("x"), P(None, None, "x"), P(None, "x"), P(None, None, None, "x"), P()):
+    split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in given]
+    for name in ("auto", "blocked", "dense"):
+        def loss(q, k, v):
+            out, lse = linbias.jax.attention(q, k, v, causal=False, key_range=key_range, return_lse=True, implementation=name)
+            return (out**2).sum() + lse.sum(), out
+        run = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        want = run(*given)
+        with jax.set_mesh(mesh):
+            both = run(*split), jax.jit(run)(*split)
+        for found in both:
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+            assert tuple(found[0][1].sharding.spec)[:3] == (*spec, None, None, None)[:3]
+        out = linbias.jax.attention(*split, implementation=name)  # outside of the mesh
+        np.testing.assert_allclose(out, linbias.jax.attention(*given), atol=1e-5)
+    weights = linbias.jax.attention_weights(*split[:2])
+    np.testing.assert_allclose(weights, linbias.jax.attention_weights(*given[:2]), atol=1e-6)
+run = jax.shard_map(lambda q: linbias.jax.attention(q, q, q), mesh=mesh, in_specs=P(None, None, "x"), out_specs=P(None, None, "x"))
+try:
+    run(jax.device_put(given[0], NamedSharding(mesh, P(None, None, "x"))))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+@needs_core
+def test_explicit_mesh_axes_and_a_shard_that_does_not_know_its_slopes():
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", EXPLICIT],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "attention: slopes must be given inside shard_map, here over 'x'" in done.stdout
+
+
+@pytest.mark.parametrize("implementation", ("blocked", "dense"))
+def test_lengths_may_be_symbols_in_an_exported_program(implementation):
+    def loss(q, k, v, key_range):
+        out, lse = attention(
+            q,
+            k,
+            v,
+            causal=False,
+            key_range=key_range,
+            return_lse=True,
+            implementation=implementation,
+        )
+        return (out**2).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum(), out
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    B, T, S = jax.export.symbolic_shape("B, T, S")
+    shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
+    exported = jax.export.export(run)(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
+        jax.ShapeDtypeStruct((B, 2), jnp.int32),
+    )
+    for B, T, S in ((1, 5, 5), (2, 300, 700), (2, 300, 20)):
+        random = np.random.default_rng(0)
+        shapes = (B, T, 2, 8), (B, S, 1, 8), (B, S, 1, 5)
+        given = [random.normal(size=shape).astype(np.float32) for shape in shapes]
+        ranges = np.array([[0, S], [3, S - 2]][:B], np.int32)
+        for a, b in zip(
+            *map(jax.tree.leaves, (exported.call(*given, ranges), run(*given, ranges))),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def weighed(q, k, v, left, key_range, query_start, implementation, **options):
     """A number that depends on all of out and lse, for gradients."""
     out, lse = attention(

@@ -38,7 +38,7 @@ LAYERS = {
     "plots": {"_checks", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
-    "explore": {"example", "definition", "models", "lm"} | ANYONE,
+    "explore": {"example", "explain_html", "definition", "models", "lm"} | ANYONE,
     "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
     "cli": {
         *(

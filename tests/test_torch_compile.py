@@ -10,10 +10,17 @@ import linbias.torch
 from linbias.torch import MultiheadAttention, blocked, cpu
 from linbias.torch.operator import Inputs
 
+INF = float("inf")
+
 # What the compiler itself warns of on the way.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
+
+
+@pytest.fixture(autouse=True)
+def forgotten_programs():
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu", "sdpa"))
@@ -36,6 +43,82 @@ def test_compiles_whole_and_gives_the_same(implementation):
         gradients.append(torch.autograd.grad(function(*inputs), inputs))
     for eager, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def first_of(rows):
+    """The first row, and for `make check` the others: each takes seconds to compile."""
+    first, *others = rows
+    return [first, *(pytest.param(row, marks=pytest.mark.thorough) for row in others)]
+
+
+ARGUMENTS = {
+    "as it is": {},
+    "two sides": {"causal": False},
+    "asymmetric": {"causal": False, "right_slopes": torch.tensor([0.3, 0.0, INF, 0.1])},
+    "slopes of each row": {"slopes": torch.rand(2, 4)},
+    "range": {"key_range": torch.tensor([[0, 40], [3, 50]]), "query_start": torch.tensor([3, 9])},
+    "numbers": {"scale": 0.2, "tolerance": 1e-3, "return_lse": True},
+    "dropout": {"dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("implementation", ("auto", "dense", "blocked", "cpu", "sdpa"))
+@pytest.mark.parametrize("name", first_of(ARGUMENTS))
+def test_sizes_may_be_symbols(name, implementation):
+    if (name, implementation) == ("dropout", "sdpa"):
+        pytest.skip("sdpa has no dropout")
+
+    def run(q, k, v):
+        arguments = {"implementation": implementation, **ARGUMENTS[name]}
+        return linbias.torch.attention(q, k, v, **arguments)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_kv_heads, length in ((4, 64), (4, 70), (2, 131)):
+        q, k, v = (torch.randn(2, n, length, 16) for n in (4, num_kv_heads, num_kv_heads))
+        results = []
+        for function in (run, compiled):
+            torch.manual_seed(0)
+            results.append(function(q, k, v))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("option", first_of(("scale", "dropout", "tolerance")))
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_numbers_may_vary_from_call_to_call(option, dynamic):
+    def run(q, number):
+        return linbias.torch.attention(q, q, q, **{option: number})
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    q = torch.randn(1, 2, 30, 8)
+    for number in (0.1, 0.2, 0.3, 0.0):
+        results = []
+        for function in (run, compiled):
+            torch.manual_seed(0)
+            results.append(function(q, number))
+        torch.testing.assert_close(*results)
+
+
+# With masks of one size each, which then meets a length that is a symbol, or of the length.
+@pytest.mark.parametrize("variant", first_of(("asymmetric", "causal")))
+@pytest.mark.parametrize(
+    "mask", first_of(("attn_mask of one size", None, "attn_mask", "key_padding_mask"))
+)
+def test_a_layer_takes_symbols_too(variant, mask):
+    layer = MultiheadAttention(32, 4, variant=variant, batch_first=True)
+    fixed = torch.rand(64, 64) < 0.3
+
+    def run(x, given):
+        if mask == "attn_mask of one size":
+            return layer(x, attn_mask=fixed)[0]
+        return layer(x, **{mask: given} if mask else {})[0][:, :40]
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B, length in ((2, 64), (3, 64)) if mask == "attn_mask of one size" else ((2, 64), (2, 70)):
+        given = torch.rand(length, length) < 0.3
+        if mask == "key_padding_mask":
+            given = torch.arange(length) >= torch.tensor([[length], [40]])
+        x = torch.randn(B, length, 32)
+        torch.testing.assert_close(compiled(x, given), run(x, given))
 
 
 def test_compiles_with_inductor():

@@ -14,11 +14,6 @@ import linbias.torch
 from linbias.torch import operator
 from linbias.torch.constant import default_slopes
 
-# What `torch.jit.trace` warns of.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning"
-)
-
 
 class SeeOperators(TorchDispatchMode):
     def __init__(self):
@@ -56,9 +51,6 @@ WHO_LOOKS = {
     "dispatch mode": lambda run, q: under_a_mode(SeeOperators(), run, q),
     "function mode": lambda run, q: under_a_mode(SeeFunctions(), run, q),
     "profiler": profiled,
-    "tracer": lambda run, q: [
-        node.kind() for node in torch.jit.trace(run, q, check_trace=False).inlined_graph.nodes()
-    ],
     "make_fx": lambda run, q: [str(node.target) for node in make_fx(run)(q).graph.nodes],
     "make_fx before dispatch": lambda run, q: [
         str(node.target) for node in make_fx(run, pre_dispatch=True)(q).graph.nodes

@@ -1,7 +1,6 @@
 """`MultiheadAttention` in the place of PyTorch's: the same results without a bias, the dense definition with one."""
 
 import copy
-import gc
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 import linbias
-from linbias.torch import MultiheadAttention, masks, replace_attention
+from linbias.torch import MultiheadAttention, replace_attention
 
 B, H, T, S, WIDTH = 2, 4, 7, 5, 16
 INF = float("inf")
@@ -232,14 +231,6 @@ def test_nested_tensors_are_their_sequences(layout):
 
 
 @pytest.fixture
-def reads(monkeypatch):
-    """Which masks were read."""
-    read, found = masks._kind, []
-    monkeypatch.setattr(masks, "_kind", lambda mask: found.append(mask.shape) or read(mask))
-    return found
-
-
-@pytest.fixture
 def options(monkeypatch):
     """What `attention` was given."""
     module, given = linbias.torch.nn, []
@@ -248,24 +239,60 @@ def options(monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("mask", (causal(T), added(causal(T))))
-def test_a_causal_mask_costs_nothing_and_is_read_once(mask, reads, options):
-    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
-    mask = mask.clone()
+@pytest.mark.parametrize("length", (T, 150))
+@pytest.mark.parametrize("as_numbers", (False, True))
+def test_a_causal_mask_is_recognised(length, as_numbers, options):
+    layer, x = pair()[1], torch.randn(B, length, WIDTH).double()
+    mask = added(causal(length)) if as_numbers else causal(length)
     expected = layer(x, is_causal=True)[0]
-    for _ in range(3):
-        assert torch.equal(layer(x, attn_mask=mask)[0], expected)
-    assert len(reads) == 1
+    for given in (mask, mask.expand(B * H, -1, -1)):
+        assert torch.equal(layer(x, attn_mask=given)[0], expected)
     assert all(given["causal"] and given["mask"] is None for given in options)
-    mask[0, 1:] = 0  # now the first query sees all
-    out = layer(x, attn_mask=mask)[0]
-    assert len(reads) == 2
-    torch.testing.assert_close(out[:, 1:], expected[:, 1:])
-    assert not torch.allclose(out[:, 0], expected[:, 0])
-    num = len(masks._answers)
-    del mask, options[:]
-    gc.collect()
-    assert len(masks._answers) == num - 1
+    for row, key in ((0, 1), (length - 1, 0), (length // 2, length // 2 + 1)):
+        other = mask.clone()
+        other[row, key] = 1 if other[row, key] == 0 else 0
+        layer(x, attn_mask=other)
+        assert options[-1]["mask"] is not None
+
+
+def written_by_numpy(mask, new):
+    mask.numpy()[...] = new
+
+
+def written_behind_its_version(mask, new):
+    mask.data[...] = new
+
+
+def given_other_memory(mask, new):
+    mask.data = new.clone()
+
+
+@pytest.mark.parametrize("name", ("attn_mask", "key_padding_mask"))
+@pytest.mark.parametrize(
+    "change", (written_by_numpy, written_behind_its_version, given_other_memory)
+)
+def test_a_mask_is_read_anew_at_every_call(change, name):
+    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
+    old, new = {
+        "attn_mask": (causal(T), random_mask(T, T)),
+        "key_padding_mask": (padding("left", T), padding("holes", T)),
+    }[name]
+    mask = old.clone()
+    layer(x, **{name: mask})
+    change(mask, new)
+    assert torch.equal(layer(x, **{name: mask})[0], layer(x, **{name: new})[0])
+
+
+def test_no_keys_give_zeros_whatever_masks_say():
+    layer, x = pair()[1], torch.randn(B, T, WIDTH).double()
+    none = torch.zeros(B, 0, WIDTH).double()
+    for masks_of_none in (
+        {},
+        {"key_padding_mask": torch.zeros(B, 0, dtype=torch.bool)},
+        {"attn_mask": torch.zeros(T, 0)},
+    ):
+        out = layer(x, none, **masks_of_none)[0]
+        assert torch.equal(out, layer.out_proj.bias.expand_as(out))
 
 
 def test_padding_at_the_ends_of_rows_needs_no_mask(options):

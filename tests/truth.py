@@ -10,31 +10,37 @@ from cases import Case, Inputs
 
 
 def true_attention(
-    inputs: Inputs, case: Case, wide: type = np.float64, seed: int = 0
+    inputs: Inputs,
+    case: Case,
+    wide: type = np.float64,
+    seed: int = 0,
+    order: np.ndarray | slice = np.s_[:],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return {out, lse} and the gradients {q, k, v, left, right}."""
+    """Return {out, lse} and the gradients {q, k, v, left, right}; the keys are taken in the order of these indices."""
     arrays = {n: getattr(inputs, n) for n in ("q", "k", "v", "left", "right", "dout", "dlse")}
     q, k, v, left, right, dout, dlse = (
         None if array is None else array.astype(wide) for array in arrays.values()
     )
-    keep = keep_mask(seed, case) if case.dropout else np.ones((case.B, case.H, 1, 1))
-    share = keep.astype(wide) / (1 - wide(case.dropout))
+    keep = keep_mask(seed, case) if case.dropout else np.ones((case.B, case.H, 1, case.S))
+    share = (keep.astype(wide) / (1 - wide(case.dropout)))[..., order]
     results = {"out": np.zeros_like(dout), "lse": np.zeros_like(dlse)}
     gradients = {
         n: np.zeros_like(a)
         for n, a in zip(arrays, (q, k, v, left, right), strict=False)
         if a is not None
     }
+    slopes_given = {"left": left} if right is None else {"left": left, "right": right}
     for b in range(case.B):
         for h in range(case.H):
             g = h // (case.H // case.G)
-            slope_index = h if left.ndim == 1 else (b, h)
-            slopes = [left[slope_index], np.inf if case.causal else left[slope_index]]
+            of_head = {n: h if a.ndim == 1 else (b, h) for n, a in slopes_given.items()}
+            slopes = [left[of_head["left"]], np.inf if case.causal else left[of_head["left"]]]
             if right is not None:
-                slopes[1] = right[slope_index]
-            hidden, reaches = _reach(case, b, g, slopes)
+                slopes[1] = right[of_head["right"]]
+            hidden, reaches = _reach(case, b, g, slopes, np.arange(case.S)[order])
+            keys, values = k[b, g][order], v[b, g][order]
             scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
-            score = scale * (q[b, h] @ k[b, g].T)
+            score = scale * (q[b, h] @ keys.T)
             for slope, reach in zip(slopes, reaches, strict=True):
                 score = score - (0 if np.isinf(slope) else slope) * reach.astype(wide)
             score[hidden] = -np.inf
@@ -46,26 +52,25 @@ def true_attention(
                 results["lse"][b, h] = (row_max + np.log(row_sum))[:, 0]
             weight = weight / np.where(row_sum == 0, 1, row_sum)
             dropped = weight * share[b, h]
-            results["out"][b, h] = dropped @ v[b, g]
-            dweight = (dout[b, h] @ v[b, g].T) * share[b, h]
+            results["out"][b, h] = dropped @ values
+            dweight = (dout[b, h] @ values.T) * share[b, h]
             center = (dout[b, h] * results["out"][b, h]).sum(1) - dlse[b, h]
             dscore = weight * (dweight - center[:, None])
-            gradients["q"][b, h] = scale * dscore @ k[b, g]
-            gradients["k"][b, g] += scale * dscore.T @ q[b, h]
-            gradients["v"][b, g] += dropped.T @ dout[b, h]
+            gradients["q"][b, h] = scale * dscore @ keys
+            gradients["k"][b, g, order] += scale * dscore.T @ q[b, h]
+            gradients["v"][b, g, order] += dropped.T @ dout[b, h]
             names = ("left", "left" if right is None and not case.causal else "right")
             for name, slope, reach in zip(names, slopes, reaches, strict=True):
                 if name in gradients and not np.isinf(slope):
-                    gradients[name][slope_index] -= (dscore * reach).sum()
+                    gradients[name][of_head[name]] -= (dscore * reach).sum()
     return results, gradients
 
 
 def _reach(
-    case: Case, b: int, g: int, slopes: list
+    case: Case, b: int, g: int, slopes: list, keys: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Which keys are hidden, and how far each lies to the left and to the right, [T, S]."""
     first, end = case.ranges[b, g]
-    keys = np.arange(case.S)
     distance = (np.arange(case.T)[:, None] + case.starts[b]) - keys
     reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
     hidden = np.broadcast_to((keys < first) | (keys >= end), distance.shape)

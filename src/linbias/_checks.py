@@ -163,7 +163,7 @@ def check(
         raise ValueError(f"{function}: k has head size {key_size} but q has {D} (k {k}, q {q})")
     if D == 0:
         raise ValueError(f"{function}: the head size must be at least 1, got 0 (q {q}, k {k})")
-    if (G == 0) != (H == 0) or (G and H % G):
+    if (H % G if G else H) != 0:
         raise ValueError(
             f"{function}: q has {H} heads, which is no multiple of the {G} of k and v (q {q}, k {k},"
             f" read as {LAYOUTS[layout]})"
@@ -173,12 +173,12 @@ def check(
             f"{function}: right_slopes contradicts causal=True, which hides that side; pass causal=False"
         )
     for name, slope in (("slopes", left), ("right_slopes", right)):
-        if slope is not None and slope.shape not in ((H,), (B, H)):
+        if slope is not None and not has_shape(slope, (H,), (B, H)):
             raise ValueError(
                 f"{function}: {name} must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {slope}"
             )
     check_placement(function, B, G, key_range, query_start)
-    if key_bound is not None and (key_bound.shape != (B, G) or key_bound.dtype not in FLOATS):
+    if key_bound is not None and not (has_shape(key_bound, (B, G)) and key_bound.dtype in FLOATS):
         raise ValueError(
             f"{function}: key_bound must be floating point [B, G] = {[B, G]},"
             f" got {key_bound.dtype} {key_bound}"
@@ -233,6 +233,15 @@ def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: s
         raise ValueError(f"{function}: mask is on {mask.device} but q is on {device}")
 
 
+def has_shape(array: Any, *allowed: tuple[int, ...]) -> bool:
+    """Whether an array has one of these shapes; entry by entry, as a compiler's symbols are compared."""
+    return any(
+        len(array.shape) == len(shape)
+        and all(m == n for m, n in zip(array.shape, shape, strict=True))
+        for shape in allowed
+    )
+
+
 def check_placement(
     function: str, B: int, G: int, key_range: Described | None, query_start: Described | None
 ) -> None:
@@ -240,12 +249,12 @@ def check_placement(
     for name, integers in (("key_range", key_range), ("query_start", query_start)):
         if integers is not None and not integers.dtype.startswith(("int", "uint")):
             raise TypeError(f"{function}: {name} must hold integers, got {integers.dtype}")
-    if key_range is not None and key_range.shape not in ((B, 2), (B, G, 2)):
+    if key_range is not None and not has_shape(key_range, (B, 2), (B, G, 2)):
         raise ValueError(
             f"{function}: key_range must have shape [B, 2] = {[B, 2]} or [B, G, 2] = {[B, G, 2]},"
             f" got {key_range}"
         )
-    if query_start is not None and query_start.shape != (B,):
+    if query_start is not None and not has_shape(query_start, (B,)):
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
 
 
@@ -370,7 +379,9 @@ def _number(
         raise TypeError(f"{function}: {name} must be a number, got {value!r}")
     number = float(value)
     if math.isinf(low):
-        if not math.isfinite(number):
+        if (
+            not low < number < high
+        ):  # of a compiler's symbol, too, which math.isfinite does not take
             raise ValueError(f"{function}: {name} must be finite, got {number}")
     elif not low <= number < high:
         raise ValueError(f"{function}: {name} must be in [{low:g}, {high:g}), got {number}")

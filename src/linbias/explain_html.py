@@ -7,14 +7,14 @@ that both fit a light and a dark notebook. Tokens are text and never markup.
 import base64
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from linbias.definition import Float64
+from linbias.definition import Float64, Steps
 
 Explanation = Any  # of linbias.explain, which imports this file
 
@@ -64,17 +64,7 @@ def html(explanation: Explanation) -> str:
 def _first_of_batch(explanation: Explanation) -> Explanation:
     first = (0,) * (explanation.biased.ndim - 3)
     changed: dict[str, Any] = {
-        name: getattr(explanation, name)[first]
-        for name in (
-            "raw",
-            "scaled",
-            "penalty",
-            "biased",
-            "weight",
-            "output",
-            "lse",
-            "query_start",
-        )
+        name: getattr(explanation, name)[first] for name in (*Steps._fields, "query_start")
     }
     for name in ("slopes", "right_slopes"):
         side = getattr(explanation, name)
@@ -112,22 +102,22 @@ def _heading(explanation: Explanation, head: int) -> str:
 def _table_of_weights(
     explanation: Explanation, head: int, names: Sequence[str], queries: Sequence[str]
 ) -> str:
-    columns = "".join(f'<th scope="col">{_name(name)}</th>' for name in names)
-    rows = "".join(
-        f'<tr><th scope="row">{_name(query)}</th>{"".join(_cells(explanation, head, t))}</tr>'
+    weight, hidden = explanation.weight[head], np.isinf(explanation.penalty[head])
+    rows = [
+        (_name(query), "".join(map(_weight_cell, weight[t], hidden[t])))
         for t, query in enumerate(queries)
-    )
+    ]
+    return table(_heading(explanation, head), ["", *map(_name, names)], rows)
+
+
+def table(caption: str, columns: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
+    """A table of HTML: the heads of all columns, and of each row its head and its other cells."""
+    heads = "".join(f'<th scope="col">{name}</th>' if name else "<td></td>" for name in columns)
+    lines = "".join(f'<tr><th scope="row">{name}</th>{cells}</tr>' for name, cells in rows)
     return (
-        f"<table><caption>{_heading(explanation, head)}</caption>"
-        f"<thead><tr><th></th>{columns}</tr></thead><tbody>{rows}</tbody></table>"
+        f"<table><caption>{caption}</caption>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
     )
-
-
-def _cells(explanation: Explanation, head: int, t: int) -> Iterator[str]:
-    for weight, penalty in zip(
-        explanation.weight[head, t], explanation.penalty[head, t], strict=True
-    ):
-        yield _weight_cell(weight, hidden=bool(np.isinf(penalty)))
 
 
 def _weight_cell(weight: float, hidden: bool) -> str:
@@ -188,20 +178,14 @@ def _table_of_row(explanation: Explanation, head: int, names: Sequence[str], que
         hidden = bool(np.isinf(explanation.penalty[head, -1, s]))
         steps = [getattr(explanation, step)[head, -1, s] for _, step in _STEPS]
         numbers = "".join(f"<td>{_number(value)}</td>" for value in steps)
-        lines.append(
-            f'<tr><th scope="row">{_name(names[s])}</th>{numbers}{_weight_cell(weight[s], hidden)}</tr>'
-        )
-    titles = [*(title for title, _ in _STEPS), "weight"]
-    columns = "".join(f'<th scope="col">{title}</th>' for title in titles)
+        lines.append((_name(names[s]), numbers + _weight_cell(weight[s], hidden)))
+    caption = f"{_heading(explanation, head)}, query {_name(query)}"
+    steps_of_keys = table(caption, ["key", *(title for title, _ in _STEPS), "weight"], lines)
     rest = len(weight) - len(keys)
     others = f"<p>The other {rest:,} keys hold {1 - weight[keys].sum():.4f}.</p>" if rest else ""
     values = " ".join(f"{value:.4f}" for value in explanation.output[head, -1][:_MOST_KEYS])
     dots = " ..." if explanation.output.shape[-1] > _MOST_KEYS else ""
-    return (
-        f"<div><table><caption>{_heading(explanation, head)}, query {_name(query)}</caption>"
-        f'<thead><tr><th scope="col">key</th>{columns}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
-        f"{others}<p>output [{values}{dots}]</p></div>"
-    )
+    return f"<div>{steps_of_keys}{others}<p>output [{values}{dots}]</p></div>"
 
 
 def _number(value: float) -> str:

@@ -48,7 +48,7 @@ def slopes(
         raise ValueError(f"slopes: num_heads must be at least 1, got {num_heads}")
     if schedule not in SCHEDULES:
         raise ValueError(f"slopes: schedule must be one of {SCHEDULES}, got {schedule!r}")
-    if not (max_bias > 0 and math.isfinite(max_bias)):
+    if not 0 < max_bias < math.inf:
         raise ValueError(f"slopes: max_bias must be positive and finite, got {max_bias}")
     if schedule == "halving":
         if max_bias != 8.0:

@@ -1,20 +1,21 @@
 """The matrices of `linbias explain` for terminals of any width: weights and outputs, with the bias and without."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
 from rich.text import Text
 
+from linbias.cli.tables import NumberTable
 from linbias.definition import Float64
 from linbias.example import side_by_side
 from linbias.explain import Explanation, printable
 
 _MOST_ROWS, _MOST_COLUMNS = 64, 64  # more than this is for a file
 _LONGEST_NAME = 12
-_GAP = "   "
 _LIGHT, _DARK = (247, 251, 255), (8, 81, 156)  # the colours of weights 0 and 1
 
 
@@ -38,15 +39,16 @@ class Pair:
         self.matrices = matrices
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [_short(name) for name in self.rows]
-        room = options.max_width - max(map(cell_len, names))
-        if sum(_width(matrix) for matrix in self.matrices) + len(_GAP) <= room:
-            yield from _beside(names, self.matrices)
+        first, *others = self.matrices
+        beside = Table.grid(padding=(0, 3, 0, 0))
+        beside.add_row(_table(first, self.rows), *(_table(other, []) for other in others))
+        endless = options.update(max_width=sys.maxsize)
+        if console.measure(beside, options=endless).maximum <= options.max_width:
+            yield beside
             return
-        parts = [part for matrix in self.matrices for part in _parts(matrix, room)]
-        for number, part in enumerate(parts):
-            yield from [Text("")] * bool(number)
-            yield from _beside(names, [part])
+        for matrix in self.matrices:
+            yield from [Text("")] * (matrix is not first)
+            yield _table(matrix, self.rows)
 
 
 def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableType:
@@ -89,54 +91,21 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
     )
 
 
-def _cell_width(matrix: Matrix) -> int:
-    numbers = [len(_number(value)) for value in matrix.values.flat]
-    return 1 + max(6, *(cell_len(_short(name)) for name in matrix.columns), *numbers)
-
-
-def _width(matrix: Matrix) -> int:
-    return max(_cell_width(matrix) * len(matrix.columns), 1 + len(matrix.title))
-
-
-def _parts(matrix: Matrix, room: int) -> list[Matrix]:
-    """Split a matrix into parts that fit the room, each with as many columns as possible."""
-    size = max(1, room // _cell_width(matrix))
-    title, columns, values, shaded = matrix
-    return [
-        Matrix(title if first == 0 else "...", columns[first:end], values[:, first:end], shaded)
-        for first in range(0, len(columns), size)
-        for end in [first + size]
-    ]
-
-
-def _beside(names: list[str], matrices: list[Matrix]) -> Iterator[Text]:
-    """The lines of matrices: titles, heads of the columns, and rows with a name in front."""
-    width = max(map(cell_len, names))
-    blocks = [_block(matrix) for matrix in matrices]
-    for number, name in enumerate(["", "", *names]):
-        line = Text(set_cell_size(name, width), no_wrap=True)
-        for place, block in enumerate(blocks):
-            line.append(_GAP if place else "").append_text(block[number])
-        line.rstrip()
-        yield line
-
-
-def _block(matrix: Matrix) -> list[Text]:
-    """The lines of one matrix, equally long."""
-    cell, width = _cell_width(matrix), _width(matrix)
+def _table(matrix: Matrix, rows: list[str]) -> NumberTable:
+    """The numbers under the names of their columns, and behind those of the rows, if they are given."""
+    look: dict[str, Any] = {"title_style": "italic", "header_style": "dim", "padding": 0}
+    table = NumberTable(title=f" {matrix.title}", box=None, **look)
+    table.title_of_rest = "\n ..."
     heads = [_short(name) for name in matrix.columns]
-    lines = [
-        Text(f" {matrix.title}", "italic"),
-        Text("".join(" " * (cell - cell_len(name)) + name for name in heads), "dim"),
-    ]
-    for row in matrix.values:
-        line = Text()
-        for value in row:
-            line.append(_number(value).rjust(cell), _shade(value) if matrix.shaded else None)
-        lines.append(line)
-    for line in lines:
-        line.pad_right(width - line.cell_len)
-    return lines
+    width = 1 + max(6, *map(cell_len, heads), *(len(_number(x)) for x in matrix.values.flat))
+    for _ in rows[:1]:
+        table.add_column()
+    for head in heads:
+        table.add_column(Text(" " * (width - cell_len(head)) + head), justify="right")
+    for t, row in enumerate(matrix.values):
+        cells = [Text(_number(x), _shade(x) if matrix.shaded else "") for x in row]
+        table.add_row(*(Text(_short(name)) for name in rows[t : t + 1]), *cells)
+    return table
 
 
 def _number(value: float) -> str:

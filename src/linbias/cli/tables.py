@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -17,18 +19,18 @@ class NumberTable(Table):
         titles: The heads of the columns; a line end divides one.
         title: Above the table.
         num_labels: How many columns, from the first on, say which row is which.
+        look: Options of `rich.table.Table`.
     """
 
-    def __init__(self, *titles: str, title: str | None = None, num_labels: int = 1) -> None:
+    title_of_rest: str | None = None  # above further columns
+
+    def __init__(
+        self, *titles: str, title: str | None = None, num_labels: int = 1, **look: Any
+    ) -> None:
         self.num_labels = num_labels
-        super().__init__(
-            title=title,
-            title_justify="left",
-            title_style="bold",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
+        usual: dict[str, Any] = {"title_style": "bold", "padding": (0, 1, 0, 0)}
+        self._look = {"box": box.SIMPLE_HEAD, **usual, **look}
+        super().__init__(title=title, title_justify="left", caption_justify="left", **self._look)
         for name in titles:
             self.add_column(name, justify="right")
 
@@ -38,7 +40,8 @@ class NumberTable(Table):
             yield from super().__rich_console__(console, options)
             return
         for number, part in enumerate(parts):
-            table = NumberTable(title=None if number else str(self.title or "") or None)
+            title = self.title_of_rest if number else str(self.title or "") or None
+            table = NumberTable(title=title, **self._look)
             for index in part:
                 column = self.columns[index]
                 table.add_column(column.header, justify=column.justify)
@@ -50,9 +53,11 @@ class NumberTable(Table):
 
     def _parts(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
         """The columns of each part, as many as the terminal has room for."""
-        room = options.max_width - 1  # the left edge; every column has two spaces on its right
+        # With a box there is the left edge, and every column has two spaces on its right.
+        edge, gap = (0, 0) if self.box is None else (1, 2)
+        room = options.max_width - edge
         widths = [
-            2 + max(console.measure(text).maximum for text in (column.header, *column.cells))
+            gap + max(console.measure(text).maximum for text in (column.header, *column.cells))
             for column in self.columns
         ]
         labels = list(range(self.num_labels))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from linbias import definition
 from linbias.definition import Float64
 from linbias.models.limits import able_to_read, position_limit
 from linbias.models.loading import Files, encode, load, load_tokenizer
@@ -213,9 +214,6 @@ def reach(weights: npt.NDArray[Any]) -> dict[str, list[list[float]]]:
 
 def _reach_of_bias(left: Float64, num_tokens: int, causal: bool) -> dict[str, list[float]]:
     """The reach of heads whose queries and keys say nothing, so that the bias alone decides."""
-    distance = np.arange(num_tokens)[:, None] - np.arange(num_tokens)
-    hidden = (distance < 0) & causal
-    scores = np.where(hidden, -np.inf, -left[:, None, None] * np.abs(distance))
-    weights = np.exp(scores)
-    found = reach((weights / weights.sum(-1, keepdims=True))[None])
+    nothing = np.zeros((len(left), num_tokens, 1))
+    found = reach(definition.attention_weights(nothing, nothing, left, causal=causal)[None])
     return {name: values[0] for name, values in found.items()}

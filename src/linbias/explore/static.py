@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import example
+from linbias.explain_html import table
 from linbias.explore.data import character
 from linbias.schedules import slopes
 
@@ -45,15 +46,10 @@ def _slopes() -> str:
 def _table(
     caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    lines = [
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>'
-        for name, row in zip(names, rows, strict=True)
-    ]
-    return (
-        f'<div class="scroll"><table><caption>{escape(caption)}</caption>'
-        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    lines = zip(map(escape, names), cells, strict=True)
+    shown = table(escape(caption), ["", *map(escape, columns)], lines)
+    return f'<div class="scroll">{shown}</div>'
 
 
 def _picture(tokens: Sequence[str], weights: npt.NDArray[np.float64], names: Sequence[str]) -> str:

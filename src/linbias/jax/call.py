@@ -1,13 +1,14 @@
 """A call of attention from its arguments to its results: check them, fill in what they leave open, choose, run."""
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from linbias import _checks, _dispatch
 from linbias.jax import blocked, cpu, dense
@@ -83,6 +84,7 @@ def prepare(
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
     if left is None:
+        _refuse_in_shard_map(function)
         left = np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide)
     if not causal and right is None:
         right = left
@@ -114,8 +116,37 @@ def run(
     if 0 in (problem.B, problem.T, problem.H):
         lse = jnp.zeros((problem.B, problem.T, problem.H), inputs.left.dtype)
         return jnp.zeros((*lse.shape, problem.E), inputs.q.dtype), lse
-    out, lse = chosen.attention(inputs)
-    return out, lse
+    q_spec = spec_on_mesh(inputs.q)[:3]
+    return on_its_mesh(chosen.attention, inputs, (P(*q_spec, None), P(*q_spec)))
+
+
+def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -> Any:
+    """Run an implementation; where q lies on explicit axes of a mesh, the results lie as their specs say.
+
+    Inside, the compiler decides what lies where, as for a mesh whose axes are not explicit.
+    """
+    mesh = jax.typeof(inputs.q).sharding.mesh
+    if not mesh.explicit_axes:
+        return function(inputs)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.sharding.auto_axes(function, out_sharding=specs)(inputs)
+
+
+def spec_on_mesh(q: Array) -> tuple[Any, ...]:
+    """How each axis of q is split over explicit axes of a mesh; None for one that is not."""
+    spec = tuple(jax.typeof(q).sharding.spec)
+    return (*spec, *[None] * (q.ndim - len(spec)))
+
+
+def _refuse_in_shard_map(function: str) -> None:
+    """A shard cannot tell whether its heads are all there are, or those of a part, whose slopes are others."""
+    mesh = jax.sharding.get_abstract_mesh()
+    split = [f"{name!r}" for name in mesh.manual_axes if mesh.shape[name] > 1]
+    if split:
+        raise ValueError(
+            f"{function}: slopes must be given inside shard_map, here over {', '.join(split)}: those of the heads of"
+            " the shard, a part of linbias.slopes(H) where heads are split, else all"
+        )
 
 
 def _positions(
@@ -147,7 +178,9 @@ def _with_four_axes(mask: ArrayLike, problem: _checks.Problem, wide: type) -> Ar
 def _clamp(integers: ArrayLike, low: int, high: int) -> Array:
     integers = jnp.asarray(integers)
     limits = jnp.iinfo(integers.dtype)
-    clamped = jnp.clip(integers, max(low, limits.min), min(high, limits.max))
+    if isinstance(high, int):  # and no symbol of jax.export
+        high = min(high, limits.max)
+    clamped = jnp.clip(integers, max(low, limits.min), high)
     return clamped.astype(jnp.int32)
 
 

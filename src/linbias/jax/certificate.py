@@ -94,7 +94,7 @@ class Certificate:
         offset = band * tiles.block + (tiles.block - 1 if to_left else 0)
         distance = jnp.abs(tiles.offsets() - offset[:, None, None]).astype(lse.dtype)
         padded = jnp.clip(nearest + tiles.band_keys, 0, radius.shape[1] - 1)
-        padded = jnp.broadcast_to(padded, (len(radius), tiles.num_tiles))
+        padded = jnp.broadcast_to(padded, (radius.shape[0], tiles.num_tiles))
         radius = jnp.take_along_axis(radius, padded, axis=1)[..., None]
         log_count = jnp.log(jnp.maximum(count, 1).astype(lse.dtype))[..., None]
         log_count = jnp.minimum(-jnp.log(-jnp.expm1(-slope)), log_count)

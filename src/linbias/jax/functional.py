@@ -3,10 +3,19 @@
 from typing import Literal, Never, Unpack, overload
 
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from linbias import _checks
 from linbias.jax import dense
-from linbias.jax.call import ArrayLike, Options, Slopes, prepare, run
+from linbias.jax.call import (
+    ArrayLike,
+    Options,
+    Slopes,
+    on_its_mesh,
+    prepare,
+    run,
+    spec_on_mesh,
+)
 
 
 @overload
@@ -68,8 +77,9 @@ def attention(
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
     Differentiable in q, k, v, slopes, right_slopes, through both out and lse; twice, and in forward mode, only by `dense`. Works
-    under jit, vmap, jax.checkpoint, and shard_map over batch and heads (there, give the slopes of the shard's own heads). Traced
-    values of key_range and query_start are not checked but moved to the nearest that is allowed.
+    under jit, vmap, jax.checkpoint and jax.export (by `blocked`, lengths may be symbols), on meshes of any axis types, and in
+    shard_map over batch and heads, where slopes must be given: those of the shard's heads. Traced values of key_range and
+    query_start are not checked but moved to the nearest that is allowed.
 
     Args:
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
@@ -190,4 +200,5 @@ def attention_weights(
         query_start=query_start,
         mask=mask,
     )
-    return dense.attention_weights(inputs)[0]
+    B, T, H, _ = spec_on_mesh(inputs.q)
+    return on_its_mesh(lambda x: dense.attention_weights(x)[0], inputs, P(B, H, T, None))

@@ -54,8 +54,10 @@ class Tiles:
 
     @classmethod
     def cut(cls, T: int, S: int, query_start: Array | None, both_sides: bool) -> "Tiles":
-        block = min(BLOCK, max(T, S))
-        rows = min(T, block)
+        # Lengths that are symbols, in jax.export, are cut into whole blocks.
+        known = isinstance(T, int) and isinstance(S, int)
+        block = min(BLOCK, max(T, S)) if known else BLOCK
+        rows = min(T, block) if known else BLOCK
         num_tiles = -(-T // rows)
         stop = jnp.full(1, S) if query_start is None else query_start + T
         # A causal query that stands at a key meets nothing after the keys.
@@ -85,12 +87,12 @@ class Tiles:
         """[B, T, ...] -> [B, tiles, rows, ...]."""
         widths = [(0, 0)] * x.ndim
         widths[1] = (self.num_tiles * self.rows - self.T, 0)
-        return jnp.pad(x, widths).reshape(len(x), self.num_tiles, self.rows, *x.shape[2:])
+        return jnp.pad(x, widths).reshape(x.shape[0], self.num_tiles, self.rows, *x.shape[2:])
 
     def untile(self, x: Array) -> Array:
         """[B, tiles, rows, ...] -> [B, T, ...]."""
         padded = self.num_tiles * self.rows
-        return x.reshape(len(x), padded, *x.shape[3:])[:, padded - self.T :]
+        return x.reshape(x.shape[0], padded, *x.shape[3:])[:, padded - self.T :]
 
     def row_numbers(self) -> Array:
         """[tiles, rows]: which query a row is; negative in the padding."""
@@ -127,20 +129,20 @@ class Tiles:
     def blocks(self, x: Array, band: Array) -> Array:
         """[B, padded keys, ...] -> [B, tiles, block, ...]: the block that each tile meets in this band."""
         start = self._start(band)
-        if len(start) == 1:
+        if start.shape[0] == 1:
             found = lax.dynamic_slice_in_dim(x, start[0], self.band_keys, axis=1)
         else:
             found = jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, self.band_keys))(
                 x, start
             )
-        return found.reshape(len(x), self.num_tiles, self.block, *x.shape[2:])
+        return found.reshape(x.shape[0], self.num_tiles, self.block, *x.shape[2:])
 
     def add_blocks(self, x: Array, band: Array, added: Array) -> Array:
         """Add [B, tiles, block, ...] to x [B, padded keys, ...] where `blocks` would find it."""
         start = self._start(band)
         added = self.blocks(x, band) + added
-        added = added.reshape(len(x), self.band_keys, *x.shape[2:])
-        if len(start) == 1:
+        added = added.reshape(x.shape[0], self.band_keys, *x.shape[2:])
+        if start.shape[0] == 1:
             return lax.dynamic_update_slice_in_dim(x, added, start[0], axis=1)
         return jax.vmap(lambda row, new, n: lax.dynamic_update_slice_in_dim(row, new, n, 0))(
             x, added, start
@@ -149,7 +151,7 @@ class Tiles:
     def columns(self, mask: Array, band: Array) -> Array:
         """[B or 1, tiles, rows, padded keys] -> [B or 1, tiles, rows, block]."""
         starts = self._start(band)[:, None] + jnp.arange(self.num_tiles) * self.block
-        num_batch_rows = max(len(mask), len(starts))
+        num_batch_rows = max(mask.shape[0], starts.shape[0])
         mask = jnp.broadcast_to(mask, (num_batch_rows, *mask.shape[1:]))
         starts = jnp.broadcast_to(starts, (num_batch_rows, self.num_tiles))
 

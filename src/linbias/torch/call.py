@@ -54,6 +54,10 @@ def prepare(
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
     if unknown:
         _checks.refuse_unknown(function, unknown, prepare)
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{function}: torch.jit.trace, which takes sizes for constants, is not supported; use torch.export or torch.compile"
+        )
     given: tuple[tuple[str, Any], ...] = ("q", q), ("k", k), ("v", v)
     for name, array in given:
         if not isinstance(array, Tensor):

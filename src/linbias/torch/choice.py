@@ -21,12 +21,24 @@ _LARGEST_BIAS = 1 << 26
 
 def asked_in_turn(problem: Problem) -> tuple[types.ModuleType, ...]:
     """The implementations in the order in which "auto" asks them."""
+    if (
+        torch.compiler.is_compiling() and _goes_to_onnx()
+    ):  # which has no function for operators of ours
+        return dense, *IMPLEMENTATIONS
     if problem.device == "cpu":
         return _ON_CPU
     if torch.compiler.is_compiling():  # what is compiled, or exported, runs at other lengths, too
         return IMPLEMENTATIONS
     small = problem.B * problem.H * problem.T * problem.S <= _LARGEST_BIAS
     return _ELSEWHERE if small else IMPLEMENTATIONS
+
+
+def _goes_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler, which cannot trace this.
+setattr(_goes_to_onnx, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 class Choice(NamedTuple):

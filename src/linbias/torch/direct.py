@@ -1,6 +1,6 @@
 """Whether a call may run directly, without the operator that stands for it.
 
-An operator is what `torch.compile`, `torch.export`, `torch.jit.trace`, fake tensors, profilers, and modes and subclasses
+An operator is what `torch.compile`, `torch.export`, fake tensors, profilers, and modes and subclasses
 of users can see. Calling one costs about 60 us, and differentiating through it 300 us more: more than all the work
 of a short call. Where nobody looks, implementations run without.
 """

@@ -1,17 +1,17 @@
 """What the masks of `torch.nn.MultiheadAttention` hide, said as `attention` takes it.
 
-A causal mask and padding at the ends of rows then need no mask, and cost nothing. To recognise them their values are
-read, once: the answer is kept with the tensor until that changes. Where values cannot be read, a compiler takes a mask as
-it is and padding to lie at the ends of rows, which the compiled program checks; a transform takes both for masks.
+A causal mask and padding at the ends of rows then need no mask, and cost little: their values are read to recognise
+them. Each call reads them anew, because a tensor does not tell of all its changes (memory that it shares with NumPy or
+another process, `.data`). Where values cannot be read, a compiler takes a mask as it is and padding to lie at the ends of
+rows, which the compiled program checks; a transform takes both for masks.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from linbias._checks import has_shape
 from linbias.torch import transforms
 
 INF = torch.inf
@@ -60,10 +60,9 @@ def _check(
     if attn_mask is not None:
         if mask is not None:
             raise ValueError("MultiheadAttention: give either attn_mask or mask, not both")
-        words = "[T, S] or [B * H, T, S]"
-        _check_one("attn_mask", attn_mask, words, [T, S], [B * H, T, S])
+        _check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
     if padding is not None:
-        _check_one("key_padding_mask", padding, "[B, S]", [B, S])
+        _check_one("key_padding_mask", padding, "[B, S]", (B, S))
     if mask is not None and (
         mask.dim() != 3
         or mask.shape[1] != S
@@ -75,24 +74,24 @@ def _check(
         )
 
 
-def _check_one(name: str, mask: Tensor, words: str, *shapes: list[int]) -> None:
+def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that are added to the"
             f" scores, got {mask.dtype}"
         )
-    if list(mask.shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
+    if not has_shape(mask, *shapes):
+        wanted = " or ".join(f"{list(shape)}" for shape in shapes)
         raise ValueError(
             f"MultiheadAttention: {name} must be {words} = {wanted}, got {list(mask.shape)}"
         )
 
 
 def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:
-    # What is learned may be zero today.
-    kind = None if attn_mask.requires_grad else _kept(_kind, attn_mask)
-    if kind in ("nothing", "later"):
-        return Seen(causal=kind == "later")
+    if _may_read(attn_mask) and not attn_mask.requires_grad:  # what is learned may be zero today
+        kind = _kind(attn_mask)
+        if kind != "other":
+            return Seen(causal=kind == "later")
     attn_mask = attn_mask if attn_mask.dtype != torch.bool else ~attn_mask
     if attn_mask.dim() == 2:
         return Seen(mask=attn_mask[None, None])
@@ -101,9 +100,9 @@ def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:
 
 def _read_mask(sizes: Sizes, mask: Tensor, is_causal: bool) -> Seen:
     """A mask [T or 1, S, B or 1] that is not 0 for what takes part."""
-    if mask.shape[0] == sizes.T:
-        kind = _kept(_kind_of_annotated, mask)
-        if kind in ("nothing", "later"):
+    if mask.shape[0] == sizes.T and _may_read(mask):
+        kind = _kind((mask == 0).movedim(2, 0))
+        if kind != "other":
             return Seen(causal=is_causal or kind == "later")
     return Seen(causal=is_causal, mask=mask.movedim(2, 0)[:, None] != 0)
 
@@ -118,7 +117,7 @@ def _read_padding(seen: Seen, padding: Tensor) -> Seen:
             " compiled; give an attn_mask for others",
         )
         return seen._replace(key_range=ranges)
-    found = _kept(_rows, padding)
+    found = _rows(padding) if _may_read(padding) else None
     if found is None or not found.together:
         own = padding if padding.dtype != torch.bool else ~padding
         early = found is not None and found.ends_early
@@ -129,17 +128,28 @@ def _read_padding(seen: Seen, padding: Tensor) -> Seen:
 def _kind(mask: Tensor) -> Literal["nothing", "later", "other"]:
     """What a mask [..., T, S] hides: nothing, the keys after each query (the last stands at the last key), or others."""
     T, S = mask.shape[-2:]
-    hidden = _hidden(mask)
-    if mask.dtype != torch.bool and not ((mask == 0) | hidden).all():
-        return "other"
-    if not hidden.any():
+    if not mask.numel():
         return "nothing"
-    later = torch.ones(T, S, dtype=torch.bool, device=mask.device).triu(1 + S - T)
-    return "later" if (hidden == later).all() else "other"
+    corner = mask[..., 0, -1]
+    later = T > 1 and bool(_hidden(corner).all())
+    # Some rows at a time, whose keys are hidden from one later on, so that they need one pattern and stay in the cache.
+    step = 64 if mask.device.type == "cpu" else T
+    hidden = torch.zeros(min(step, T), S + T, dtype=torch.bool, device=mask.device)
+    if later:
+        hidden = hidden.logical_not().triu(1 + S)
+    pattern = hidden if mask.dtype == torch.bool else _added(~hidden).to(mask.dtype)
+    for start in range(0, T, step):
+        rows = mask[..., start : start + step, :]
+        if not _equal(rows, pattern[: rows.shape[-2], T - start : T - start + S]):
+            return "other"
+    return "later" if later else "nothing"
 
 
-def _kind_of_annotated(mask: Tensor) -> Literal["nothing", "later", "other"]:
-    return _kind((mask == 0).movedim(2, 0))
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether a [..., T, S] is b [T, S] everywhere."""
+    if a.device.type == "cpu" and a.dtype != torch.bfloat16:  # NumPy is faster at it
+        return bool((a.detach().numpy() == b.numpy()).all())
+    return torch.equal(a, b.expand_as(a))
 
 
 class Rows(NamedTuple):
@@ -151,6 +161,8 @@ class Rows(NamedTuple):
 
 
 def _rows(padding: Tensor) -> Rows:
+    if not padding.numel():
+        return Rows(None, True, False)
     ranges = _ranges(padding)
     together = bool(_lie_together(padding, ranges).all())
     ends_early = bool(_hidden(padding[:, -1:]).any())
@@ -193,27 +205,10 @@ def _added(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -INF)
 
 
-def _kept(read: Callable[[Tensor], Any], mask: Tensor) -> Any:
-    """What `read` finds in a mask, kept until the mask changes; None where its values cannot be read."""
-    if not _has_values(mask):
-        return None
-    waits = mask.is_cuda and torch.cuda.is_current_stream_capturing()  # which must not
-    if mask.is_inference():  # whose changes are not counted
-        return None if waits else read(mask)
-    version, answers = _answers.get(mask, (None, {}))
-    if version != mask._version:
-        answers = {}
-        _answers[mask] = mask._version, answers
-    if read not in answers and not waits:
-        with torch.inference_mode(False), torch.no_grad():
-            answers[read] = read(mask)
-    return answers.get(read)
-
-
-_answers: Any = WeakTensorKeyDictionary()  # mask -> its version, and what was found
-
-
-def _has_values(mask: Tensor) -> bool:
+def _may_read(mask: Tensor) -> bool:
+    """Whether the values can be had, without waiting where a program must not."""
     if torch.compiler.is_compiling() or transforms.active():
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return type(mask) in (Tensor, torch.nn.Parameter) and mask.device.type != "meta"

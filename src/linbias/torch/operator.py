@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import torch
 from torch import Tensor
 
-from linbias.torch import transforms
+from linbias.torch import flops, transforms
 from linbias.torch.direct import unobserved
 
 
@@ -167,6 +167,8 @@ class Operators:
                 return found if with_lse else (found, None)
             results = self.run_forward(inputs)
         elif not transforms.active():
+            if not torch.compiler.is_compiling():
+                flops.tell_counter(self.forward, self.backward, len(Results._fields))
             results = Results(*self.forward(*inputs))
         elif not torch.compiler.is_compiling():
             # Under nested transforms a tensor does not say what is asked of those that it wraps.

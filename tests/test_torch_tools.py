@@ -1,0 +1,99 @@
+"""Tools of PyTorch's that look at a program: the FLOP counter, ONNX export, `torch.jit.trace`."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import linbias.torch
+from linbias.torch import MultiheadAttention
+
+# What the exporter warns of on the way.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+# In a fresh process: the formulas are there from the first call on, also for a counter that counts already.
+COUNTED = """
+import torch, linbias.torch
+from torch.utils.flop_counter import FlopCounterMode
+def count(attend):
+    q, k, v = (torch.randn(2, n, 50, 16, requires_grad=True) for n in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        attend(q, k, v).sum().backward()
+    return counter.get_total_flops()
+print(*(count(lambda *x: linbias.torch.attention(*x, implementation=name)) for name in ("cpu", "blocked", "cpu")))
+"""
+
+
+@pytest.mark.processes
+def test_the_flop_counter_counts_every_pair_of_query_and_key():
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True
+    )
+    pairs = (
+        2 * 4 * 50 * 50
+    )  # of a query and a key; each costs 16 multiplications and additions in 2 + 5 products
+    assert list(map(int, done.stdout.split())) == [2 * pairs * 16 * 7] * 3
+
+
+class Call(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v):
+        return linbias.torch.attention(q, k, v, **self.options)
+
+
+LENGTH = torch.export.Dim("length", min=2, max=4096)
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"causal": False},
+        {"key_range": torch.tensor([[0, 7], [2, 9]])},  # some queries see no key
+        {"implementation": "sdpa", "scale": 0.3},
+    ),
+    ids=str,
+)
+def test_a_call_exported_to_onnx_gives_the_same(options, tmp_path):
+    free = ({2: LENGTH},) * 3 if "key_range" not in options else None
+    check_onnx(Call(**options), lambda n: torch.randn(3, 2, 4, n, 16), free, tmp_path)
+
+
+def test_a_layer_exported_to_onnx_gives_the_same(tmp_path):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = MultiheadAttention(32, 4, variant="asymmetric", batch_first=True)
+
+        def forward(self, x):
+            return self.attend(x)[0]
+
+    check_onnx(Layer().eval(), lambda n: torch.randn(1, 2, n, 32), ({1: LENGTH},), tmp_path)
+
+
+def check_onnx(module, draw, free, folder):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    program = torch.onnx.export(
+        module, tuple(draw(9)), dynamo=True, dynamic_shapes=free, verbose=False
+    )
+    program.save(folder / "program.onnx")
+    session = onnxruntime.InferenceSession(folder / "program.onnx")
+    for n in (9, 40) if free else (9,):
+        given = tuple(draw(n))
+        named = {i.name: x.numpy() for i, x in zip(session.get_inputs(), given, strict=True)}
+        with torch.no_grad():
+            expected = module(*given)
+        np.testing.assert_allclose(session.run(None, named)[0], expected, atol=2e-6)
+
+
+def test_tracing_is_refused_with_what_to_use_instead():
+    x = torch.randn(3, 1, 2, 9, 8)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace.* torch\.export"):
+        torch.jit.trace(Call(), tuple(x))
