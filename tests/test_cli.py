@@ -304,6 +304,26 @@ def test_evaluate_fuses_an_existing_model(corpus, tmp_path):
     assert abs(quarter["nll"] - none["nll"]) > 1e-3
     shown = run(*scaled).stdout
     assert re.search(r"length +slopes +stride", shown) and "x 0.25" in shown
+    parts = run(*scaled, columns=50).stdout.split("length")[1:]
+    assert len(parts) > 1 and all("slopes" in part and "x 0.25" in part for part in parts)
+
+
+@pytest.mark.filterwarnings("always")
+def test_interpolation_without_a_length_names_the_option_and_leaves_the_other_scales(
+    corpus, tmp_path
+):
+    sizes = {"vocab_size": 256, "hidden_size": 16, "n_head": 2, "n_layer": 1}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    words = ["evaluate", tmp_path, "--corpus", corpus, "--split", "test", "--limit-tokens", 20]
+    words += ["--length", 32, "-q", "--json", "--slope-scale"]
+    rule = "--train-length: must be given for --slope-scale interpolate"
+    said = run(*words, "none,interpolate,0.5")
+    assert f"warning: {rule}" in said.stderr and "interpolate is left out" in said.stderr
+    assert [row["slope_scale"] for row in json.loads(said.stdout)] == [None, 0.5]
+    assert f"error: {rule}" in run(*words, "interpolate").stderr
+    given = run(*words, "interpolate", "--train-length", 8)
+    assert [row["slope_scale"] for row in json.loads(given.stdout)] == ["interpolate"]
 
 
 def test_a_model_that_returns_tuples_is_evaluated_and_generates(model, corpus, tmp_path):
@@ -424,6 +444,7 @@ ERRORS = [
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (["train", "--steps", "1", "--tokens", "1"], "--steps, --tokens, --seconds, --epochs: must be given one at a time"),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
+    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "load_corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
     (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
     (["extrapolate", "--methods", "rope"], "--methods: must be among alibi"),
@@ -452,6 +473,8 @@ ERRORS = [
 @pytest.mark.parametrize(("words", "message"), ERRORS)
 def test_an_error_is_one_line(words, message, model, corpus, tmp_path):
     places = {"model": model, "corpus": corpus, "tmp": tmp_path}
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "HEAD").write_text("a")
     (tmp_path / "one").write_text("a")
     (tmp_path / "nul").write_text("a\0b")
     result = run(*(word.format(**places) for word in words))
@@ -558,6 +581,23 @@ def test_defaults_of_the_command_line_are_those_of_the_settings():
 
 
 # Ctrl-C, as a person does it
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(("at", "said"), [(1, "Nothing new was saved"), (3, "The same command")])
+def test_ctrl_c_says_whether_a_training_saved_anything(at, said, corpus, tmp_path, monkeypatch):
+    def interrupt(self, args, state, control, **_):
+        if state.global_step == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("linbias.lm.watch.FiniteLoss.on_step_begin", interrupt, raising=False)
+    words = [*RUN, "--steps", 5, "--save-steps", 2, "--corpus", corpus, "-o", tmp_path / "run"]
+    result = run(*words, "-q")
+    assert result.exit_code == 130
+    assert result.stderr.strip().startswith(f"Stopped. {said}")
+    result = run("evaluate", tmp_path / "run", "--corpus", corpus, "--limit-tokens", 20, "-q")
+    assert "training has not finished" in result.stderr
+    assert result.exit_code == (2 if at == 1 else 0), result.output
 
 
 @pytest.mark.processes

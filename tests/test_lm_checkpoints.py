@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -11,7 +12,9 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from linbias.data.corpus import Corpus
-from linbias.lm.checkpoints import Checkpoints
+from linbias.lm.checkpoints import Checkpoints, readable_model
+from linbias.lm.generation import generate
+from linbias.lm.text import read_text
 from linbias.lm.training import train
 from lm_training import SETTINGS, assert_same_run, interrupt, train_into
 
@@ -63,6 +66,7 @@ def interrupted(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 FILES = [
     *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
     *("config.json", "generation_config.json", "training_args.bin", "complete.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
 ]
 
 
@@ -132,6 +136,57 @@ def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) 
     (folder / "checkpoint-\u0667").mkdir()
     assert Checkpoints(folder).latest() == folder / "checkpoint-10"
     assert len(list(folder.iterdir())) == 6
+
+
+def test_the_newest_undamaged_checkpoint_of_an_unfinished_run_is_a_model(
+    interrupted: Path, unbroken: Path, text: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    (folder / "checkpoints" / "checkpoint-11").mkdir()  # as a kill leaves it
+    said = r"generate: training has not finished in .*; reading checkpoint-10$"
+    with pytest.warns(UserWarning, match=said):
+        written = generate(folder, "ab", max_new_tokens=3, seed=1)
+    newest = folder / "checkpoints" / "checkpoint-10"
+    assert written == generate(newest, "ab", max_new_tokens=3, seed=1)
+    with pytest.warns(UserWarning, match="text must be one that the model was not trained on"):
+        read_text(newest, text)
+    flip_a_bit(newest / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"reading checkpoint-5$"):
+        assert readable_model("evaluate", folder) == newest.with_name("checkpoint-5")
+    assert newest.exists()  # reading deletes nothing
+    for other in (unbroken, newest, "gpt2", tmp_path / "absent"):
+        assert readable_model("evaluate", other) == other
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ("none", "with none"),
+        ("damaged", r"with damaged ones: checkpoint-5 \(config.json is damaged\)"),
+        ("older", "with checkpoint-5 without a whole model and its tokenizer"),
+    ],
+)
+def test_an_unfinished_run_without_a_readable_checkpoint_says_what_to_do(
+    there: str, words: str, interrupted: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    newest = folder / "checkpoints" / "checkpoint-5"
+    shutil.rmtree(newest.with_name("checkpoint-10"))
+    if there == "none":
+        shutil.rmtree(folder / "checkpoints")
+    elif there == "damaged":
+        flip_a_bit(newest / "config.json")
+    else:
+        (newest / "tokenizer.json").unlink()
+        mark = json.loads((newest / "complete.json").read_text())
+        del mark["mark"], mark["sha256"]["tokenizer.json"]
+        digest = hashlib.sha256(json.dumps(mark, sort_keys=True).encode()).hexdigest()
+        (newest / "complete.json").write_text(json.dumps({**mark, "mark": digest}))
+    said = (
+        rf"generate: path must .* training has not finished, {words} \(the command that began it"
+    )
+    with pytest.raises(ValueError, match=said):
+        generate(folder, "ab")
 
 
 @pytest.mark.parametrize("steps", [None, "7", 0])

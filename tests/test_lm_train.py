@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +124,28 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 8384 vs 8278"),
+    ],
+    ids=["by number", "in PyTorch's words"],
+)
+def test_full_disk_is_named_and_a_run_without_a_checkpoint_says_that(
+    error: Exception, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    little = SimpleNamespace(free=0 if isinstance(error, RuntimeError) else 2**40)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: little)
+    monkeypatch.setattr(torch, "save", fail)
+    said = r"No space left on the disk: .*; no checkpoint was complete yet"
+    with pytest.raises(OSError, match=said):
+        train(SETTINGS, corpus, tmp_path, progress=False)
+
+
 def test_full_disk_at_the_end_leaves_no_half_model(
     unbroken: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +158,20 @@ def test_full_disk_at_the_end_leaves_no_half_model(
             train(SETTINGS, corpus, tmp_path, progress=False)
     assert not (tmp_path / "model.safetensors").exists()
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+
+
+def test_a_run_goes_on_with_other_steps_between_checkpoints_and_validations(
+    unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    interrupt(corpus, tmp_path, 6)
+    other = replace(SETTINGS, save_steps=4, validate_steps=3, validate_lengths=(8,), prompt="ab")
+    newest = interrupt(corpus, tmp_path, 9, other) / "checkpoint-8"
+    assert newest.exists()
+    assert_same_run(train_into(other, corpus, tmp_path), unbroken)
+    validated = [line["step"] for line in history(tmp_path) if line["validation_loss"]]
+    assert validated == [6, 9, 12]
+    kept = json.loads((tmp_path / "settings.json").read_text())["settings"]
+    assert (kept["save_steps"], kept["validate_lengths"]) == (4, [8])
 
 
 def test_other_settings_and_other_text_are_refused_with_the_difference(

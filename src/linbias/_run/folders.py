@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -108,6 +108,7 @@ def open_run_folder(
     function: str,
     *,
     first_time: Mapping[str, Callable[[], Any]] | None = None,
+    may_change: Collection[str] = (),
 ) -> Record:
     """Opens the folder of a new run, or of a run with the very same settings.
 
@@ -120,6 +121,8 @@ def open_run_folder(
         function: The function that errors name.
         first_time: Further entries that are computed when the run is new, and afterwards read from
             the file: they are not compared. By name, the function that computes them.
+        may_change: Settings that a run may continue with other values of, which the file then gets; names of nested
+            ones are joined by dots.
 
     Returns:
         What the settings file holds.
@@ -148,7 +151,7 @@ def open_run_folder(
         wait_for_all()
     record = read_json(path, function)
     compared = {name: value for name, value in record.items() if name not in first_time}
-    differences = list_differences(compared, settings)
+    differences = list_differences(compared, settings, but=may_change)
     if differences:
         raise ValueError(
             f"{function}: output must not be another run's, got {folder} ({differences})"
@@ -156,15 +159,22 @@ def open_run_folder(
     missing = [name for name in first_time if name not in record]
     if missing:
         raise ValueError(f"{function}: {path} is damaged (it lacks {', '.join(missing)})")
+    if list_differences(compared, settings):
+        record = {**record, **settings}
+        wait_for_all()  # every process has read the file
+        from_main(lambda: write_json(path, record))
     return record
 
 
-def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def list_differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], *, but: Collection[str] = ()
+) -> str:
     """The settings in which two runs differ, in words; empty where they are the same.
 
     Args:
         there: Settings as read from a file.
         here: The settings of this run.
+        but: Names of settings that are left out.
 
     Example:
         >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 64, "model": {"size": 4}})
@@ -175,7 +185,7 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{name} is {old.get(name)!r} there and {new.get(name)!r} here"
         for name in [*old, *(name for name in new if name not in old)]
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and name not in but
     )
 
 

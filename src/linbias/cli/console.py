@@ -42,10 +42,15 @@ class _Commands(TyperGroup):
             err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
-            resumable = context.invoked_subcommand in _RESUMABLE
-            advice = " The same command continues from here." if resumable else ""
-            err.print(f"\nStopped.{advice}")
+            err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
+
+
+def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
+    """What to do after Ctrl-C. A training says whether it has a checkpoint; the others keep all that was done."""
+    if command == "train" and not str(interrupt):
+        return " Nothing new was saved: the same command starts as this one did."
+    return " The same command continues from here." if command in _RESUMABLE else ""
 
 
 def _by_option(line: str, command: Any) -> str:
@@ -122,11 +127,15 @@ def evaluation_table(
     Args:
         results: The evaluations.
         titles: The columns to show before tokens per second and memory.
-        slopes: For a second column, how the slopes of each evaluation were scaled.
+        slopes: For a second column, how the slopes of each evaluation were scaled. With the first it says which row
+            is which.
     """
     shown = (*titles, "tokens/s")
     heads = [*shown, "memory"]
-    table = NumberTable(*(heads if slopes is None else [heads[0], "slopes", *heads[1:]]))
+    if slopes is None:
+        table = NumberTable(*heads)
+    else:
+        table = NumberTable(heads[0], "slopes", *heads[1:], num_labels=2)
     for number, result in enumerate(results):
         cells = []
         for name, form in (_COLUMNS[title] for title in shown):

@@ -179,6 +179,7 @@ def evaluate(
     """
     from linbias._run.processes import choose_device, joined
     from linbias.lm import evaluate as measure
+    from linbias.lm.checkpoints import readable_model
     from linbias.lm.text import read_text
     from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM, unfuse
     from linbias.models.limits import default_length
@@ -192,7 +193,7 @@ def evaluate(
     with warnings.catch_warnings(), joined(chosen):
         if not speaks:  # the first process warns for all
             warnings.simplefilter("ignore")
-        files = Files.at("evaluate", model)
+        files = Files.at("evaluate", readable_model("evaluate", model))
         loaded = load(files, device=chosen)
         if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
             unfuse(loaded)
@@ -203,7 +204,9 @@ def evaluate(
             raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
         score: Callable[..., Any] = partial(measure, num_bytes=text.num_bytes)
         if hides:
-            score = _hidden_score(loaded, model)
+            score = _hidden_score(loaded, files.name)
+        if scales is not None and "interpolate" in scales and train_length is None:
+            scales = _without_interpolation(loaded.config, scales)
         choices = scales or (getattr(loaded.config, "slope_scale", None),)
 
         def slopes(scale: float | str | None) -> AbstractContextManager[None]:
@@ -265,6 +268,22 @@ def evaluate(
         columns += ["bits/byte", "tokens"]
     out.print(escape(said), soft_wrap=True)
     out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
+
+
+def _without_interpolation(
+    config: Any, scales: tuple[float | str | None, ...]
+) -> tuple[float | str | None, ...]:
+    """The slope scales without "interpolate" where nothing says how long the model's training sequences were."""
+    from linbias.models.limits import stated_length
+
+    if stated_length(config) is not None:
+        return scales
+    rule = "--train-length: must be given for --slope-scale interpolate, since the model's configuration does not say it"
+    others = tuple(scale for scale in scales if scale != "interpolate")
+    if not others:
+        raise ValueError(rule)
+    warnings.warn(f"{rule}; interpolate is left out", stacklevel=1)
+    return others
 
 
 def _scale_in_words(scale: float | str | None) -> str:

@@ -13,17 +13,21 @@ class NumberTable(Table):
     """A table whose columns are aligned on the right.
 
     Where it is wider than the terminal, it goes on below with further columns, each part with the
-    first column before them.
+    columns before them that say which row is which.
 
     Args:
         titles: The heads of the columns; a line end divides one.
         title: Above the table.
+        num_labels: How many columns, from the first on, say which row is which.
         look: Options of `rich.table.Table`.
     """
 
     title_of_rest: str | None = None  # above further columns
 
-    def __init__(self, *titles: str, title: str | None = None, **look: Any) -> None:
+    def __init__(
+        self, *titles: str, title: str | None = None, num_labels: int = 1, **look: Any
+    ) -> None:
+        self.num_labels = num_labels
         usual: dict[str, Any] = {"title_style": "bold", "padding": (0, 1, 0, 0)}
         self._look = {"box": box.SIMPLE_HEAD, **usual, **look}
         super().__init__(title=title, title_justify="left", caption_justify="left", **self._look)
@@ -56,10 +60,11 @@ class NumberTable(Table):
             gap + max(console.measure(text).maximum for text in (column.header, *column.cells))
             for column in self.columns
         ]
-        parts: list[list[int]] = [[0]]
-        for index in range(1, len(widths)):
+        labels = list(range(self.num_labels))
+        parts = [labels[:]]
+        for index in range(len(labels), len(widths)):
             taken = sum(widths[other] for other in parts[-1])
-            if len(parts[-1]) > 1 and taken + widths[index] > room:
-                parts.append([0])
+            if len(parts[-1]) > len(labels) and taken + widths[index] > room:
+                parts.append(labels[:])
             parts[-1].append(index)
         return parts

@@ -124,7 +124,7 @@ def load_corpus(
             folder of the `datasets` library, and that ids are not kept.
 
     Raises:
-        ValueError: No such corpus; a file is binary (holds a NUL, or is not UTF-8); the text is
+        ValueError: No such corpus; a folder without files; a file is binary (holds a NUL, or is not UTF-8); the text is
             too short to be split; or a choice above is not one.
 
     Example:
@@ -172,7 +172,7 @@ def find_corpus(name: str) -> None:
     """Refuses a name that `load_corpus` would refuse for what lies behind it, before any text is read.
 
     Raises:
-        ValueError: There is no such file, or no such data set in reach.
+        ValueError: There is no such file, no file in the folder, or no such data set in reach.
     """
     if name == "stdlib" or _matching_files(name):
         return
@@ -211,6 +211,10 @@ def _matching_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
         found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        if not any(file.is_file() for file in found):
+            raise ValueError(
+                f"load_corpus: folder must hold text files that are not hidden, got none in {name}"
+            )
     else:
         found = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
     return sorted(file for file in found if file.is_file())

@@ -5,6 +5,8 @@ A run that is killed, or a disk that fills up, leaves a folder that looks like a
 none. So a checkpoint counts only if it has a `complete.json`, written when every process has saved
 its part. Until then the checkpoints before it are kept.
 
+A checkpoint is also a model that can be evaluated and generated from: it holds the tokenizer.
+
 A disk or a copy may also change a file later. `complete.json` therefore holds the SHA-256 of every
 file, and of itself; a run goes on from the newest checkpoint where they still hold.
 """
@@ -17,6 +19,7 @@ import re
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +37,15 @@ class Checkpoints(TrainerCallback):
 
     Args:
         folder: Where the Trainer puts its `checkpoint-<step>` folders.
+        add_files: Called with each new checkpoint before it is complete, to add files to the Trainer's.
 
     Attributes:
         seconds: Training time up to the newest complete checkpoint, over all sessions.
         saving: Whether a checkpoint, or the model, is being written now.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, add_files: Callable[[Path], object] | None = None) -> None:
+        self.folder, self.add_files = folder, add_files
         self.seconds = 0.0
         self.saving = False
 
@@ -62,15 +66,7 @@ class Checkpoints(TrainerCallback):
 
     def _find(self) -> tuple[str, float] | None:
         """Name and training time of the newest undamaged checkpoint; deletes those after it."""
-        newest, passed_over, damages = None, [], []
-        for checkpoint in reversed(self._list()):
-            if (checkpoint / _MARK).exists():
-                damage = _damage(checkpoint)
-                if damage is None:
-                    newest = checkpoint
-                    break
-                damages.append(f"{checkpoint.name} ({damage})")
-            passed_over.append(checkpoint)
+        newest, passed_over, damages = _newest(self.folder)
         if damages and newest is None:
             raise ValueError(
                 f"train: checkpoints must have an undamaged one to go on from, got "
@@ -91,7 +87,7 @@ class Checkpoints(TrainerCallback):
     def delete(self, *, all_but: int = 0) -> None:
         """Deletes all but so many of the newest, once the model itself is saved."""
         if is_main():
-            found = self._list()
+            found = _list(self.folder)
             for checkpoint in found[: len(found) - all_but]:
                 shutil.rmtree(checkpoint)
             if not all_but:
@@ -99,9 +95,12 @@ class Checkpoints(TrainerCallback):
 
     def exist(self) -> bool:
         """Whether any was ever completed."""
-        return any((checkpoint / _MARK).exists() for checkpoint in self._list())
+        return any((checkpoint / _MARK).exists() for checkpoint in _list(self.folder))
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)  # the checkpoint may be of another cadence
         self._start = time.perf_counter() - self.seconds
 
     def on_step_end(
@@ -116,20 +115,77 @@ class Checkpoints(TrainerCallback):
         self.seconds = time.perf_counter() - self._start
         if is_main():
             newest = self.folder / f"checkpoint-{state.global_step}"
+            if self.add_files is not None:
+                self.add_files(newest)
             mark = {"seconds": self.seconds, "sha256": _digests(newest)}
             write_json(newest / _MARK, {**mark, "mark": _digest_of(mark)})
-            for replaced in self._list()[:-_NUM_KEPT]:
+            for replaced in _list(self.folder)[:-_NUM_KEPT]:
                 shutil.rmtree(replaced)
         self.saving = False
 
-    def _list(self) -> list[Path]:
-        """List all checkpoints, complete or not, oldest first, and no other entry of the folder."""
-        found = {}
-        for path in self.folder.glob("checkpoint-*"):
-            number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
-            if number and path.is_dir() and not path.is_symlink():
-                found[path] = int(number[1])
-        return sorted(found, key=lambda path: found[path])
+
+def readable_model(function: str, path: str | Path) -> str | Path:
+    """The folder to read a model from: of a run that has not finished, its newest undamaged checkpoint.
+
+    A `UserWarning` says which checkpoint that is. Anything else than the folder of such a run is returned as it is.
+
+    Args:
+        function: The function that errors name.
+        path: A folder, or the name of a model on the Hugging Face Hub.
+
+    Raises:
+        ValueError: The run has not finished, and no checkpoint can be read.
+    """
+    folder = Path(path)
+    if (folder / "config.json").exists() or not _is_run(folder):
+        return path
+    newest, _, damages = _newest(folder / "checkpoints")
+    if newest is None:
+        there = f"damaged ones: {', '.join(damages)}" if damages else "none"
+    elif not any(newest.glob("*.safetensors")) or not (newest / "tokenizer.json").exists():
+        there = f"{newest.name} without a whole model and its tokenizer"
+        newest = None
+    if newest is None:
+        raise ValueError(
+            f"{function}: path must hold a model or an undamaged checkpoint, got {folder}, where training has not "
+            f"finished, with {there} (the command that began it continues it; --save-steps sets how often it saves)"
+        )
+    warnings.warn(
+        f"{function}: training has not finished in {folder}; reading {newest.name}", stacklevel=2
+    )
+    return newest
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a training run began in a folder."""
+    try:
+        return "steps" in read_json(folder / "settings.json", "")
+    except (OSError, ValueError):
+        return (folder / "recipe.json").is_file()
+
+
+def _newest(folder: Path) -> tuple[Path | None, list[Path], list[str]]:
+    """The newest undamaged checkpoint; those after it; and, of these, what is damaged in those that were complete."""
+    passed_over: list[Path] = []
+    damages: list[str] = []
+    for checkpoint in reversed(_list(folder)):
+        if (checkpoint / _MARK).exists():
+            damage = _damage(checkpoint)
+            if damage is None:
+                return checkpoint, passed_over, damages
+            damages.append(f"{checkpoint.name} ({damage})")
+        passed_over.append(checkpoint)
+    return None, passed_over, damages
+
+
+def _list(folder: Path) -> list[Path]:
+    """List all checkpoints, complete or not, oldest first, and no other entry of the folder."""
+    found = {}
+    for path in folder.glob("checkpoint-*"):
+        number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
+        if number and path.is_dir() and not path.is_symlink():
+            found[path] = int(number[1])
+    return sorted(found, key=lambda path: found[path])
 
 
 def _damage(checkpoint: Path) -> str | None:

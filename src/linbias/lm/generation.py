@@ -8,6 +8,7 @@ from transformers import TextStreamer
 
 from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
+from linbias.lm.checkpoints import readable_model
 from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
@@ -30,7 +31,8 @@ def generate(
     this order, stand for.
 
     Args:
-        path: As for `linbias.models.load`.
+        path: As for `linbias.models.load`; or the folder of a run that has not finished, whose newest undamaged
+            checkpoint is read.
         prompt: Not empty; text that UTF-8 can write.
         max_new_tokens: Tokens to write at most; the model may end the text earlier.
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
@@ -62,7 +64,7 @@ def generate(
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
-    files = Files.at("generate", path)
+    files = Files.at("generate", readable_model("generate", path))
     model, tokenizer = load(files), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
@@ -81,7 +83,7 @@ def generate(
         ) from error
     inputs = inputs.to(model.device)
     if isinstance(model, LinbiasForConditionalGeneration):
-        tokens = SpanTokens.of(Tokenizer.load(path))
+        tokens = SpanTokens.of(Tokenizer.load(files.name))
         written = _with_spans(model, inputs["input_ids"][0].tolist(), tokens, options)
         text = str(tokenizer.decode(written))
         if stream:

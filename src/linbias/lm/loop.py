@@ -9,6 +9,9 @@ TrainingMetrics     what a finished run measured, as metrics.json keeps it
 
 from __future__ import annotations
 
+import errno
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,6 +26,9 @@ from linbias._run.processes import is_main
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory, keep_freed_memory
 from linbias.lm.watch import ProgressBar
+
+_WRITER = "inline_container|PytorchStreamWriter"  # in each error of PyTorch's writer
+_LITTLE = 2**20  # bytes: a disk with less is full to whoever writes a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +172,7 @@ def run_trainer(
 
     Raises:
         OSError: A checkpoint or the model could not be written (disk full).
+        KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on from.
     """
     newest = checkpoints.latest()
     trainer.remove_callback(PrinterCallback)
@@ -174,14 +181,33 @@ def run_trainer(
         with PeakMemory(trainer.args.device) as memory, bar:
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
             at_the_end()
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not checkpoints.saving:
+    except KeyboardInterrupt as interrupt:
+        if not checkpoints.exist():
             raise
-        raise OSError(
-            f"train: could not write to {output} ({error}); the last complete checkpoint is "
-            "intact, and the same call continues from there"
-        ) from error
+        raise KeyboardInterrupt("The same command continues from here.") from interrupt
+    except (OSError, RuntimeError, SafetensorError) as error:
+        is_full = _is_full(error, output)
+        if not (checkpoints.saving or is_full):
+            raise
+        full = "No space left on the disk: " if is_full else ""
+        left = (
+            "the last complete checkpoint is intact, and the same call continues from there"
+            if checkpoints.exist()
+            else "no checkpoint was complete yet, and the same call starts again"
+        )
+        raise OSError(f"train: could not write to {output} ({full}{error}); {left}") from error
     return memory.peak_bytes
+
+
+def _is_full(error: BaseException, folder: Path) -> bool:
+    """Whether a disk that is full made writing fail; PyTorch and safetensors say so in words of their own, or not."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if "os error 28" in str(error):
+        return True
+    if isinstance(error, RuntimeError) and not re.search(_WRITER, str(error)):
+        return False
+    return shutil.disk_usage(folder).free < _LITTLE
 
 
 def publish(

@@ -108,10 +108,12 @@ def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None
     """Warns if the model's run read this place, and did not hold out what is scored.
 
     Args:
-        model: The run's folder.
+        model: The run's folder, or one of its checkpoints.
         here: What is read now.
         splits: How it is split, as `Corpus.splits`; None where it is read whole.
     """
+    if model.parent.name == "checkpoints":
+        model = model.parents[1]
     try:
         run = read_json(model / "settings.json", "read_text")
         location, trained = Path(run["location"]), run["corpus"]["splits"]

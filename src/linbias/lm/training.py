@@ -67,6 +67,9 @@ from linbias.models.loading import no_bars
 # take. The first ones are not timed.
 _WARM_STEPS, _TIMED_STEPS = 2, 8
 
+# What a run may continue with other values of, since its weights do not depend on them.
+_CADENCE = ("save_steps", "validate_steps", "validate_lengths", "prompt")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelMetrics(TrainingMetrics):
@@ -105,7 +108,7 @@ def train(
         corpus: Its train split is used, and for validations its valid split; its tokenizer is saved
             with the model. To go on from a model, see `linbias.lm.initial.with_tokenizer_of`.
         output: Folder of the run: new, empty, or of the very same run, of which the budget may be
-            larger now.
+            larger now, and `save_steps` and what is validated others.
         progress: Show progress on standard error.
         keep_checkpoint: Keep the last checkpoint of a finished run, three times the size of the
             model, so that it can be extended.
@@ -205,7 +208,8 @@ def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
         "steps": lambda: _num_steps(settings, corpus),
     }
     path = output / "settings.json"
-    record = open_run_folder(path, identity, "train", first_time=first_time)
+    may_change = [f"settings.{name}" for name in _CADENCE]
+    record = open_run_folder(path, identity, "train", first_time=first_time, may_change=may_change)
     steps, budget = record["steps"], record["budget"]
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"train: {path} is damaged (steps is {steps!r})")
@@ -286,7 +290,7 @@ def _run(
     keep_checkpoint: bool,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    checkpoints = Checkpoints(output / "checkpoints")
+    checkpoints = Checkpoints(output / "checkpoints", corpus.tokenizer.save)
     tokens_per_step = settings.batch_size * settings.length
     bar = ProgressBar(tokens_per_step, visible=progress and is_main())
     history = LossHistory(output / "history.jsonl", tokens_per_step, more=_validation_entry)

@@ -37,6 +37,7 @@ from torch import Tensor
 from linbias._run.files import Record, check_writable, write_whole
 from linbias._run.folders import list_differences
 from linbias.data.dictionary import check_words
+from linbias.lm.checkpoints import readable_model
 from linbias.lm.memory import PeakMemory, available_bytes
 from linbias.lm.paper.checkpoint import check_dictionary, load
 from linbias.lm.paper.store import read_data
@@ -206,13 +207,14 @@ def load_for(
     """Loads a model to evaluate on some data, and checks that both have the same words.
 
     Args:
-        path: As for `load`.
+        path: As for `load`; or the folder of a run that has not finished, whose newest undamaged checkpoint is read.
         data: Folder that `prepare` or the original made.
         position: As for `load`.
 
     Raises:
         ValueError: There is no such model, or it was trained with other words.
     """
+    path = readable_model("evaluate", path)
     model = load(path, position=position)
     if Path(path, "dict.txt").is_file():
         check_words(Path(path, "dict.txt"), Path(data, "dict.txt"), "evaluate")

@@ -220,13 +220,13 @@ def _run(
     progress: bool,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
-    checkpoints = Checkpoints(output / "checkpoints")
+    add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
+    checkpoints = Checkpoints(output / "checkpoints", add_dictionary)
     batches = _training_batches(recipe, splits["train"])
     tokens_per_step = len(batches.ids) // batches.steps_per_pass
     bar, watch = ProgressBar(tokens_per_step, visible=progress and is_main()), StopWatch()
 
     def save(trainer: PaperTrainer) -> None:
-        add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
         publish(trainer, checkpoints, output, add_dictionary)
 
     set_seed(recipe.seed)
