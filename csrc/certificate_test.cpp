@@ -106,10 +106,10 @@ Scene off_center(std::int64_t T, std::int64_t S, double slope, int seed) {
 }
 
 // Keys on the other side of 0 than the queries, but for a far block: the center lies away from it.
-Scene opposed(std::int64_t T) {
+Scene opposed(std::int64_t T, double query, double far_key) {
   Scene scene = blank("opposed keys", T, 3000, 8, 1.0 / 128, 0.02);
-  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = -5;
-  for (std::int64_t s = 0; s < 3000; ++s) scene.k[s * 8 + 2] = s / kBlockKeys == 22 ? -1 : 1;
+  for (std::int64_t t = 0; t < T; ++t) scene.q[t * 8 + 2] = query;
+  for (std::int64_t s = 0; s < 3000; ++s) scene.k[s * 8 + 2] = s / kBlockKeys == 22 ? far_key : 1;
   return scene;
 }
 
@@ -335,7 +335,8 @@ void check_scenes() {
     check_scene<In>(both_sides(unbounded(T, 9000, 1.0 / 512, 100), 1.0 / 512), false);
     check_scene<In>(one_in_a_block(T, 6000, 1.0 / 256), false);
     check_scene<In>(leaning(T, 16384, 1.0 / 1024), false);
-    check_scene<In>(opposed(T), false);
+    check_scene<In>(opposed(T, -5, -1), false);
+    check_scene<In>(opposed(T, -40, 0), T == 1);
     check_scene<In>(overflow(T, wide ? 712 : 92), false);
     check_scene<In>(overflow(T, wide ? 708 : 87), false);
     if (T == 1) check_scene<In>(equal_keys(T, 70000, 1.0 / 16384, 5), false);
