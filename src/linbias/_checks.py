@@ -65,6 +65,10 @@ OTHER_NAMES = {
     "query": "say q",
     "key": "say k",
     "value": "say v",
+    **dict.fromkeys(
+        ("add_bias_kv", "add_zero_attn"),
+        "it adds a key that stands nowhere in the sequence, and is not built",
+    ),
 }
 
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32

@@ -1,6 +1,6 @@
 """`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class MultiheadAttention(nn.Module):
         dtype: Of the parameters; `log_left` and `log_right` are at least float32.
 
     Raises:
+        TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
         ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
 
     Example:
@@ -95,8 +96,11 @@ class MultiheadAttention(nn.Module):
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        if unknown:
+            _checks.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         variant = variant or ("none" if cross_attention else "causal")
         _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
