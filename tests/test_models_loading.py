@@ -1,6 +1,7 @@
 """`load`, the one door to models: what it says where nothing can be loaded; and what imports leave alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from linbias.models import LinbiasForCausalLM, load, loading
+from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, load, loading
 from linbias.models.loading import Files
 from small_models import assert_same, build, tokens
 
@@ -122,6 +123,105 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
         ValueError, match=r"it has not all parts that model.safetensors.index.json"
     ):
         load(tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.to(torch.complex64), "floating numbers, got torch.complex64"),
+        (lambda x: x.to(torch.int32), "floating numbers, got torch.int32"),
+        (lambda x: x > 0, "floating numbers, got torch.bool"),
+        (lambda x: x.where(x < x.max(), torch.nan), "finite numbers, got NaN"),
+        (lambda x: x.where(x < x.max(), -torch.inf), "finite numbers, got infinity"),
+    ],
+    ids=["complex", "integer", "boolean", "NaN", "infinity"],
+)
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    change: Any, message: str, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
+    plain = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32))
+    for name, model in (("ln_f.weight", plain), ("model.norm.weight", build().float())):
+        model.save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        (whole,) = (key for key in weights if key.endswith(name))
+        weights[whole][0] += 1
+        weights[whole] = change(weights[whole])
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"load: .*{name} must hold {message}"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("../outside.safetensors", "weight_map of .* must name files of the folder, got '"),
+        ("{}/outside.safetensors", "weight_map of .* must name files of the folder, got '/"),
+        (5, "index.json is damaged"),
+        (None, "index.json is damaged"),
+    ],
+)
+def test_an_index_names_files_of_its_folder_alone(
+    entry: Any, message: str, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
+    plain = GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32))
+    folder = tmp_path / "model"
+    entry = entry.format(tmp_path) if isinstance(entry, str) else entry
+    for model in (plain, build()):
+        model.save_pretrained(folder)
+        names = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").replace(tmp_path / "outside.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, entry)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "c0ffee", cache / "blobs"
+    build().save_pretrained(blobs)
+    snapshot.mkdir(parents=True)
+    for blob in list(blobs.iterdir()):
+        (snapshot / blob.name).symlink_to(Path("../../blobs", blob.name))
+    load(snapshot)
+    (tmp_path / "linked").symlink_to(snapshot)
+    load(tmp_path / "linked")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = tmp_path / name / "model"
+        build().save_pretrained(folder)
+        (folder / name).unlink(missing_ok=True)
+        (blobs / name).touch()
+        (folder / name).symlink_to(blobs / name)
+        with pytest.raises(
+            ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
+        ):
+            load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_pipe_and_a_loop_of_links_answer(name: str, tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"load: .*config.json"):
+        load(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(ValueError, match=r"load: .*config.json"):
+        load(tmp_path)
+
+
+def test_a_table_of_absurd_size_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"type_vocab_size must be at most 65536, got 10{12}$"):
+        LinbiasBertConfig(type_vocab_size=10**12)
+    sizes = {"vocab_size": 61, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**sizes, n_embd=16, n_positions=32)).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "n_positions": 10**12}))
+    with pytest.raises(ValueError, match=r"wpe.weight of shape .* asks for \[1000000000000, 16\]"):
+        load(tmp_path)
 
 
 @torch.no_grad()

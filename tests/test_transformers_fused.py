@@ -1,6 +1,7 @@
 """Existing models, fused, against Transformers' own code for them, with its defects mended where it has some."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -571,3 +573,44 @@ def test_golden_data_in_bfloat16(family: str) -> None:
     for _, ours, truth, expected, (name, _) in cases:
         theirs = expected[f"{name}.bfloat16.logits"].float()
         assert (ours - truth).norm() < (theirs - truth).norm(), name
+
+
+@torch.no_grad()
+@each_model
+def test_packed_texts_are_refused_and_padding_is_not(make: Any) -> None:
+    model = fuse(make().eval())
+    ids = torch.arange(10).view(2, 5) + 1
+    packed = torch.tensor([[0, 1, 2, 0, 1]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    plain = model(ids, attention_mask=mask).logits
+    # A copy, an unpickled one, and a call of `forward`, as PEFT's, know it as well.
+    again = pickle.loads(pickle.dumps(model))
+    for call in (model, copy.deepcopy(model), again, model.forward, model.base_model):
+        for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(mask)}):
+            with pytest.raises(ValueError, match=r"position_ids of a fused .*several texts in a"):
+                call(ids, position_ids=packed, **options)
+    out = model(ids, attention_mask=mask, position_ids=counted)
+    torch.testing.assert_close(out.logits, plain, rtol=0, atol=0)
+    torch.testing.assert_close(again(ids, attention_mask=mask).logits, plain, rtol=0, atol=0)
+    unfuse(model)(ids, position_ids=packed)
+
+
+def test_packed_texts_are_refused_where_a_model_is_built_fused() -> None:
+    install()
+    config = BloomConfig(hidden_size=48, n_head=6, n_layer=2, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="linbias")
+    with pytest.raises(ValueError, match=r"BloomForCausalLM: position_ids .*several texts"):
+        model(torch.ones(1, 4, dtype=torch.int64), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+def test_a_saved_model_is_fused_again_by_load_and_where_it_is_asked_for(tmp_path: Path) -> None:
+    install()
+    fuse(bloom()).save_pretrained(tmp_path)
+    for again, is_fused in (
+        (load(tmp_path), True),
+        (AutoModelForCausalLM.from_pretrained(tmp_path), False),
+        (AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="linbias"), True),
+    ):
+        assert (again.config._attn_implementation == "linbias") == is_fused
+        assert hasattr(again.transformer.h[0].self_attention, "fused_bias") == is_fused

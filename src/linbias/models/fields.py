@@ -77,6 +77,7 @@ MAXIMA: Mapping[str, int] = {
     "head_size": 2**14,
     "intermediate_size": 2**20,
     "vocab_size": 2**24,
+    "type_vocab_size": 2**16,
     "train_length": 2**30,
     "t5_num_buckets": 2**16,
     "t5_max_distance": 2**30,

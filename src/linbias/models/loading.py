@@ -95,9 +95,9 @@ def load(
         The model, in evaluation mode.
 
     Raises:
-        ValueError: There is no such model, or it is of no family above; weights are missing, unknown or of another shape than the
-            configuration asks for, which is said before anything is built; a file is damaged; or an argument breaks
-            a rule.
+        ValueError: There is no such model, or it is of no family above; weights are missing, unknown, of another shape than the
+            configuration asks for, or no floating numbers, which is said before anything is built; one holds NaN or
+            infinity; a file is damaged, or lies outside the folder; or an argument breaks a rule.
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
@@ -113,6 +113,7 @@ def load(
     files = Files.at("load", folder)
     with _one_error("load", files.name), no_bars():
         model = _load(files, task, dtype, new_head, changes)
+        _check_numbers(model)
         return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
@@ -184,6 +185,26 @@ def _load_plain(
     config = CONFIG_MAPPING[files.settings["model_type"]].from_dict(dict(files.settings))
     config = _changed(config, changes)
     check_sizes(config.get_text_config())
+    stored = files.look_at_weights()
+    if "quantization_config" not in files.settings:  # whose weights are stored in another way
+        with torch.device("meta"):
+            wanted = AutoModelForCausalLM.from_config(config)
+        known = {
+            name: (x, there)
+            for name, x in _aligned(wanted, stored).items()
+            if (there := dict(wanted.named_parameters()).get(name)) is not None
+        }
+        _check_kinds({name: x for name, (x, _) in known.items()})
+        _report(
+            files.name,
+            [],
+            [],
+            {
+                name: (list(x.shape), list(there.shape))
+                for name, (x, there) in known.items()
+                if x.shape != there.shape
+            },
+        )
     model, info = AutoModelForCausalLM.from_pretrained(
         files.name,
         config=config,
@@ -284,6 +305,8 @@ class Files:
             raise ValueError(f"{caller}: path must be a folder with a config.json, got {name!r}")
         found = cls(name, {}, is_here or not answers())
         with _one_error(caller, name):
+            if is_here:
+                _check_folder(Path(folder))
             path = found.file("config.json")
             if path is None:
                 raise ValueError("it has no config.json")
@@ -311,6 +334,7 @@ class Files:
         for name in names:
             if Path(self.name).is_dir():
                 if (path := Path(self.name) / name).is_file():
+                    _check_inside(Path(self.name), path)
                     return path
                 continue
             found = cached_file(
@@ -356,18 +380,60 @@ class Files:
             return [path]
         try:
             names = set(json.loads(path.read_bytes())["weight_map"].values())
-            parts = [self.file(Path(name).name) for name in sorted(names)]
+            outside = [name for name in names if not _is_inside(name)]
+            parts = [] if outside else [self.file(name) for name in sorted(names)]
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path.name} is damaged") from error
+        if outside:
+            raise ValueError(
+                f"weight_map of {path.name} must name files of the folder, got {outside[0]!r:.80}"
+            )
         if None in parts:
             raise ValueError(f"it has not all parts that {path.name} names")
         return [part for part in parts if part is not None]
 
 
+# What is read of a folder, here or by Transformers.
+_READ = (".json", ".safetensors", ".bin", ".model", ".jinja")
+_WORDS = ("dict.txt", "vocab.txt", "merges.txt")
+
+
+def _check_folder(folder: Path) -> None:
+    """Check every file that a loader may read, whichever does: none waits for a writer, none lies elsewhere."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _READ or path.name in _WORDS:
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise ValueError(f"{path.name} must be a file, got a pipe, socket or device")
+            _check_inside(folder, path)
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Raise a ValueError if a file leads out of its folder by a link.
+
+    What the cache of the Hugging Face Hub keeps of a model may be spread in its own folder:
+    models--a--b/snapshots/c/config.json -> models--a--b/blobs/d.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    try:
+        found = path.resolve()
+    except (OSError, RuntimeError) as error:  # before Python 3.13 a loop is a RuntimeError
+        raise ValueError(f"{path.name} must be a file, got a loop of links") from error
+    if not found.is_relative_to(root):
+        raise ValueError(f"{path.name} must lie in the folder, got a link to {str(found)!r}")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether an entry of an index names a file below its folder."""
+    path = Path(name)
+    return name != "" and not path.is_absolute() and ".." not in path.parts
+
+
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
+    **{"U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64},
 }
 
 
@@ -388,6 +454,18 @@ def _check_kinds(weights: Mapping[str, Any]) -> None:
             (isinstance(kind, torch.dtype) and kind.is_floating_point) or _BUFFERS.search(name)
         ):
             raise ValueError(f"{name} must hold floating numbers, got {kind}")
+
+
+def _check_numbers(model: PreTrainedModel) -> None:
+    """Raise a ValueError about the first parameter that is not finite. All are read once, without a copy."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            continue  # quantised
+        if parameter.numel() and not parameter.is_meta:
+            ends = torch.stack(torch.aminmax(parameter.detach()))
+            if not ends.isfinite().all():
+                kind = "NaN" if ends.isnan().any() else "infinity"
+                raise ValueError(f"{name} must hold finite numbers, got {kind}")
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

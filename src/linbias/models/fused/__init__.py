@@ -23,8 +23,10 @@ from linbias.models.fused.family import (
     Family,
     Options,
     change_classes,
+    check_texts,
     keep_mask_for_generate,
     make_mask,
+    stop_checking_texts,
 )
 from linbias.torch.choice import IMPLEMENTATIONS
 
@@ -49,6 +51,7 @@ def fuse(
     code, so that training, gradient checkpointing, padding on either side, caches and `generate` work as before, for
     any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. No other model is
     touched; Transformers learns a function that makes masks for `attn_implementation="linbias"`, which no other model asks for.
+    A call whose `position_ids` mark several texts in a row (packed batches) is refused.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
@@ -110,7 +113,8 @@ def fuse(
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
-    for module in model.modules():
+    for module in _around(model):
+        check_texts(module)
         # BLOOM's own already returns [B, S].
         if isinstance(module, _GENERATE) and not hasattr(module, "create_masks_for_generate"):
             vars(module)["create_masks_for_generate"] = keep_mask_for_generate
@@ -152,9 +156,21 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         change_classes(body, {fused: own for own, fused in family.fused.items()})
         for layer in family.layers(body):
             del layer.fused_bias
-    for module in model.modules():
+    for module in _around(model):
         vars(module).pop("create_masks_for_generate", None)
+        stop_checking_texts(module)
     return model
+
+
+def _around(model: nn.Module) -> list[Any]:
+    """The bodies of a model, and the models of their families that hold one."""
+    kinds = tuple(_base(family) for family in FAMILIES.values())
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def _base(family: Family) -> type[nn.Module]:
+    """What the models of a family have in common, such as `BloomPreTrainedModel`."""
+    return family.body.__mro__[1]
 
 
 def fuse_by_default(body: Any) -> None:
@@ -178,13 +194,20 @@ def install() -> None:
     FALCON_ATTENTION_CLASSES[NAME] = falcon.FAMILY.attention  # which it looks up by implementation
     for family in FAMILIES.values():
         if family.why_unknown() is None:
-            _fuse_when_built(family.body)
+            _fuse_when_built(family)
             if not hasattr(family.language_model, "create_masks_for_generate"):
                 family.language_model.create_masks_for_generate = _keep_mask_if_fused  # type: ignore[attr-defined]
 
 
-def _fuse_when_built(body: type[nn.Module]) -> None:
-    build = body.__init__
+def _fuse_when_built(family: Family) -> None:
+    base, body = _base(family), family.body
+    build_any, build = base.__init__, body.__init__
+
+    @functools.wraps(build_any)
+    def build_checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        build_any(self, config, *args, **kwargs)
+        if self.config._attn_implementation == NAME:
+            check_texts(self)
 
     @functools.wraps(build)
     def build_fused(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -192,6 +215,7 @@ def _fuse_when_built(body: type[nn.Module]) -> None:
         if self.config._attn_implementation == NAME:
             fuse_by_default(self)
 
+    base.__init__ = build_checked  # type: ignore[method-assign]
     body.__init__ = build_fused  # type: ignore[method-assign]
 
 

@@ -8,6 +8,7 @@ that are given it become those of `Family.fused`, subclasses whose forward knows
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.packing import find_packing
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
 
@@ -192,6 +194,59 @@ def make_mask(
         has_cache=True,
         has_room=isinstance(q_offset, Tensor) or kv_length > q_offset + q_length,
     )
+
+
+def check_texts(model: Any) -> None:
+    """Let a body or a model around it refuse packed rows, whose position_ids most heads of Transformers drop."""
+    name = _forward_name(model)
+    if isinstance(vars(model).get(name), partial):
+        return
+    signature = inspect.signature(MethodType(type(model).forward, model))
+    checked: Any = partial(_forward, model, tuple(signature.parameters))
+    checked.__signature__ = (
+        signature  # which Trainer and `generate` read to know what a model takes
+    )
+    vars(model)[name] = checked
+
+
+def stop_checking_texts(model: Any) -> None:
+    """Undo `check_texts`."""
+    name = _forward_name(model)
+    if isinstance(vars(model).get(name), partial):
+        del vars(model)[name]
+        if name == "_old_forward":
+            vars(model)[name] = MethodType(type(model).forward, model)
+
+
+def _forward_name(model: nn.Module) -> str:
+    """Where a model keeps its forward: the hooks of accelerate stand before it and call another."""
+    return "_old_forward" if "_old_forward" in vars(model) else "forward"
+
+
+def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """That of the class of a model, for rows of one text each."""
+    given = dict(zip(arguments, args, strict=False)) | kwargs
+    if given.get("position_ids") is not None:
+        _refuse_texts(type(model).__name__, given)
+    return type(model).forward(model, *args, **kwargs)
+
+
+def _refuse_texts(name: str, given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if position_ids mark several texts in a row, as `read_attention_mask` reads them."""
+    position_ids, cache = given["position_ids"], given.get("past_key_values")
+    mask, T = given.get("attention_mask"), position_ids.shape[-1]
+    if T < 2 or (cache is not None and torch.compiler.is_compiling()):
+        return
+    new = None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        start = 0 if cache is None else int(cache.get_seq_length())
+        new = mask[:, start : start + T].to(position_ids.device) != 0
+        position_ids = position_ids.expand(len(new), T)
+    if find_packing(position_ids, new) is not None:
+        raise ValueError(
+            f"{name}: position_ids of a fused model must count on from token to token, got several texts in a row, "
+            "which would see each other: give each a row of its own, with padding and attention_mask"
+        )
 
 
 def keep_mask_for_generate(config: Any, attention_mask: Any, **_: Any) -> Any:

@@ -15,7 +15,7 @@ from transformers import MptConfig, MptForCausalLM, PreTrainedConfig
 
 from linbias.models import fields
 from linbias.models.fused import fuse_by_default, mpt
-from linbias.models.fused.family import keep_mask_for_generate
+from linbias.models.fused.family import check_texts, keep_mask_for_generate
 
 
 class LinbiasMptAttentionConfig(PreTrainedConfig):
@@ -181,6 +181,8 @@ class LinbiasMptForCausalLM(MptForCausalLM):
         if config.logit_scale is not None:
             self.lm_head = ScaledHead(config)
         fuse_by_default(self.transformer)
+        check_texts(self.transformer)
+        check_texts(self)
         self.create_masks_for_generate = keep_mask_for_generate
         self.post_init()
 
