@@ -2,8 +2,10 @@
 
 import functools
 import re
+from inspect import signature
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -228,7 +230,16 @@ def test_numpy_functions_say_what_is_wrong(function, kind, words):
         function()
 
 
-SWAPPED = "attention: the axes are read as {}, which makes 200 heads and 8 queries in q, 8 and 200 keys in k"
+def test_every_argument_of_jax_is_answered_with_ours():
+    names = signature(jax.nn.dot_product_attention).parameters.keys()
+    x = np.zeros((1, 2, 2, 4), np.float32)
+    for name in names - signature(linbias.jax.attention).parameters.keys():
+        advice = re.escape(_checks.OTHER_NAMES[name]) if name != "mask" else "say mask"
+        with pytest.raises(TypeError, match=f"there is no argument {name}; {advice}"):
+            linbias.jax.attention(x, x, x, **{name: None})
+
+
+SWAPPED = "attention: the axes are read as {0}, which makes {1} heads and 8 queries in q, 8 and {1} keys in k"
 
 
 @pytest.mark.parametrize(
@@ -241,20 +252,30 @@ SWAPPED = "attention: the axes are read as {}, which makes 200 heads and 8 queri
     ],
     ids=["definition", "cpu", "torch", "jax"],
 )
-def test_length_in_the_place_of_the_heads_is_warned_of(function, zeros, words):
-    q, k = zeros((1, 200, 8, 1)), zeros((1, 8, 200, 1))
+@pytest.mark.parametrize("length", [128, 200])
+def test_length_in_the_place_of_the_heads_is_warned_of(function, zeros, words, length):
+    q, k = zeros((1, length, 8, 1)), zeros((1, 8, length, 1))
     if function is linbias.jax.attention:
         q, k = (np.float32(x) for x in (k, q))
-    with pytest.warns(UserWarning, match=SWAPPED.format(words)) as warned:
+    with pytest.warns(UserWarning, match=SWAPPED.format(words, length)) as warned:
         function(q, k, k)
     assert warned[0].filename == __file__
     many = zeros((1, 1025, 2, 1)) if function is not linbias.jax.attention else None
     if many is not None:
         with pytest.warns(UserWarning, match="makes 1025 heads and 2 queries"):
             function(many, many, many)
-        function(
-            many[:, :1024], many[:, :1024], many[:, :1024]
-        )  # no warning, which is an error here
+        all_swapped = many[:, :128]
+        with pytest.warns(UserWarning, match="makes 128 heads and 2 queries"):
+            function(all_swapped, all_swapped, all_swapped)
+        # No warning, which is an error here: few heads, one query, few key/value heads, as many queries as heads.
+        heads = zeros((1, 128, 64, 1))
+        for q, k in (
+            (heads[:, :127, :2], heads[:, :127, :2]),
+            (many[:, :1024, :1], many[:, :1024, :1]),
+            (many[:, :1024], many[:, :8]),
+            (heads, heads),
+        ):
+            function(q, k, k)
 
 
 class Unable:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -187,6 +188,13 @@ def test_public_names():
     import linbias.torch
 
     assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
+    shown = dir(linbias)
+    assert {*linbias.__all__, "torch", "jax", "models", "lm", "explore", "cpu"} <= set(shown)
+    assert not {"TYPE_CHECKING", "import_module", "transformers"} & set(shown)
+    with mock.patch(
+        "linbias._extras._is_installed", "torch".__ne__
+    ):  # help() loads all that is shown
+        assert not {"torch", "models", "lm"} & set(dir(linbias))
     assert set(linbias.torch.__all__) == {
         "Visited",
         "attention",

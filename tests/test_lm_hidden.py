@@ -404,6 +404,8 @@ def test_gaps_are_filled_with_what_the_model_writes(
     text = generate(span_run, "a <extra_id_0>, <extra_id_1>; <extra_id_2>")
     assert text == "a one, two; <extra_id_2>"
     assert asked == [[[2, *b"a ", 256, *b", ", 257, *b"; ", 258]]]
+    with pytest.warns(UserWarning, match="wrote nothing for any gap of the prompt"):
+        assert generate(span_run, "a <extra_id_9>") == "a <extra_id_9>"
     with pytest.raises(
         ValueError, match="generate: prompt must hold <extra_id_0> where the model"
     ):
@@ -412,6 +414,7 @@ def test_gaps_are_filled_with_what_the_model_writes(
         explored.read(span_run, Path(__file__))
 
 
+@pytest.mark.filterwarnings("ignore:generate. the model wrote nothing for any gap")
 @pytest.mark.parametrize(
     ("task", "options", "said", "table", "refusal"),
     [

@@ -23,6 +23,18 @@ def forgotten_programs():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    "far", [(2**62 + 5, -(2**62)), (2**63 - 1, -(2**63)), (2**63 + 9, 2**64 - 1)]
+)
+def test_compiled_blocked_takes_a_start_beyond_int64(far):
+    dtype = torch.uint64 if max(far) >= 2**63 else torch.int64
+    q = torch.randn(2, 2, 3, 4)
+    run = torch.compile(linbias.torch.attention, fullgraph=True, backend="aot_eager")
+    out = run(q, q, q, query_start=torch.tensor(far, dtype=dtype), implementation="blocked")
+    assert out.isfinite().all() and out[0].any()
+    assert out[1].any() == (far[1] > 0)  # before all keys a query sees none
+
+
 @pytest.mark.parametrize("implementation", ("dense", "blocked", "cpu", "sdpa"))
 def test_compiles_whole_and_gives_the_same(implementation):
     def run(q, k, v, left):

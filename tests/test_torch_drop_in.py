@@ -454,9 +454,26 @@ def test_masks_say_what_is_wrong(arguments, error, words):
 def test_what_cannot_be_replaced_says_so():
     with pytest.raises(ValueError, match=r"must hold a torch\.nn\.MultiheadAttention, got Linear"):
         replace_attention(nn.Linear(1, 1))
+    theirs = nn.MultiheadAttention(WIDTH, H)
+    with pytest.raises(
+        TypeError, match=r"got a torch\.nn\.MultiheadAttention itself \(Mult.*from_torch"
+    ):
+        replace_attention(theirs)
+    model = nn.Sequential(theirs)
+    replace_attention(model)
+    with pytest.raises(ValueError, match="got Sequential with layers of linbias already"):
+        replace_attention(model)
     for option in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(ValueError, match=f"from_torch: theirs must have no {option}"):
             MultiheadAttention.from_torch(nn.MultiheadAttention(WIDTH, H, **{option: True}))
+        with pytest.raises(
+            TypeError, match=f"MultiheadAttention: there is no argument {option}; it adds a key"
+        ):
+            MultiheadAttention(WIDTH, H, **{option: True})
+    with pytest.raises(
+        TypeError, match=r"there is no argument num_head; did you mean num_heads\?"
+    ):
+        MultiheadAttention(WIDTH, H, num_head=H)
     nested = torch.nested.nested_tensor([torch.randn(3, WIDTH)], layout=torch.jagged)
     with pytest.raises(ValueError, match="nested tensors need batch_first=True"):
         MultiheadAttention(WIDTH, H)(nested)

@@ -47,6 +47,20 @@ def test_packed_sequences_do_not_see_a_neighbours_nan():
         assert gradient[10:].isfinite().all()
 
 
+@pytest.mark.parametrize("num_keys", [0, 5])
+def test_a_packing_without_queries_has_gradients_of_zeros(num_keys):
+    q = torch.randn(0, 2, 4, requires_grad=True)
+    k, v = (torch.full((num_keys, 2, 4), np.nan, requires_grad=True) for _ in range(2))
+    left = torch.tensor([0.5, np.inf], requires_grad=True)
+    offsets = torch.tensor([0, 0]), torch.tensor([0, num_keys])
+    out, lse = linbias.torch.attention_varlen(q, k, v, *offsets, left, return_lse=True)
+    assert out.shape == (0, 2, 4) and lse.shape == (0, 2)
+    for result in (out, lse):
+        gradients = torch.autograd.grad(result.sum(), (q, k, v, left), retain_graph=True)
+        for leaf, gradient in zip((q, k, v, left), gradients, strict=True):
+            assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
 def test_packed_sequences_take_placement_of_their_own():
     lengths_q, lengths_k = (3, 5, 2), (6, 5, 9)
     q, k, v = (

@@ -8,7 +8,7 @@ read: `linbias.near_to_far`.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from linbias import _moved, near_to_far
+from linbias import _extras, _moved, near_to_far
 from linbias.definition import (
     attention,
     attention_backward,
@@ -55,3 +55,10 @@ if not TYPE_CHECKING:  # a type checker asks for the import to be written out
         if name in _LOADED_WHEN_NAMED:
             return import_module(f"linbias.{name}")
         raise AttributeError(f"module 'linbias' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """The public names, without the parts that this install cannot load: `help` asks for each."""
+        parts = (f"linbias.{name}" for name in _LOADED_WHEN_NAMED if name != "transformers")
+        there = [part for part in parts if part not in _extras.PARTS or not _extras.missing(part)]
+        own = [name for name in globals() if name.startswith("__")]
+        return sorted([*own, *__all__, *(part.rpartition(".")[2] for part in there)])

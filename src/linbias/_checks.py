@@ -65,6 +65,10 @@ OTHER_NAMES = {
     "query": "say q",
     "key": "say k",
     "value": "say v",
+    **dict.fromkeys(
+        ("add_bias_kv", "add_zero_attn"),
+        "it adds a key that stands nowhere in the sequence, and is not built",
+    ),
 }
 
 LARGEST_DROPOUT = 1 - 2.0**-32  # the mask compares 32 random bits with dropout * 2^32
@@ -283,7 +287,10 @@ def warn_of_layout(function: str, problem: Problem, layout: str = "BHTD", depth:
     It stands apart from `check` because compilers cannot trace a warning. depth: calls from the user's line to here.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
-    swapped = H == S > 128 and T == G > 1  # fewer keys may be as many as the heads by chance
+    # Below 128, and with as many queries as heads, both ways to read the axes are common.
+    one_of_them = H == S >= 128 and T == G > 1
+    all_of_them = H == G >= 128 and T == S and 1 < T <= H // 4
+    swapped = one_of_them or all_of_them
     if H > MOST_HEADS or swapped:
         given = f"{H} heads and {T} queries in q, {G} and {S} keys in k"
         warnings.warn(

@@ -1,5 +1,6 @@
 """Text that a language model writes after a prompt, or in its gaps."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def generate(
 
     Returns:
         The prompt and its continuation; or the prompt with its gaps filled in. A gap that the model wrote nothing for
-        stays.
+        stays, with a warning if no gap was filled in.
 
     Raises:
         ValueError: An argument breaks a rule above, there is no such model, or the prompt of a sequence-to-sequence
@@ -120,4 +121,10 @@ def _with_spans(
             spans.setdefault(token, span)
         else:
             span.append(token)
+    if not any(spans.get(token) for token in prompt):
+        warnings.warn(
+            "generate: the model wrote nothing for any gap of the prompt: another seed or temperature may help, or "
+            "longer training",
+            stacklevel=3,
+        )
     return [new for token in prompt for new in spans.get(token, [token])]

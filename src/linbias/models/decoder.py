@@ -38,7 +38,14 @@ class SelfAttention(nn.Module):
 
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, T, H * D] and k, v [B, T, G * D] for hidden [B, T, hidden_size]."""
-        return getattr(self, self.names[0])(hidden).split(self.widths, dim=-1)
+        projected = getattr(self, self.names[0])(hidden)
+        if projected.shape[-1] != sum(self.widths):
+            raise ValueError(
+                f"{type(self).__name__}: {self.names[0]} must give {sum(self.widths)} numbers, got "
+                f"{projected.shape[-1]}: queries, keys and values lie side by side, so that processes cannot share them "
+                "(linbias.torch.MultiheadAttention has a projection for each)"
+            )
+        return projected.split(self.widths, dim=-1)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""

@@ -32,6 +32,11 @@ ABILITIES = Abilities(
 )
 
 
+_FARTHEST = (
+    2**52
+)  # a start that comes unchecked, as any under a compiler: `arange` counts in float64
+
+
 def why_not(problem: Problem) -> str | None:
     return ABILITIES.lacks(problem)
 
@@ -129,6 +134,7 @@ def _parts(inputs: Inputs, g: int) -> Iterator[tuple[slice, slice, int]]:
     (B, _, T), S = inputs.q.shape[:3], inputs.k.shape[2]
     ranges = [[0, S]] * B if inputs.key_range is None else inputs.key_range[:, g].tolist()
     starts = [S - T] * B if inputs.query_start is None else inputs.query_start.tolist()
+    starts = [min(max(start, -_FARTHEST), _FARTHEST) for start in starts]
     # Traced or mapped values come unchecked: a negative number would count from the end.
     clamped = ((min(max(a, 0), S), min(max(b, 0), S)) for a, b in ranges)
     limits = [(a, max(a, b), start) for (a, b), start in zip(clamped, starts, strict=True)]

@@ -1,6 +1,6 @@
 """`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ class MultiheadAttention(nn.Module):
     positive (in `directional`, a hidden side stays hidden). Fixed slopes are not saved: `variant`, `schedule`
     and `max_bias` determine them.
 
+    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
+    `RowwiseParallel` on out_proj. Each takes the slopes of its own; gradients of learned ones are those of its heads alone.
+
     Args:
         embed_dim: Width of query and output.
         num_heads: Query heads H; head size D = embed_dim // num_heads unless head_dim is given.
@@ -58,6 +61,7 @@ class MultiheadAttention(nn.Module):
         dtype: Of the parameters; `log_left` and `log_right` are at least float32.
 
     Raises:
+        TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
         ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
 
     Example:
@@ -95,8 +99,11 @@ class MultiheadAttention(nn.Module):
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        if unknown:
+            _checks.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         variant = variant or ("none" if cross_attention else "causal")
         _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
@@ -296,17 +303,43 @@ class MultiheadAttention(nn.Module):
 
     def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
         """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
-        return tuple(
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection, x in zip(
-                (self.q_proj, self.k_proj, self.v_proj), sequences, strict=True
-            )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projected = [projection(x) for projection, x in zip(projections, sequences, strict=True)]
+        for x in projected:
+            if x.shape[-1] % self.head_dim:
+                raise self._wrong_share()
+        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> slice | None:
+        """Which heads q, k and v hold: None for all, else those of this process (tensor parallelism)."""
+        if q.shape[1] == self.num_heads and k.shape[1] == v.shape[1] == self.num_kv_heads:
+            return None
+        weight: Any = self.q_proj.weight
+        shares = [
+            (weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis))
+            for axis, placement in enumerate(getattr(weight, "placements", ()))
+            if placement.is_shard(0)
+        ]
+        if len(shares) != 1:
+            raise self._wrong_share()
+        ((count, rank),) = shares
+        wanted = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        if tuple(count * x.shape[1] for x in (q, k, v)) != wanted:
+            raise self._wrong_share()
+        return slice(rank * q.shape[1], (rank + 1) * q.shape[1])
+
+    def _wrong_share(self) -> ValueError:
+        return ValueError(
+            "MultiheadAttention: q_proj, k_proj and v_proj must give all heads, or be split alike (ColwiseParallel) over "
+            f"processes whose number divides num_heads {self.num_heads} and num_kv_heads {self.num_kv_heads}"
         )
 
-    def _options(self, causal: bool) -> dict[str, Any]:
-        """Keywords of `attention`."""
+    def _options(self, causal: bool, heads: slice | None) -> dict[str, Any]:
+        """Keywords of `attention`, for some of the heads."""
         causal = causal or self.causal
-        return {"causal": causal, "right_slopes": None if causal else self.right_slopes}
+        sides = self.slopes, None if causal else self.right_slopes
+        left, right = (x if x is None or heads is None else x[heads] for x in sides)
+        return {"slopes": left, "causal": causal, "right_slopes": right}
 
     def _running(self) -> dict[str, Any]:
         return {
@@ -330,13 +363,20 @@ class MultiheadAttention(nn.Module):
                 f" (T = {T}, S = {S}): where do the queries stand?"
             )
         q, k, v = self._project(query, key, value)
-        options = self._options(seen.causal)
+        heads = self._heads(q, k, v)
+        if heads is not None and need_weights:
+            raise ValueError(
+                "MultiheadAttention: need_weights must be False where processes share the heads"
+            )
+        options = self._options(seen.causal, heads)
         if seen.key_range is not None:  # by itself it would move the queries to its end
             start = seen.key_range.new_full((B,), S - T)
             options |= {"key_range": seen.key_range, "query_start": start}
         options["mask"] = seen.mask
-        out = attention(q, k, v, self.slopes, **options, **self._running())
-        weights = attention_weights(q, k, self.slopes, **options) if need_weights else None
+        if heads is not None and seen.mask is not None and seen.mask.shape[1] != 1:
+            options["mask"] = seen.mask[:, heads]
+        out = attention(q, k, v, **options, **self._running())
+        weights = attention_weights(q, k, **options) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _attend_nested(
@@ -351,7 +391,8 @@ class MultiheadAttention(nn.Module):
         if strided:
             query, key, value = nested.as_jagged(query, key, value)
         q, k, v = self._project(query, key, value)
-        out = attention(q, k, v, self.slopes, **self._options(causal), **self._running())
+        options = self._options(causal, self._heads(q, k, v))
+        out = attention(q, k, v, **options, **self._running())
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
 

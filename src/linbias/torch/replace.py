@@ -35,7 +35,8 @@ def replace_attention(
         The names of the layers replaced.
 
     Raises:
-        ValueError: There is nothing to replace, a variant is unknown, or a layer has a key or value beside those of
+        TypeError: model is such a layer itself, whose place nothing holds.
+        ValueError: There is nothing to replace, or it was replaced before; a variant is unknown, or a layer has a key or value beside those of
             its sequence.
 
     Example:
@@ -45,6 +46,11 @@ def replace_attention(
         >>> model.decoder.layers[0].multihead_attn.variant
         'none'
     """
+    if isinstance(model, nn.MultiheadAttention):
+        raise TypeError(
+            "replace_attention: model must hold layers of attention, got a torch.nn.MultiheadAttention itself "
+            "(MultiheadAttention.from_torch(layer) makes ours of it)"
+        )
     learned = options.pop("learned", None)
     made: dict[nn.Module, MultiheadAttention] = {}
     places = []
@@ -59,8 +65,10 @@ def replace_attention(
             )
         places.append((name, made[module]))
     if not places:
+        ours = any(isinstance(module, MultiheadAttention) for module in model.modules())
+        found = "with layers of linbias already" if ours else "without one"
         raise ValueError(
-            f"replace_attention: model must hold a torch.nn.MultiheadAttention, got {type(model).__name__} without one"
+            f"replace_attention: model must hold a torch.nn.MultiheadAttention, got {type(model).__name__} {found}"
         )
     for name, layer in places:
         model.set_submodule(name, layer)

@@ -1,0 +1,98 @@
+"""What users put around a model: PEFT, pipelines, quantisation. Ours and fused ones take it as others do."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, pipeline
+
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install
+
+IDS = torch.tensor([[1, 5, 3, 2, 7, 11]])
+
+
+def fused() -> PreTrainedModel:
+    return fuse(BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=64, n_head=4, n_layer=2)))
+
+
+def own() -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    return LinbiasForCausalLM(LinbiasConfig(**sizes))
+
+
+MODELS = {"fused": (fused, "query_key_value"), "own": (own, "qkv")}
+each_model = pytest.mark.parametrize(("make", "projection"), MODELS.values(), ids=MODELS)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def library(name: str) -> Any:
+    """A module, or a test that is skipped; the warnings of its own import are no matter of ours."""
+    return pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_model
+def test_lora_trains_and_merges(make: Any, projection: str) -> None:
+    peft = library("peft")
+    model = make().eval()
+    before = model(IDS).logits
+    config = peft.LoraConfig(target_modules=[projection], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    torch.testing.assert_close(adapted(IDS).logits, before)
+    adapted.train()(IDS, labels=IDS).loss.backward()
+    trained = {name: x for name, x in adapted.named_parameters() if x.requires_grad}
+    assert trained and all("lora" in name for name in trained)
+    for name, x in trained.items():
+        if "lora_B" in name:
+            assert x.grad.abs().max() > 0
+            x.data += 10 * x.grad
+    changed = adapted.eval()(IDS).logits
+    assert (changed - before).abs().max() > 1e-4
+    torch.testing.assert_close(adapted.merge_and_unload()(IDS).logits, changed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_texts_are_refused_beneath_an_adapter() -> None:
+    peft = library("peft")
+    config = peft.LoraConfig(target_modules=["query_key_value"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(fused(), config)
+    with pytest.raises(ValueError, match="position_ids of a fused model must count on"):
+        adapted(IDS, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@each_model
+def test_int8_weights_are_near(make: Any, projection: str) -> None:
+    quantization = library("torchao.quantization")
+    model = make().eval()
+    before = model(IDS).logits
+    weights = dict(model.named_parameters())
+    found = copy.deepcopy(model)
+    quantization.quantize_(found, quantization.Int8WeightOnlyConfig())
+    (name, layer) = next(x for x in found.named_modules() if x[0].endswith(projection))
+    assert type(layer.weight) is not type(weights[f"{name}.weight"])
+    error = (found(IDS).logits - before).abs().max()
+    assert 0 < error < 0.02 * before.abs().max()
+
+
+@pytest.mark.parametrize("make", [fused, own])
+def test_a_pipeline_writes_what_generate_does(make: Any, tmp_path: Path) -> None:
+    model = make().eval()
+    byte_tokenizer().save(tmp_path)
+    model.save_pretrained(tmp_path)
+    install()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    write = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    expected = model.generate(torch.tensor([list(b"to be")]), **options)
+    text = write.tokenizer.decode(expected[0])
+    assert write("to be", **options)[0]["generated_text"] == text
+    again = pipeline("text-generation", model=model, tokenizer=write.tokenizer, device="cpu")
+    assert again("to be", **options)[0]["generated_text"] == text
