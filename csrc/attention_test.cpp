@@ -350,7 +350,7 @@ void test_large_scores() {
   };
   const Large larges[] = {{901'000'000, 2.5, 1}, {-998'000'123, 0.84, 1}, {1 << 30, 5, 1},   {300, 1e9, 1},
                           {300, 1e34, 1},        {300, 3e35, 1},          {20'000, 0.83, 1}, {100, 0.1, 0x1p25},
-                          {100, 1, 0x1p50},        {90, 3e36, 0x1p50}};
+                          {100, 1, 0x1p50},      {90, 3e36, 0x1p50}};
   constexpr bool kBrain = std::is_same_v<In, Brain>;
   for (const std::int64_t T : {3, 53}) {
     for (const Large& large : larges) {
