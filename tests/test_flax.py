@@ -302,6 +302,7 @@ def test_messages(function, kind, words):
         function()
 
 
+@pytest.mark.thorough
 def test_the_example_trains_and_tests_every_position(capsys):
     path = Path(__file__).parents[1] / "examples" / "flax_extrapolation.py"
     spec = importlib.util.spec_from_file_location("flax_extrapolation", path)

@@ -213,6 +213,7 @@ def test_explicit_mesh_axes_and_a_shard_that_does_not_know_its_slopes():
     assert "attention: slopes must be given inside shard_map, here over 'x'" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ("blocked", "dense"))
 def test_lengths_may_be_symbols_in_an_exported_program(implementation):
     def loss(q, k, v, key_range):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contract import rows
 from linbias.data.corpus import Corpus
 from linbias.lm.checkpoints import Checkpoints, readable_model
 from linbias.lm.generation import generate
@@ -19,7 +20,7 @@ from linbias.lm.training import train
 from lm_training import SETTINGS, assert_same_run, interrupt, train_into
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing", "unmarked"])
+@pytest.mark.parametrize("damage", rows("flipped", ("flipped",), ("missing",), ("unmarked",)))
 def test_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage: str, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule_wh
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.thorough
 def test_an_extension_that_is_interrupted_ends_like_one_that_is_not(
     extended: Path, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_finished_run_without_its_checkpoint_is_not_trained_from_the_start(
     assert train(SETTINGS, corpus, run, progress=False).steps == 12  # it is as it was
 
 
+@pytest.mark.thorough
 def test_a_budget_in_seconds_is_extended_in_proportion(corpus: Corpus, tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=None, seconds=0.1)
     steps = train(settings, corpus, tmp_path, progress=False).steps
@@ -117,6 +119,7 @@ def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
     assert metrics(run)["validation_loss"] == losses[12]
 
 
+@pytest.mark.thorough
 def test_a_model_is_trained_on_with_its_own_tokenizer(tmp_path: Path) -> None:
     for name in ("first", "second"):
         lines = (f"{name} {i} times {i} is {i * i}\n" for i in range(60))
@@ -180,6 +183,7 @@ def test_what_contradicts_the_model_to_go_on_from_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_tokens_of_another_tokenizer_and_a_short_table_are_refused(
     unbroken: Path, corpus: Corpus, text: str, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_full_disk_is_named_and_a_run_without_a_checkpoint_says_that(
         train(SETTINGS, corpus, tmp_path, progress=False)
 
 
+@pytest.mark.thorough
 def test_full_disk_at_the_end_leaves_no_half_model(
     unbroken: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_full_disk_at_the_end_leaves_no_half_model(
     assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_other_steps_between_checkpoints_and_validations(
     unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -195,6 +197,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_however_the_path_of_its_corpus_is_spelled(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +352,7 @@ def test_two_processes_train_the_model_of_one(corpus: Corpus, text: str, tmp_pat
         train(alone_settings, corpus, tmp_path / "unbroken", progress=False)
 
 
+@pytest.mark.thorough
 def test_budgets_in_tokens_and_seconds_become_steps_once(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_validations_leave_the_training_alone(
     assert_same_run(train_into(plain, by_characters, tmp_path / "plain"), validated)
 
 
+@pytest.mark.thorough
 def test_the_history_has_every_line_once_however_often_a_run_stops(
     validated: Path, by_characters: Corpus, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ class KeepWeights(TrainerCallback):
         self.by_step[state.global_step] = weights
 
 
+@pytest.mark.thorough
 def test_best_model_is_kept_and_the_last_where_nothing_is_validated(
     paper_data: Path, tmp_path: Path
 ) -> None:

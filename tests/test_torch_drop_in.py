@@ -377,7 +377,8 @@ def test_layers_of_other_widths_are_cross_attention():
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
-@pytest.mark.parametrize("training", (True, pytest.param(False, marks=pytest.mark.thorough)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("training", (True, False))
 def test_an_encoder_compiles_whole(training):
     model, x, hidden = encoder(True).train(training), torch.randn(B, T, WIDTH), padding("right", T)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -55,9 +55,9 @@ LENGTH = torch.export.Dim("length", min=2, max=4096)
     "options",
     (
         {},
-        {"causal": False},
+        pytest.param({"causal": False}, marks=pytest.mark.thorough),
         {"key_range": torch.tensor([[0, 7], [2, 9]])},  # some queries see no key
-        {"implementation": "sdpa", "scale": 0.3},
+        pytest.param({"implementation": "sdpa", "scale": 0.3}, marks=pytest.mark.thorough),
     ),
     ids=str,
 )
@@ -66,6 +66,7 @@ def test_a_call_exported_to_onnx_gives_the_same(options, tmp_path):
     check_onnx(Call(**options), lambda n: torch.randn(3, 2, 4, n, 16), free, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_layer_exported_to_onnx_gives_the_same(tmp_path):
     class Layer(torch.nn.Module):
         def __init__(self):
