@@ -101,6 +101,20 @@ def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, argument):
             along_ones(name)
 
 
+def on_two_devices(code: str) -> str:
+    """What a program prints that JAX runs on two CPU devices; a warning is an error."""
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -151,18 +165,10 @@ np.testing.assert_allclose(out, linbias.jax.attention(q, q, q), atol=1e-5)
 @pytest.mark.processes
 @needs_core
 def test_shard_map_over_batch_and_heads_and_a_word_on_sharded_arrays():
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = on_two_devices(SHARDED)
     assert (
         "cpu cannot run this call: the arrays lie in parts on 2 cpu devices; call it inside jax.shard_map"
-        in done.stdout
+        in printed
     )
 
 
@@ -201,16 +207,8 @@ except ValueError as error:
 @pytest.mark.processes
 @needs_core
 def test_explicit_mesh_axes_and_a_shard_that_does_not_know_its_slopes():
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", EXPLICIT],
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "attention: slopes must be given inside shard_map, here over 'x'" in done.stdout
+    printed = on_two_devices(EXPLICIT)
+    assert "attention: slopes must be given inside shard_map, here over 'x'" in printed
 
 
 @pytest.mark.thorough

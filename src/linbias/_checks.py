@@ -386,9 +386,8 @@ def _number(
         raise TypeError(f"{function}: {name} must be a number, got {value!r}")
     number = float(value)
     if math.isinf(low):
-        if (
-            not low < number < high
-        ):  # of a compiler's symbol, too, which math.isfinite does not take
+        # Compared, because math.isfinite does not take a compiler's symbol.
+        if not low < number < high:
             raise ValueError(f"{function}: {name} must be finite, got {number}")
     elif not low <= number < high:
         raise ValueError(f"{function}: {name} must be in [{low:g}, {high:g}), got {number}")

@@ -55,9 +55,8 @@ def attention(inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | N
         q, k, v = (x.to(bias.dtype) for x in (q, k, v))
     # Head sizes that differ would cost the fast way.
     q, k, v = (pad(x, (0, max(D, E) - x.shape[3])) if D != E else x for x in (q, k, v))
-    grouped = (
-        {"enable_gqa": True} if H != G else {}
-    )  # a compiler's comparison of symbols is not taken for a bool
+    # A compiler's comparison of symbols is not taken for a bool.
+    grouped = {"enable_gqa": True} if H != G else {}
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=inputs.scale, **grouped)
     return out[..., :E].to(inputs.q.dtype), lse
 

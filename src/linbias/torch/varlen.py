@@ -112,9 +112,8 @@ def _run(call: packed.Packed) -> packed.Results:
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
     order = [torch.empty(0, dtype=torch.int64)]
     batches = _batches(lengths_q.tolist(), lengths_k.tolist())
-    if (
-        not batches
-    ):  # the empty result is a function of its arguments, too, with gradients of zeros
+    if not batches:
+        # The empty result is a function of its arguments, too, with gradients of zeros.
         nothing = sum(x.sum() for x in (q, k, v, left, right) if x is not None)
         outs, lses = [outs[0] + nothing], [lses[0] + nothing]
     for batch in batches:
