@@ -319,7 +319,7 @@ struct BiasedAcross {
   LINBIAS_INLINE Floats distances(int64_t s) const { return relative - kNumbers.of[s]; }
 
   // Whether bits suit queries with these pivots, which are infinite where no key has been seen.
-  LINBIAS_INLINE bool suits(Floats pivot) const {
+  LINBIAS_INLINE bool fits_bits(Floats pivot) const {
     if constexpr (kFine) return true;
     const auto is_small = [](Floats x) { return (Lanes)(x < kLarge) & (Lanes)(x > -kLarge); };
     const Lanes unseen = (Lanes)(pivot - pivot != 0.0f) & (Lanes)(pivot == pivot);

@@ -144,7 +144,8 @@ struct BackwardAcross {
         if (shown > 0 && negligible.of[group]) {
           biased.turn_to(group);
           const float* scores = scratch.score + (group - first) * kGroupScores;
-          negligible.of[group] = biased.finite && biased.far && biased.suits(load(scratch.pivot + group * kLanes16)) &&
+          negligible.of[group] = biased.finite && biased.far &&
+                                 biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
                                  is_negligible_across(biased, group, allowance, scores, scratch);
           if (negligible.of[group]) shown = 0;
         }
@@ -194,13 +195,13 @@ struct BackwardAcross {
     const Floats pivot = load(scratch.pivot + of.group * kLanes16), base = biased.far_base(pivot);
     float* scores = scratch.score + of.place * kGroupScores;
     const auto keep = [](int64_t, Floats x) __attribute__((always_inline)) { return x; };
-    const bool suits = biased.suits(pivot);
-    for (int64_t s = 0; s < of.shown && !suits; ++s) {
+    const bool fits_bits = biased.fits_bits(pivot);
+    for (int64_t s = 0; s < of.shown && !fits_bits; ++s) {
       const Floats score = biased.near_score(load(scores + s * kLanes16), s);
       store<float>(scores + s * kLanes16, Biased::large_score(score, load(scratch.row_max + of.group * kLanes16)) -
                                               load(scratch.log_sum_bits + of.group * kLanes16));
     }
-    if (suits && biased.far && !(call.dropout > 0)) {
+    if (fits_bits && biased.far && !(call.dropout > 0)) {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
@@ -210,7 +211,7 @@ struct BackwardAcross {
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
       const Floats product = load(scores + s * kLanes16);
-      if (!suits) return product;
+      if (!fits_bits) return product;
       return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s) - pivot;
     };
     if (call.dropout > 0) {

@@ -72,7 +72,7 @@ struct ForwardAcross {
         biased.turn_to(group);
         float* scores = scratch.score + (group - first) * kGroupScores;
         if (negligible.of[group] && biased.finite && biased.far &&
-            biased.suits(load(scratch.pivot + group * kLanes16)) &&
+            biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
             is_negligible_across(biased, group, allowance, scores, scratch)) {
           groups.shown[group] = 0;
           continue;
@@ -90,7 +90,7 @@ struct ForwardAcross {
     float* pivots = scratch.pivot + group * kLanes16;
     float* sums = scratch.row_sum + group * kLanes16;
     const bool plain = (kFine || !call.precise) && !(call.dropout > 0);
-    if (biased.far && biased.suits(load(pivots)) && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
+    if (biased.far && biased.fits_bits(load(pivots)) && in_all_lanes((Lanes)(load(pivots) > -kInfinity<float>))) {
       const Floats base = biased.far_base(load(pivots));
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
@@ -105,7 +105,7 @@ struct ForwardAcross {
     move_pivots(biased, group, scores);
     Floats pivot = load(pivots);
     pivot = pivot == -kInfinity<float> ? Floats{} : pivot;  // of a query that has seen no key: its weights are 0
-    if (!biased.suits(pivot)) {
+    if (!biased.fits_bits(pivot)) {
       const Floats maxima = load(scratch.row_max + group * kLanes16),
                    high = maxima == -kInfinity<float> ? pivot : maxima;
       for (int64_t s = 0; s < biased.end_shown; ++s) {
