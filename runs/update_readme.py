@@ -51,16 +51,24 @@ SHOWN = (
 )
 
 
-def newest_records(prefix: str) -> list[dict[str, Any]]:
-    """The records of the newest machine file that has cases of this name."""
+def newest_by_machine(prefix: str) -> list[list[dict[str, Any]]]:
+    """The records of each machine's newest file that has cases of this name, the newest machine first."""
     files = sorted(
         RECORDS.glob("*-????-??-??.jsonl"), key=lambda path: (path.stem[-10:], path.name)
     )
+    found: dict[str, list[dict[str, Any]]] = {}
     for path in reversed(files):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         if any(r["case"].startswith(prefix) for r in records):
-            return records
-    raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
+            found.setdefault(path.stem[:-11], records)
+    if not found:
+        raise SystemExit(f"update_readme: no file in {RECORDS} has cases {prefix!r}")
+    return list(found.values())
+
+
+def newest_records(prefix: str) -> list[dict[str, Any]]:
+    """The records of the newest machine file that has cases of this name."""
+    return newest_by_machine(prefix)[0]
 
 
 def speed_table() -> str:
@@ -121,10 +129,15 @@ def benchmark_table() -> str:
     return "\n".join([*lines, "", text])
 
 
-def short_table() -> str:
-    """Ours beside the faster peer at every length, on a processor with a matrix unit."""
+def short_tables() -> str:
+    """Ours beside the faster peer at every length, a table for each kind of processor."""
+    return "\n\n".join(map(short_table, newest_by_machine("bfloat16-forward-D")))
+
+
+def short_table(of_machine: list[dict[str, Any]]) -> str:
+    """Ours beside the faster peer at every length, on one machine."""
     pattern = re.compile(r"(float32|bfloat16)-(forward|backward)-D(\d+)-(\d+)")
-    records = [r for r in newest_records("bfloat16-forward-D") if pattern.fullmatch(r["case"])]
+    records = [r for r in of_machine if pattern.fullmatch(r["case"])]
     kinds = list(dict.fromkeys(pattern.fullmatch(r["case"]).groups()[:3] for r in records))
     lengths = sorted({r["T"] for r in records})
     lines = [
@@ -140,10 +153,10 @@ def short_table() -> str:
             cells.append(f"{ours:,.1f}, {min(medians.values()) / ours:.2f} x" if ours else "-")
         words = "forward" if mode == "forward" else "forward + backward"
         lines.append(f"| {dtype}, {words}, head size {size} | " + " | ".join(cells) + " |")
-    r = records[-1]
+    r, target = records[-1], next(r["target"] for r in records if r.get("target"))
     text = (
         "About 4,096 tokens in all, 8 heads, causal, random normal inputs; the peers are SDPA without any bias, which computes less,"
-        f" and with the bias as a mask (up to 2,048). {r['machine']}, {r['threads']} threads, torch {r['versions']['torch']},"
+        f" and with the bias as a mask (up to 2,048). {r['machine']} (target {target}), {r['threads']} threads, torch {r['versions']['torch']},"
         f" {r['date']}, `python benchmarks/bench_short.py`."
     )
     return "\n".join([*lines, "", text])
@@ -249,7 +262,7 @@ def written_parts() -> dict[tuple[str, str], str]:
     return {
         ("README.md", "speed"): speed_table(),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
-        ("docs/kernels.md", "short"): short_table(),
+        ("docs/kernels.md", "short"): short_tables(),
         ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table(),
