@@ -279,6 +279,13 @@ def short(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
     return tuple(case for case in cases if case.T * case.S <= 10_000)
 
 
+# Long cases whose parts others have too: tests that go through every long case leave these to `make check`.
+REPEATED = frozenset(
+    """long-range long-chunk long-chunk-symmetric long-extreme-logits far-key-aligned
+    long-equal-scores""".split()
+)
+
+
 def by_name(name: str, **changes: object) -> Case:
     return replace(next(case for case in CASES if case.name == name), **changes)
 

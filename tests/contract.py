@@ -15,7 +15,7 @@ import torch
 
 import linbias
 from budget import assert_within_budget
-from cases import Case, Inputs, attained, make_inputs, round_to
+from cases import REPEATED, Case, Inputs, attained, make_inputs, round_to
 from linbias._checks import TOLERANCE
 from plain import plain_attention
 from truth import true_attention
@@ -59,13 +59,26 @@ def expected(case: Case, dtype: str):
     return inputs, truth, plains
 
 
-def rows(quick: str, *values: tuple) -> list:
-    """Rows of a test: `make test` runs those whose parts, joined by hyphens, are in `quick`; the others are `thorough`."""
+def rows(quick: str | Callable[..., bool], *values: tuple) -> list:
+    """Rows of a test, of which `make test` runs those that are `quick`; the others are `thorough`.
+
+    `quick` is their names, which are a row's parts joined by hyphens, or says of a row's parts whether it is one.
+    """
     named = {"-".join(map(str, value)): value for value in values}
-    names = set(quick.split())
-    assert names <= named.keys(), names - named.keys()
-    marks = {name: () if name in names else pytest.mark.thorough for name in named}
-    return [pytest.param(*named[name], id=name, marks=marks[name]) for name in named]
+    if isinstance(quick, str):
+        names = set(quick.split())
+        assert names <= named.keys(), names - named.keys()
+    else:
+        names = {name for name, value in named.items() if quick(*value)}
+    return [
+        pytest.param(*value, id=name, marks=() if name in names else pytest.mark.thorough)
+        for name, value in named.items()
+    ]
+
+
+def long_rows(cases: Sequence[Case]) -> list:
+    """Cases as rows of a test, of which those that repeat parts of others are `thorough`."""
+    return rows(lambda case: case.name not in REPEATED, *((case,) for case in cases))
 
 
 def check_case(
@@ -120,11 +133,7 @@ def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> N
 
     The values are indicator columns of key ranges, so that the output is itself a probability mass.
     """
-    base = make_inputs(case, "float64")
-    v = np.zeros((case.B, case.G, case.S, case.E))
-    v[..., np.arange(case.S), np.arange(case.S) * case.E // max(1, case.S)] = 1.0
-    inputs = replace(base, v=v)
-    truth, _ = true_attention(inputs, case)
+    inputs, truth = _of_indicators(case)
     results, _ = subject.run(inputs, case, "float64", tolerance=tolerance)
     # A dropped mass of tolerance raises what stays by its share: out moves by no more, lse falls by log1p.
     assert np.abs(results["out"] - truth["out"]).max() <= tolerance
@@ -132,6 +141,15 @@ def check_certificate_holds(subject: Subject, case: Case, tolerance: float) -> N
     loss = -np.expm1(results["lse"][seen] - truth["lse"][seen])
     assert loss.max() <= tolerance + 1e-12
     assert loss.min() >= -1e-12
+
+
+@cache
+def _of_indicators(case: Case) -> tuple[Inputs, dict[str, np.ndarray]]:
+    """Inputs whose values are indicator columns of key ranges, and the true out and lse."""
+    v = np.zeros((case.B, case.G, case.S, case.E))
+    v[..., np.arange(case.S), np.arange(case.S) * case.E // max(1, case.S)] = 1.0
+    inputs = replace(make_inputs(case, "float64"), v=v)
+    return inputs, true_attention(inputs, case)[0]
 
 
 @cache

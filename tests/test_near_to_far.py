@@ -8,6 +8,7 @@ import pytest
 
 import linbias
 from cases import CASES, Case, by_name, far_block, make_inputs
+from contract import long_rows
 from linbias import near_to_far
 
 PLAIN = [case for case in CASES if not case.dropout]
@@ -33,7 +34,7 @@ def intervals(visit: near_to_far.Visit, T: int) -> tuple[np.ndarray, np.ndarray]
     return first, end
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("case", long_rows(PLAIN))
 def test_it_equals_the_definition(case):
     arrays, options = arguments(case)
     out, lse = linbias.attention(*arrays, **options, return_lse=True)
@@ -43,7 +44,7 @@ def test_it_equals_the_definition(case):
 
 
 @pytest.mark.parametrize("tolerance", (0.3, 1e-4))
-@pytest.mark.parametrize("case", [c for c in PLAIN if c.T * c.S > 10_000], ids=str)
+@pytest.mark.parametrize("case", long_rows([c for c in PLAIN if c.T * c.S > 10_000]))
 def test_what_is_not_read_holds_at_most_the_tolerance(case, tolerance):
     arrays, options = arguments(case)
     visit = near_to_far.attention(*arrays, **options, tolerance=tolerance, rows=64, keys=32)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ import contract
 import linbias
 import linbias.torch
 from budget import assert_within_budget
-from cases import CASES, Case, arguments, by_name, far_block, make_inputs, short
+from cases import CASES, REPEATED, Case, arguments, by_name, far_block, make_inputs, short
 from contract import (
     SEED,
     check_case,
@@ -22,6 +23,8 @@ from contract import (
     check_hidden_keys_may_hold_anything,
     check_results,
     expected,
+    long_rows,
+    rows,
 )
 from linbias.torch.constant import constant
 
@@ -94,41 +97,49 @@ OURS = ("dense", "blocked", "cpu")  # with our dropout, and without products of 
 
 
 def pairs(cases, of_sdpa):
-    """Implementations and cases: for `sdpa`, whose code is PyTorch's, those that its mask makes, without dropout.
-
-    `dense` knows no lengths, so that its long cases are left to `make check`.
-    """
+    """Implementations and cases: for `sdpa`, whose code is PyTorch's, those that its mask makes, without dropout."""
     of_sdpa = [case for case in of_sdpa if not case.dropout]
-    named = [(i, case) for i in OURS for case in cases] + [("sdpa", case) for case in of_sdpa]
-    return [
-        pytest.param(i, case, id=f"{i}-{case}", marks=long_and_dense(i, case)) for i, case in named
-    ]
+    return [(i, case) for i in OURS for case in cases] + [("sdpa", case) for case in of_sdpa]
 
 
-def long_and_dense(implementation, case):
-    return pytest.mark.thorough if implementation == "dense" and case not in short() else ()
+def is_quick(implementation, case):
+    """For `make check` are the long cases of `dense`, which knows no lengths, and those that repeat parts of others."""
+    return case in short() or (implementation != "dense" and case.name not in REPEATED)
 
 
-@pytest.mark.parametrize(("implementation", "case"), pairs(CASES, short()))
+@pytest.mark.parametrize(("implementation", "case"), rows(is_quick, *pairs(CASES, short())))
 def test_contract_in_float32(implementation, case, poisoned_memory):
     check_case(TorchSubject(implementation), case, "float32")
 
 
-@pytest.mark.parametrize("dtype", ("float64", "bfloat16", "float16"))
+OTHER_DTYPES = ("float64", "bfloat16", "float16")
+SHORT = [case for case in short() if case.name != "slopes-extreme"]
+SDPA = [
+    by_name(n) for n in ("T-above-S", "asymmetric-per-batch", "right-padding", "extreme-logits")
+]
+
+
+def is_its_turn(implementation, case, dtype):
+    """`make test` runs every case in one dtype after the other, `make check` in all of them."""
+    cases = SDPA if implementation == "sdpa" else SHORT
+    return OTHER_DTYPES[cases.index(case) % 3] == dtype
+
+
 @pytest.mark.parametrize(
-    ("implementation", "case"),
-    pairs(
-        [case for case in short() if case.name != "slopes-extreme"],
-        [
-            by_name(n)
-            for n in ("T-above-S", "asymmetric-per-batch", "right-padding", "extreme-logits")
-        ],
+    ("implementation", "case", "dtype"),
+    rows(
+        is_its_turn,
+        *((*pair, dtype) for pair in pairs(SHORT, SDPA) for dtype in OTHER_DTYPES),
     ),
 )
 def test_contract_in_other_dtypes(implementation, case, dtype, poisoned_memory):
     if dtype == "float16" and case.logits > 100:
         pytest.skip("q overflows float16")
     check_case(TorchSubject(implementation), case, dtype)
+
+
+# Dtypes in which `make test` runs long cases, which other tests share: the truth is most of their time.
+SHARED = {"long": ("float32",), "long-symmetric": ("float32", "bfloat16")}
 
 
 DECODING = (
@@ -159,8 +170,10 @@ def check_decoding(implementation, case, dtype, bounded):
 
 
 @pytest.mark.parametrize("bounded", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize(
+    ("index", "dtype"),
+    rows(lambda index, dtype: dtype in ("float32", DTYPES[index % 4]), *product(range(6), DTYPES)),
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_decoding_from_a_long_cache(implementation, index, dtype, bounded):
     check_decoding(implementation, DECODING[index], dtype, bounded)
@@ -176,14 +189,16 @@ def test_a_key_bound_spares_reading_far_keys():
     torch.testing.assert_close(out, expected_out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("implementation", "name"),
-    [
-        pytest.param(i, name, id=f"{i}-{name}", marks=long_and_dense(i, by_name(name)))
-        for i in IMPLEMENTATIONS
-        for name in ("multi-query", "symmetric", "long", "long-symmetric", "dropout")
-    ],
+    ("implementation", "name", "dtype"),
+    rows(
+        lambda i, name, dtype: is_quick(i, by_name(name)) and dtype in SHARED.get(name, DTYPES),
+        *product(
+            IMPLEMENTATIONS,
+            ("multi-query", "symmetric", "long", "long-symmetric", "dropout"),
+            DTYPES,
+        ),
+    ),
 )
 def test_without_gradients_the_result_is_within_the_budget_too(implementation, name, dtype):
     """The compiled core takes faster products then, where the CPU has them."""
@@ -196,8 +211,13 @@ def test_without_gradients_the_result_is_within_the_budget_too(implementation, n
     check_results(_to_numpy(results), case, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ("long", "long-symmetric", "right-padding"))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    rows(
+        lambda name, dtype: dtype in SHARED.get(name, DTYPES),
+        *product(("long", "long-symmetric", "right-padding"), DTYPES),
+    ),
+)
 def test_gradients_of_sdpa_with_fixed_slopes(name, dtype):
     """PyTorch takes other code then: without the gradient of its mask there is a fused backward."""
     case = by_name(name)
@@ -219,7 +239,7 @@ def test_strides_do_not_matter(implementation, name, layout):
 LONG = [case for case in CASES if case.T * case.S > 5000 and not case.dropout]
 
 
-@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("case", long_rows(LONG))
 @pytest.mark.parametrize("implementation", ("blocked", "cpu"))
 def test_dropped_mass_is_at_most_the_tolerance(implementation, case):
     """Smaller tolerances: test_torch_visited.py. Inputs that come near the bound: test_dropped_mass.py."""

@@ -1,6 +1,7 @@
 """What implementations leave unread, against the definition; and parts merged into the whole."""
 
 import functools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 import linbias
 import linbias.torch
-from cases import CASES, by_name, make_inputs
+from cases import CASES, REPEATED, by_name, make_inputs
+from contract import rows
 from linbias import near_to_far
 from linbias.torch import merge, visited
 from linbias.torch.operator import Inputs
@@ -31,9 +33,15 @@ def rows_of(found, T):
     return found.first.numpy()[..., tile], found.end.numpy()[..., tile]
 
 
-@pytest.mark.parametrize("tolerance", (0.1, 2.0**-24))
-@pytest.mark.parametrize("case", LONG, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def is_quick(implementation, case, tolerance):
+    """For `make test` each implementation has one of the two tolerances."""
+    return case.name not in REPEATED and (implementation == "cpu") == (tolerance < 0.1)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case", "tolerance"),
+    rows(is_quick, *product(IMPLEMENTATIONS, LONG, (0.1, 2.0**-24))),
+)
 def test_what_is_not_read_holds_at_most_the_tolerance(implementation, case, tolerance):
     (q, k, v), left, options = tensors(case)
     found = visited(q, k, v, left, tolerance=tolerance, implementation=implementation, **options)
