@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from contract import rows
 from jax_subject import IMPLEMENTATIONS, SIZES, needs_core, random
 from linbias.jax import attention
 
@@ -76,9 +79,12 @@ FORWARD_MODES = {
 
 
 @pytest.mark.parametrize(
-    "argument", (0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2)), 3)
+    ("how", "argument"),
+    rows(  # of q or of slopes
+        lambda how, argument: argument == (0 if how in ("jvp", "jacfwd", "jit of jvp") else 3),
+        *product(FORWARD_MODES, range(4)),
+    ),
 )
-@pytest.mark.parametrize("how", FORWARD_MODES)
 def test_forward_mode_comes_from_dense_and_is_refused_elsewhere(how, argument):
     given = [*map(jnp.asarray, random(1, 5, 2, 4)), jnp.array([0.5, 0.1])]
 
@@ -254,21 +260,29 @@ def weighed(q, k, v, left, key_range, query_start, implementation, **options):
     return (out**2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
+RANGES = np.array([[[0, 9], [2, 7]], [[4, 4], [0, 3]], [[5, 9], [0, 9]]])
+RANGES = np.stack([RANGES, RANGES[:, ::-1], RANGES, RANGES], 2)  # [3, B, G, 2]
+STARTS = np.array([[0, -30], [12, 3], [5, 4]])
+PLACED_SLOPES = np.array([0.5, 0.1, 0.0, np.inf], np.float32)
+run = jax.value_and_grad(weighed, argnums=(0, 1, 2, 3))
+
+
+@cache
+def with_known_positions():
+    given = [*random(*SIZES), PLACED_SLOPES]
+    return [run(*given, *placed, "dense") for placed in zip(RANGES, STARTS, strict=True)]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_traced_positions_give_what_known_ones_give(implementation):
     """Under jit, with gradients, and over several ranges and starts by vmap."""
     q, k, v = random(*SIZES)
-    left = jnp.array([0.5, 0.1, 0.0, jnp.inf])
-    ranges = np.array([[[0, 9], [2, 7]], [[4, 4], [0, 3]], [[5, 9], [0, 9]]])
-    ranges = np.stack([ranges, ranges[:, ::-1], ranges, ranges], 2)  # [3, B, G, 2]
-    starts = np.array([[0, -30], [12, 3], [5, 4]])
-    run = jax.value_and_grad(weighed, argnums=(0, 1, 2, 3))
-    known = [run(q, k, v, left, *x, "dense") for x in zip(ranges, starts, strict=True)]
+    left, ranges, starts = PLACED_SLOPES, RANGES, STARTS
     traced = jax.jit(run, static_argnums=6)
     alone = [traced(q, k, v, left, *x, implementation) for x in zip(ranges, starts, strict=True)]
     over = jax.vmap(lambda r, s: run(q, k, v, left, r, s, implementation))
     together = jax.jit(over)(ranges, starts)
-    for i, expected in enumerate(known):
+    for i, expected in enumerate(with_known_positions()):
         for found in (alone[i], jax.tree.map(lambda x, i=i: x[i], together)):
             for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
