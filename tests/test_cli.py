@@ -21,6 +21,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 from typer.testing import CliRunner, Result
 
+import linbias
 from chapter import HEADS, OUTPUT, chapters_table
 from interrupting import torchrun
 from linbias import _extras, cli, example
@@ -72,7 +73,7 @@ STANDARD_THE = ["0.1237", "0.2509", "0.2509", "0.1237", "0.2509"]  # head 0, wit
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns):
-    shown = run("explain", "--symmetric", columns=columns).stdout
+    shown = run("explain", columns=columns).stdout
     assert max(map(len, shown.splitlines())) <= columns
     for block, (title, numbers) in zip(shown.split("\n\n"), CHAPTER.items(), strict=False):
         if columns > 40:  # else the second one stands below
@@ -87,11 +88,11 @@ def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns)
 
 
 def test_slope_0_is_standard_attention_and_hides_the_same_keys():
-    shown = run("explain", "--slope", "0", "--symmetric", "--json").stdout
+    shown = run("explain", "--slope", "0", "--json").stdout
     first = json.loads(shown)["rows"][0]
     assert [f"{weight:.4f}" for weight in first["weight"]] == STANDARD_THE
     assert first["weight"] == first["weight_without_bias"]
-    causal = json.loads(run("explain", "--slope", "0.25,0", "--json").stdout)
+    causal = json.loads(run("explain", "--causal", "--slope", "0.25,0", "--json").stdout)
     assert causal["slopes"] == [0.25, 0.0]
     assert causal["rows"][0]["weight"] == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert causal["rows"][0]["weight_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
@@ -99,16 +100,14 @@ def test_slope_0_is_standard_attention_and_hides_the_same_keys():
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
-    row = json.loads(
-        run("explain", "--symmetric", "--query", query, "--head", 0, "--json").stdout
-    )["rows"][0]
+    row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
     assert (row["query"], row["head"]) == (1, 0)
     assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
 
 def test_explain_shows_what_the_function_of_that_name_shows():
     trace, tokens = example.trace()
-    shown = run("explain", "--query", "mat", "--head", 1).stdout
+    shown = run("explain", "--causal", "--query", "mat", "--head", 1).stdout
     assert shown.rstrip() == trace.table(head=1, tokens=tokens)
     assert trace.right_slopes.tolist() == [
         np.inf,
@@ -117,8 +116,39 @@ def test_explain_shows_what_the_function_of_that_name_shows():
     assert trace.table(head=1) == trace.table(head=1, tokens=tokens)  # it carries the names
 
 
+def test_explain_ends_with_every_step_of_the_last_row():
+    trace, _ = example.trace(causal=False)
+    shown = run("explain").stdout
+    steps = shown.partition("Every step of the last row\n")[2]
+    assert [trace.table(head=h) for h in range(2)] == steps.split("\n\n")[:2]
+    assert "  q [0.0000 1.0000]" in steps  # the query of "mat" in head 1
+    assert json.loads(run("explain", "--json").stdout)["rows"][-1]["q"] == [0.0, 1.0]
+
+
+def test_slopes_prints_every_head_and_its_reach():
+    lines = [line.split() for line in run("slopes", 12).stdout.splitlines()]
+    rows = [line for line in lines if len(line) == 7 and line[0].isdigit()]
+    np.testing.assert_allclose([float(row[1]) for row in rows], linbias.slopes(12), rtol=1e-5)
+    assert rows[8] == ["8", "0.707107", "-0.5", "7.071", "0.00085", "1.414", "ultra-local"]
+    found = json.loads(run("slopes", 6, "--schedule", "geometric", "--json").stdout)
+    assert found["slopes"] == linbias.slopes(6, "geometric").tolist()
+    assert "num_heads must be at least 1, got 0" in run("slopes", 0).stderr
+
+
+def test_bias_prints_what_is_added_to_the_scores_of_a_head():
+    rows = [line.split() for line in run("bias", 12, 8, "--head", 3).stdout.splitlines()]
+    assert rows[0] == "Bias of head 3, slope 0.0625".split()
+    assert rows[5] == ["2", "-0.1250", "-0.0625", "0.0000", *"....."]
+    found = json.loads(run("bias", 2, 3, "--schedule", "halving", "--json").stdout)
+    assert found["bias"][1] == [[0, None, None], [-0.25, 0, None], [-0.5, -0.25, 0]]
+    both = json.loads(run("bias", 2, 3, "--symmetric", "--head", 0, "--json").stdout)
+    assert both["bias"] == linbias.bias(linbias.slopes(2)[:1], 3, 3).tolist()
+    assert "head must be in [0, 2), got 2" in run("bias", 2, 3, "--head", 2).stderr
+    assert "length must be at most 64" in run("bias", 2, 65).stderr
+
+
 def test_explain_as_json_hides_later_keys_and_has_all_rows():
-    found = json.loads(run("explain", "--json").stdout)
+    found = json.loads(run("explain", "--causal", "--json").stdout)
     assert found["tokens"] == ["The", "cat", "sat", "on", "mat"]
     assert found["slopes"] == [0.5, 0.25]
     assert len(found["rows"]) == 10
@@ -133,7 +163,7 @@ def test_explain_as_json_hides_later_keys_and_has_all_rows():
 
 
 def test_explain_writes_the_same_numbers_as_csv(tmp_path):
-    lines = list(csv.DictReader(io.StringIO(run("explain", "--symmetric", "--csv").stdout)))
+    lines = list(csv.DictReader(io.StringIO(run("explain", "--csv").stdout)))
 
     def matrix(bias: str, quantity: str, head: str) -> list[str]:
         chosen = [

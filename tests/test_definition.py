@@ -324,3 +324,15 @@ def test_merging_rows_that_see_nothing():
     out, lse = linbias.merge([np.zeros((2, 3)), np.ones((2, 3))], [[-INF, -INF], [-INF, 0.5]])
     np.testing.assert_array_equal(out, [[0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(lse, [-INF, 0.5])
+
+
+def test_explain_takes_heads_side_by_side_and_says_where_a_query_is_chosen():
+    slopes = linbias.slopes(2, "halving")
+    trace = linbias.explain(Q, K, V, slopes, causal=False, num_heads=2)
+    apart = linbias.explain(heads(Q), heads(K), heads(V), slopes, causal=False)
+    np.testing.assert_array_equal(trace.output, apart.output)
+    np.testing.assert_array_equal(trace.q, heads(Q))
+    with pytest.raises(ValueError, match="num_heads= splits the last of 2"):
+        linbias.explain(Q, K, V)
+    with pytest.raises(TypeError, match=r"no argument query_idx; .* table\(query=...\)"):
+        linbias.explain(Q, K, V, query_idx=0)

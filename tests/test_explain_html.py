@@ -54,7 +54,7 @@ def test_it_shows_the_weights_of_every_head_and_the_steps_of_the_last_row():
     opacity = re.search(r"rgba\(58, 124, 200, ([\d.]+)\)\">0.5110<", trace._repr_html_())
     assert float(opacity[1]) == round(0.75 * trace.weight[0, -1, -1], 3)
     assert steps[0][0] == ["key", "q.k", "scaled", "penalty", "biased", "weight"]
-    written = [line.split() for line in trace.table(head=0).splitlines()[2:7]]
+    written = [line.split() for line in trace.table(head=0).splitlines()[3:8]]
     assert steps[0][1:6] == written
 
 

@@ -129,6 +129,33 @@ def test_learned_slopes_get_gradients_and_stay_positive(variant):
     assert torch.equal(copy.slopes, module.slopes)
 
 
+def test_slopes_learned_as_sigmoids_start_at_the_schedule_and_stay_below_1():
+    module = layer(12, 4, variant="directional", learned="sigmoid")
+    names = [n for n, _ in module.named_parameters() if n.startswith("log")]
+    assert names == ["logit_left", "logit_right"]
+    fixed = layer(12, 4, variant="directional")
+    torch.testing.assert_close(module.slopes, fixed.slopes.float())
+    torch.testing.assert_close(module.right_slopes, fixed.right_slopes.float())
+    x = torch.randn(2, 9, 12)
+    module(x)[0].square().sum().backward()
+    logit = module.logit_left.detach()
+    expected = torch.where(torch.isinf(logit), torch.inf, 1 / (1 + torch.exp(-logit)))
+    torch.testing.assert_close(module.slopes.detach(), expected)
+    assert module.logit_left.grad[:2].abs().min() > 0 and module.logit_left.grad[2:].eq(0).all()
+    with torch.no_grad():
+        module.logit_left.add_(50)
+    assert (module.slopes[:2] <= 1).all() and torch.isinf(module.slopes[2:]).all()
+    with pytest.raises(ValueError, match="learned must be False, True or 'sigmoid', got 'tanh'"):
+        layer(12, 4, learned="tanh")
+
+
+def test_sizes_in_the_wrong_order_are_said_to_be_swapped():
+    with pytest.raises(ValueError, match=r"embed_dim comes first: MultiheadAttention\(128, 8\)"):
+        layer(8, 128)
+    with pytest.raises(ValueError, match="give head_dim"):
+        layer(12, 5)
+
+
 def test_fixed_slopes_are_not_in_the_state_dict_but_move_with_the_module():
     module = layer(12, 4)
     assert not [n for n in module.state_dict() if "log" in n]

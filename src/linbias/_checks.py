@@ -62,6 +62,9 @@ OTHER_NAMES = {
     "key_value_seq_lengths": "say key_range, [[0, length], ...], and where padding stands on the right query_start=zeros",
     "query_seq_lengths": "queries beyond a length may stay: leave their rows out of the loss",
     "return_residual": "say return_lse",
+    **dict.fromkeys(
+        ("query_idx", "query_index"), "leave it out and say table(query=...) of the result"
+    ),
     "query": "say q",
     "key": "say k",
     "value": "say v",

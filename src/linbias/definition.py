@@ -220,7 +220,7 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if num_heads is not None:
-        q, k, v = _split_heads(num_heads, q, k, v)
+        q, k, v = split_heads("attention", num_heads, q, k, v)
     inputs = prepare(
         "attention", q, k, v, slopes,
         causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
@@ -556,7 +556,9 @@ def real_arrays(
     for name, argument in (("q", q), ("k", k), ("v", v)):
         array = _checks.real_array(function, name, argument)
         if array.ndim < 3:
-            hint = "; num_heads= splits the last of 2" if function == "attention" else ""
+            hint = (
+                "; num_heads= splits the last of 2" if function in ("attention", "explain") else ""
+            )
             raise ValueError(
                 f"{function}: {name} must have at least 3 axes, heads, length, size, got {list(array.shape)}{hint}"
             )
@@ -570,25 +572,27 @@ def real_arrays(
     return arrays, batch
 
 
-def _split_heads(
-    num_heads: int, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
+def split_heads(
+    function: str, num_heads: int, q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike
 ) -> tuple[Array, Array, Array]:
     """[..., length, heads * size] -> [..., heads, length, size]; keys have the size of queries, k and v as many heads."""
     if not isinstance(num_heads, int | np.integer) or num_heads < 1:
-        raise ValueError(f"attention: num_heads must be an integer of at least 1, got {num_heads}")
-    q = _as_heads("q", q, num_heads)
+        raise ValueError(
+            f"{function}: num_heads must be an integer of at least 1, got {num_heads}"
+        )
+    q = _as_heads(function, "q", q, num_heads)
     size = max(1, q.shape[-1])  # no columns are refused later
-    columns = _checks.as_array("attention", "k", k).shape[-1:]
+    columns = _checks.as_array(function, "k", k).shape[-1:]
     num_kv_heads = max(1, sum(columns) // size)
-    k, v = (_as_heads(name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
+    k, v = (_as_heads(function, name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
     return q, k, v
 
 
-def _as_heads(name: str, values: npt.ArrayLike, num_heads: int) -> Array:
-    array = _checks.real_array("attention", name, values)
+def _as_heads(function: str, name: str, values: npt.ArrayLike, num_heads: int) -> Array:
+    array = _checks.real_array(function, name, values)
     if array.ndim < 2 or array.shape[-1] % num_heads:
         raise ValueError(
-            f"attention: {name} must be [..., length, heads * size] with a multiple of {num_heads} columns,"
+            f"{function}: {name} must be [..., length, heads * size] with a multiple of {num_heads} columns,"
             f" got {list(array.shape)}"
         )
     return array.reshape(*array.shape[:-1], num_heads, array.shape[-1] // num_heads).swapaxes(

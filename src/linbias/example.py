@@ -102,12 +102,12 @@ def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
     return [trace.find(query, tokens)]
 
 
-def find_heads(head: int | None, num_heads: int) -> list[int]:
+def find_heads(head: int | None, num_heads: int, command: str = "explain") -> list[int]:
     """The one head that was asked for, or all."""
     if head is None:
         return list(range(num_heads))
     if not 0 <= head < num_heads:
-        raise ValueError(f"explain: head must be in [0, {num_heads}), got {head}")
+        raise ValueError(f"{command}: head must be in [0, {num_heads}), got {head}")
     return [head]
 
 
@@ -134,6 +134,7 @@ def to_json(
         {
             "head": head,
             "query": query,
+            "q": trace.q[head, query].tolist(),
             **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in STEPS},
             "weight_without_bias": plain.weight[head, query].tolist(),
             "output_without_bias": plain.output[head, query].tolist(),

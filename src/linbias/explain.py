@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias.definition import Float64, Options, compute, prepare
+from linbias.definition import Float64, Options, compute, prepare, split_heads
 from linbias.explain_html import html
 from linbias.explain_html import printable as printable
 
@@ -17,6 +17,7 @@ class Explanation:
     """Every step of attention for every head, query and key. Made by `explain`.
 
     Attributes:
+        q: [..., H, T, D], the queries.
         raw: [..., H, T, S], q . k.
         scaled: [..., H, T, S], scale * raw.
         penalty: [..., H, T, S], what the bias takes away: slope * distance, inf where hidden; less the numbers of a mask.
@@ -29,6 +30,7 @@ class Explanation:
         tokens: S names for the keys, or None.
     """
 
+    q: Float64
     raw: Float64
     scaled: Float64
     penalty: Float64
@@ -118,19 +120,23 @@ class Explanation:
             position = query + int(self.query_start)
             label = names[position] if 0 <= position < S else f"position {position}"
             lines.append(f"head {h} ({self.slopes_in_words(h)}), query {label}")
+            lines.append(f"  q [{_in_a_row(self.q[h, query])}]")
             lines.append(f"  {'key':<{width}}      q.k   scaled  penalty   biased   weight")
             steps = (self.raw, self.scaled, self.penalty, self.biased, self.weight)
             for s in range(S):
                 numbers = "".join(f"{step[h, query, s]:9.4f}" for step in steps)
                 lines.append(f"  {names[s]:<{width}}{numbers}")
-            values = " ".join(f"{value:.4f}" for value in self.output[h, query])
-            lines.append(f"  output [{values}]")
+            lines.append(f"  output [{_in_a_row(self.output[h, query])}]")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every array as nested lists, ready for JSON but for inf (hidden keys), and the tokens."""
         arrays = {name: value.tolist() for name, value in vars(self).items() if name != "tokens"}
         return {**arrays, "tokens": None if self.tokens is None else list(self.tokens)}
+
+
+def _in_a_row(vector: Float64) -> str:
+    return " ".join(f"{value:.4f}" for value in vector)
 
 
 def explain(
@@ -140,6 +146,7 @@ def explain(
     slopes: npt.ArrayLike | None = None,
     *,
     tokens: Sequence[str] | None = None,
+    num_heads: int | None = None,
     **options: Unpack[Options],
 ) -> Explanation:
     """Compute `attention` and keep every step on the way.
@@ -147,6 +154,7 @@ def explain(
     Args:
         q, k, v, slopes, options: As for `attention`.
         tokens: S names for the keys, to be shown.
+        num_heads: H, where the heads lie side by side in the last axis, as for `attention`.
 
     Returns:
         An `Explanation`: arrays per head, query and key, and `table()` to read them.
@@ -158,6 +166,7 @@ def explain(
         >>> trace = explain(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1)), [0.5])
         >>> print(trace.table())
         head 0 (slope 0.5), query 1
+          q [0.0000]
           key      q.k   scaled  penalty   biased   weight
           0     0.0000   0.0000   0.5000  -0.5000   0.3775
           1     0.0000   0.0000   0.0000   0.0000   0.6225
@@ -165,12 +174,15 @@ def explain(
 
     Source: the step-by-step trace of the book chapter among the project's seed documents.
     """
+    if num_heads is not None:
+        q, k, v = split_heads("explain", num_heads, q, k, v)
     inputs = prepare("explain", q, k, v, slopes, **options)
     S = inputs.k.shape[2]
     if tokens is not None and len(tokens) != S:
         raise ValueError(f"explain: tokens must name the {S} keys, got {len(tokens)}")
     steps = compute(inputs)
     return Explanation(
+        q=inputs.restore(inputs.q),
         **{name: inputs.restore(getattr(steps, name)) for name in steps._fields},
         slopes=inputs.left,
         right_slopes=inputs.right,

@@ -64,7 +64,7 @@ def html(explanation: Explanation) -> str:
 def _first_of_batch(explanation: Explanation) -> Explanation:
     first = (0,) * (explanation.biased.ndim - 3)
     changed: dict[str, Any] = {
-        name: getattr(explanation, name)[first] for name in (*Steps._fields, "query_start")
+        name: getattr(explanation, name)[first] for name in ("q", *Steps._fields, "query_start")
     }
     for name in ("slopes", "right_slopes"):
         side = getattr(explanation, name)

@@ -5,6 +5,7 @@ Results go to standard output, progress and errors to standard error. Heavy impo
 the commands, so that `linbias --help` is quick.
 
     start     explain, extrapolate, doctor
+    biases    slopes, bias
     explore   the page
     models    train, evaluate, generate
     encoders  embed, convert
@@ -18,12 +19,14 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import encoders, explore, models, paper, start
+from linbias.cli import biases, encoders, explore, models, paper, start
 from linbias.cli.console import new_group, out
 
 app = new_group()
 for name, panel, command in (
     ("explain", "Start here", start.explain),
+    ("slopes", "Start here", biases.slopes),
+    ("bias", "Start here", biases.bias),
     ("explore", "Start here", explore.explore),
     ("extrapolate", "Start here", start.extrapolate),
     ("doctor", "Start here", start.doctor),

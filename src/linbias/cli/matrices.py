@@ -14,7 +14,7 @@ from linbias.definition import Float64
 from linbias.example import side_by_side
 from linbias.explain import Explanation, printable
 
-_MOST_ROWS, _MOST_COLUMNS = 64, 64  # more than this is for a file
+MOST_ROWS, MOST_COLUMNS = 64, 64  # more than this is for a file
 _LONGEST_NAME = 12
 _LIGHT, _DARK = (247, 251, 255), (8, 81, 156)  # the colours of weights 0 and 1
 
@@ -51,10 +51,16 @@ class Pair:
             yield _table(matrix, self.rows)
 
 
+def too_large(trace: Explanation) -> bool:
+    """Whether the matrices have more rows or columns than are printed."""
+    T, S = trace.weight.shape[1:]
+    return T > MOST_ROWS or S > MOST_COLUMNS
+
+
 def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableType:
     """Weights per head, their average, and the output: each with the bias and without."""
     H, T, S = trace.weight.shape
-    if T > _MOST_ROWS or S > _MOST_COLUMNS:
+    if too_large(trace):
         return (
             f"{T:,} queries and {S:,} keys are too many to print.\n"
             "--query shows one row, --csv and --json write all of them."
@@ -86,9 +92,7 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
         columns,
         *outputs,
     )
-    return Group(
-        *shown, Text("--query shows every step of a row, --symmetric the later keys too.", "dim")
-    )
+    return Group(*shown)
 
 
 def _table(matrix: Matrix, rows: list[str]) -> NumberTable:

@@ -35,18 +35,23 @@ def explain(
         typer.Option(help="Other slopes: one, or one for each head; 0 is standard attention."),
     ] = None,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="Show the keys after the query, too.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--symmetric/--causal",
+            help="Whether a query sees the keys after it. Default: it does in the five words, as in the book chapter "
+            "that they come from, and does not in a file, as in linbias.attention.",
+        ),
+    ] = None,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print all numbers as CSV, one in a line.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show the weights and the output of attention, with the bias and without; or every step of one row.
+    """Show the weights and the output of attention, with the bias and without, and every step of a row.
 
     \b
     [dim]linbias explain[/]
-    [dim]linbias explain --symmetric --slope 0.25[/]
+    [dim]linbias explain --causal --slope 0.25[/]
     [dim]linbias explain --query cat --head 0[/]
     [dim]linbias explain arrays.npz --csv > numbers.csv[/]
     """
@@ -54,23 +59,33 @@ def explain(
     from linbias.cli import matrices
 
     slopes = None if slope is None else options.parse_floats("--slope", slope)
-    trace, tokens = example.trace(arrays, causal=not symmetric, slope=slopes)
-    plain, _ = example.trace(arrays, causal=not symmetric, slope=[0.0])
+    causal = arrays is not None if symmetric is None else not symmetric
+    trace, tokens = example.trace(arrays, causal=causal, slope=slopes)
+    plain, _ = example.trace(arrays, causal=causal, slope=[0.0])
     queries = example.find(query, trace, tokens)
     heads = example.find_heads(head, len(trace.weight))
     if as_csv and as_json:
         raise ValueError("--csv: must stand without --json")
     if as_json:
-        print_json(example.to_json(trace, plain, queries, heads))
-    elif as_csv:
+        return print_json(example.to_json(trace, plain, queries, heads))
+    if as_csv:
         lines = csv.writer(sys.stdout, lineterminator="\n")
         lines.writerow(example.CSV_TITLES)
         lines.writerows(example.to_csv(trace, plain, queries, heads))
-    elif query is None:
+        return
+    if query is None:
         out.print(matrices.of(trace, plain, heads))
-    else:
-        blocks = [trace.table(query=q, head=h, tokens=tokens) for q in queries for h in heads]
-        out.print("\n\n".join(blocks), markup=False, soft_wrap=True)
+        if matrices.too_large(trace):
+            return
+        queries = queries[-1:]
+    blocks = [trace.table(query=q, head=h, tokens=tokens) for q in queries for h in heads]
+    steps = "\n\n".join(blocks)
+    if query is not None:
+        return out.print(steps, markup=False, soft_wrap=True)
+    if max(map(len, steps.splitlines()), default=0) <= out.width:
+        out.print("[bold]Every step of the last row[/]")
+        out.print(steps + "\n", markup=False)
+    out.print("[dim]--query shows the steps of other rows, --causal hides the later keys.[/]")
 
 
 @options.with_training_fields(

@@ -35,7 +35,8 @@ class MultiheadAttention(nn.Module):
 
     The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
     learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
-    positive (in `directional`, a hidden side stays hidden). Fixed slopes are not saved: `variant`, `schedule`
+    positive (in `directional`, a hidden side stays hidden). With learned="sigmoid" they are `logit_left` and
+    `logit_right`, and the slope is sigmoid(logit), between 0 and 1, as the discussion below has it. Fixed slopes are not saved: `variant`, `schedule`
     and `max_bias` determine them.
 
     Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
@@ -53,12 +54,13 @@ class MultiheadAttention(nn.Module):
         head_dim: Size D of a head; None means embed_dim // num_heads.
         variant: See above; None means `none` with cross_attention and `causal` without, as `attention` is by default.
         cross_attention: key and value come from another sequence.
-        learned: Train the slopes; None means only for `asymmetric`.
+        learned: Train the slopes, each as an exponential (True) or a sigmoid ("sigmoid"); None means True for `asymmetric`
+            and False for the others.
         schedule: As for `linbias.slopes`.
         max_bias: As for `linbias.slopes`.
         implementation: As for `linbias.torch.attention`.
         device: Of the parameters.
-        dtype: Of the parameters; `log_left` and `log_right` are at least float32.
+        dtype: Of the parameters; those of learned slopes are at least float32.
 
     Raises:
         TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
@@ -93,7 +95,7 @@ class MultiheadAttention(nn.Module):
         head_dim: int | None = None,
         variant: str | None = None,
         cross_attention: bool = False,
-        learned: bool | None = None,
+        learned: bool | str | None = None,
         schedule: str = "paper",
         max_bias: float = 8.0,
         implementation: str = "auto",
@@ -117,6 +119,10 @@ class MultiheadAttention(nn.Module):
         self.variant = variant
         self.learned = variant == "asymmetric" if learned is None else learned
         self.implementation = implementation
+        if self.learned not in (False, True, "sigmoid"):
+            raise ValueError(
+                f"MultiheadAttention: learned must be False, True or 'sigmoid', got {self.learned!r}"
+            )
         if self.learned and variant.startswith("none"):
             raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
 
@@ -290,16 +296,27 @@ class MultiheadAttention(nn.Module):
         device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
         for side in ("left",) if self.causal else ("left", "right"):
             slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=device)
-            self.register_parameter(f"log_{side}", nn.Parameter(slope.log().to(dtype)))
+            if self.learned == "sigmoid":  # a hidden side, whose slope is inf, stays hidden
+                start = slope.logit().masked_fill(slope == torch.inf, torch.inf)
+            else:
+                start = slope.log()
+            self.register_parameter(
+                f"{self._name_of_learned}_{side}", nn.Parameter(start.to(dtype))
+            )
+
+    @property
+    def _name_of_learned(self) -> str:
+        return "logit" if self.learned == "sigmoid" else "log"
 
     def _slopes(self, side: str) -> Tensor:
         if not self.learned:
             return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
-        log_slope: Tensor = getattr(self, f"log_{side}")
-        log_slope = log_slope.to(_at_least_float32(log_slope.dtype))
+        learned: Tensor = getattr(self, f"{self._name_of_learned}_{side}")
+        learned = learned.to(_at_least_float32(learned.dtype))
         # exp(inf) has no gradient to give: a hidden side passes 0 on.
-        hidden = log_slope == torch.inf
-        return log_slope.masked_fill(hidden, 0.0).exp().masked_fill(hidden, torch.inf)
+        hidden = learned == torch.inf
+        slope_of = torch.sigmoid if self.learned == "sigmoid" else torch.exp
+        return slope_of(learned.masked_fill(hidden, 0.0)).masked_fill(hidden, torch.inf)
 
     def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
         """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
@@ -426,8 +443,14 @@ def _check_settings(
         if value < 1:
             raise ValueError(f"MultiheadAttention: {name} must be at least 1, got {value}")
     if head_dim is None and embed_dim % num_heads:
+        swapped = num_heads > embed_dim and num_heads % embed_dim == 0
+        advice = (
+            f"embed_dim comes first: MultiheadAttention({num_heads}, {embed_dim})"
+            if swapped
+            else "give head_dim"
+        )
         raise ValueError(
-            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}; give head_dim"
+            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}; {advice}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(

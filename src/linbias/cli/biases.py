@@ -1,0 +1,115 @@
+"""The commands that print the definition's numbers: slopes, bias."""
+
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.text import Text
+
+from linbias.cli import options
+from linbias.cli.console import out, print_json
+
+NumHeads = Annotated[int, typer.Argument(help="Number of heads.")]
+Schedule = Annotated[
+    str, typer.Option(help="How slopes fall from head to head: paper, geometric, halving or mpt.")
+]
+MaxBias = Annotated[float, typer.Option(help="The last slope of a power of two is 2^-this.")]
+
+_FAR = 10  # the distance at which slopes are compared
+
+
+def slopes(
+    heads: NumHeads,
+    schedule: Schedule = "paper",
+    max_bias: MaxBias = 8.0,
+    as_json: options.Json = False,
+) -> None:
+    """Print the slope of every head, and how far it lets the head see.
+
+    \b
+    [dim]linbias slopes 8[/]
+    [dim]linbias slopes 12 --schedule geometric[/]
+    """
+    import linbias
+    from linbias.cli.tables import NumberTable
+    from linbias.explore.data import character
+
+    found = linbias.slopes(heads, schedule, max_bias)
+    if as_json:
+        return print_json({"slopes": found.tolist(), "schedule": schedule, "max_bias": max_bias})
+    table = NumberTable(
+        *(
+            "head",
+            "slope",
+            "2 to the",
+            f"penalty\nat {_FAR}",
+            f"factor\nat {_FAR}",
+            "1/e at",
+            "reach",
+        ),
+        title=f"Slopes of {heads} heads, schedule {schedule}",
+    )
+    for head, slope in enumerate(found):
+        penalty = _FAR * slope
+        left = f"{np.exp(-penalty):.2g}" if penalty > 5 else f"{np.exp(-penalty):.3f}"
+        reach = character(penalty).lower()
+        power = f"{np.log2(slope):g}"
+        cells = (
+            str(head),
+            f"{slope:.6g}",
+            power,
+            f"{penalty:.4g}",
+            left,
+            f"{1 / slope:.4g}",
+            reach,
+        )
+        table.add_row(*cells)
+    out.print(table)
+    out.print(
+        f"[dim]penalty: what a score loses at distance {_FAR}; factor: what that leaves of a weight; 1/e at: the "
+        "distance that leaves 37%.[/]"
+    )
+
+
+def bias(
+    heads: NumHeads,
+    length: Annotated[int, typer.Argument(help="Number of tokens: queries and keys.")],
+    head: Annotated[int | None, typer.Option(help="Only this head, counted from 0.")] = None,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Show the keys after the query, too.")
+    ] = False,
+    schedule: Schedule = "paper",
+    max_bias: MaxBias = 8.0,
+    as_json: options.Json = False,
+) -> None:
+    """Print what the bias adds to the scores: a row for each query, a column for each key.
+
+    \b
+    [dim]linbias bias 12 8 --head 3[/]
+    [dim]linbias bias 2 5 --symmetric --schedule halving[/]
+    """
+    import linbias
+    from linbias.cli import matrices
+    from linbias.example import find_heads
+
+    if length < 1:
+        raise ValueError(f"bias: length must be at least 1, got {length}")
+    found = linbias.slopes(heads, schedule, max_bias)
+    chosen = find_heads(head, heads, "bias")
+    right = None if symmetric else np.full(heads, np.inf)
+    added = linbias.bias(found, length, length, right_slopes=right)
+    if as_json:
+        rows = [
+            [[None if np.isinf(x) else float(x) for x in row] for row in added[h]] for h in chosen
+        ]
+        return print_json({"slopes": found[chosen].tolist(), "bias": rows})
+    if max(added.shape[1:]) > matrices.MOST_COLUMNS:
+        raise ValueError(
+            f"bias: length must be at most {matrices.MOST_COLUMNS} to be printed, got {length} (--json writes any)"
+        )
+    names = [str(position) for position in range(length)]
+    for h in chosen:
+        numbers = np.where(np.isinf(added[h]), np.nan, added[h])
+        out.print(Text(f"Bias of head {h}, slope {found[h]:g}", style="bold"))
+        out.print(matrices.Pair(names, [matrices.Matrix("", names, numbers, shaded=False)]))
+        out.print()
