@@ -30,6 +30,7 @@ from jax_subject import (
 )
 from linbias import _dispatch
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
+from linbias.jax import bias as jax_bias
 from linbias.jax.call import prepare
 
 # Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
@@ -373,3 +374,22 @@ def test_merge_says_what_does_not_fit():
     for outs, lses in (([], []), (np.ones((2, 1, 3, 4, 5)), np.ones((1, 1, 3, 4)))):
         with pytest.raises(ValueError, match="merge: outs and lses must be as many, at least 1"):
             merge(outs, lses)
+
+
+def test_bias_is_that_of_the_definition_and_differentiable():
+    slopes = linbias.slopes(6)
+    for T, S, right, start in ((5, 5, None, None), (3, 7, np.inf, None), (4, 6, 0.25, 1)):
+        made = jax_bias(slopes, T, S, right, start)
+        expected = linbias.bias(slopes, T, S, None if right is None else np.full(6, right), start)
+        assert made.dtype == jnp.float32
+        np.testing.assert_allclose(made, expected, rtol=1e-6)
+    batch = jnp.array([[0.5, jnp.inf], [0.25, 0.0]])
+    assert jax_bias(batch, 2, 3).shape == (2, 2, 2, 3)
+    gradient = jax.jit(jax.grad(lambda m: jnp.exp(jax_bias(m, 2, 3, jnp.inf)).sum()))
+    # Distances 1, and 2 and 1: those at 0 and the hidden side have none.
+    expected = -np.exp(-0.5) - 2 * np.exp(-1.0) - np.exp(-0.5)
+    np.testing.assert_allclose(gradient(jnp.array([0.5, jnp.inf])), [expected, 0.0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"slopes must have shape \[H\] or \[B, H\], got \[\]"):
+        jax_bias(0.5, 2, 2)
+    with pytest.raises(ValueError, match="T must be at least 0, got -1"):
+        jax_bias(slopes, -1, 2)

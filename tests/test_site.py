@@ -101,6 +101,8 @@ def test_every_link_resolves(site, pages):
                 continue
             path, place = target(name, link)
             assert (site / path).is_file(), f"{name}: {link}"
+            if path == "explorer.html":  # the place is a state of the page, not a part of it
+                continue
             if place and path in pages and pages[path].ids:
                 assert place in pages[path].ids, f"{name}: {link}"
 

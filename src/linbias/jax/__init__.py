@@ -4,7 +4,8 @@ from linbias import _extras
 
 _extras.require("linbias.jax")
 
+from linbias.jax.bias import bias
 from linbias.jax.functional import attention, attention_weights
 from linbias.jax.merge import merge
 
-__all__ = ["attention", "attention_weights", "merge"]
+__all__ = ["attention", "attention_weights", "bias", "merge"]

@@ -1,0 +1,71 @@
+"""`bias`: the matrix of linear biases as a JAX array, for functions that take one."""
+
+from typing import Never
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from linbias import _checks
+
+
+def bias(
+    slopes: ArrayLike,
+    T: int,
+    S: int,
+    right_slopes: ArrayLike | None = None,
+    query_start: ArrayLike | None = None,
+    **unknown: Never,
+) -> Array:
+    """Build the bias that linear-bias attention adds to its scores, for code that has to have it in memory.
+
+        bias[h, t, s] = -slopes[h]       * (p - s)    for s <= p        (p = query_start + t)
+        bias[h, t, s] = -right_slopes[h] * (s - p)    for s >  p
+
+    It fits `bias=` of `jax.nn.dot_product_attention` and of `flax.linen.dot_product_attention`. `attention` needs no such
+    matrix, whose memory grows with T x S. Differentiable in the slopes; works under `jit`, where values are not checked.
+
+    Args:
+        slopes: [H] or [B, H], at least 0 or inf, which hides the side: slope towards keys before the query.
+        T: Number of queries.
+        S: Number of keys.
+        right_slopes: Like slopes, or one number for all heads: slope towards keys after the query. None means symmetric
+            (the same slopes); `jnp.inf` gives the causal bias.
+        query_start: The position of query 0, an integer; None means S - T, so that the last query stands at the last key.
+
+    Returns:
+        [H, T, S] (or [B, H, T, S]) in the dtype of slopes if that is floating, and at least float32.
+
+    Raises:
+        ValueError: T or S is negative, or slopes has not one or two axes.
+
+    Example:
+        >>> bias(jnp.array([0.5]), 2, 3).tolist()
+        [[[-0.5, 0.0, -0.5], [-1.0, -0.5, 0.0]]]
+        >>> bias(jnp.array([0.5]), 2, 2, jnp.inf).tolist()
+        [[[0.0, -inf], [-0.5, 0.0]]]
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 3; the Flax exercise among the project's seed documents.
+    """
+    if unknown:
+        _checks.refuse_unknown("bias", unknown, bias)
+    left = jnp.asarray(slopes)
+    left = left.astype(jnp.promote_types(left.dtype, jnp.float32))
+    if left.ndim not in (1, 2):
+        raise ValueError(f"bias: slopes must have shape [H] or [B, H], got {list(left.shape)}")
+    for name, size in (("T", T), ("S", S)):
+        if size < 0:
+            raise ValueError(f"bias: {name} must be at least 0, got {size}")
+    right = left if right_slopes is None else jnp.asarray(right_slopes, left.dtype)
+    right = jnp.broadcast_to(right, left.shape)
+    start = S - T if query_start is None else query_start
+    distance = (jnp.arange(T)[:, None] + start) - jnp.arange(S)
+    return _one_side(left, distance) + _one_side(right, -distance)
+
+
+def _one_side(slope: Array, reach: Array) -> Array:
+    """-slope * reach where reach is positive, else 0; 0 * inf would be NaN, forward and backward."""
+    slope = slope[..., None, None]
+    infinite = jnp.isinf(slope)
+    lost = jnp.where(infinite, 0, slope) * jnp.maximum(reach, 0)
+    return jnp.where(infinite & (reach > 0), -jnp.inf, 0.0 - lost)
