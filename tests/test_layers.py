@@ -31,6 +31,7 @@ LAYERS = {
     "kernels": {"_cpu"} | CORE,
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
+    "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
     "models": {"data", "_run", "torch", "variants", "_checks"} | ANYONE,
     "_run": ANYONE,
@@ -207,3 +208,14 @@ def test_public_names():
     }
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "merge"}
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)
+
+
+@pytest.mark.parametrize("name", ["chapter", "chapter_torch"])
+def test_compat_loads_its_modules_when_they_are_named(name):
+    assert getattr(linbias.compat, name) is importlib.import_module(f"linbias.compat.{name}")
+    assert name in dir(linbias.compat)
+
+
+def test_compat_has_no_other_modules():
+    with pytest.raises(AttributeError, match=r"^module 'linbias.compat' has no attribute 'apex'$"):
+        linbias.compat.apex  # noqa: B018

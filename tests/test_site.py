@@ -151,6 +151,8 @@ def test_the_site_stays_small(site, pages):
 
 PACKAGES = (
     "linbias",
+    "linbias.compat.chapter",
+    "linbias.compat.chapter_torch",
     "linbias.cpu",
     "linbias.torch",
     "linbias.jax",
@@ -194,7 +196,8 @@ def test_documented_names_are_few_and_shown_in_use(inventory):
         for name, item in inventory[kind].items()
         if item.uri.endswith(("$", f"#{name}"))  # and not under another name
     }
-    assert 40 < len(names) <= 65
+    # Names of other libraries are known to those who look for them.
+    assert 40 < sum(not name.startswith("linbias.compat.") for name in names) <= 65
     without = set()
     for name in names:
         module, _, own = name.rpartition(".")

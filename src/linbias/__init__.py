@@ -1,8 +1,8 @@
 """ALiBi, attention with linear biases: the definition in NumPy.
 
 The front ends are submodules that load when they are first named, and their framework with them: `linbias.torch`,
-`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays, `linbias.plots` draws. The project's own idea, to
-read: `linbias.near_to_far`.
+`linbias.jax`, `linbias.models`; `linbias.cpu` is the compiled core for NumPy arrays, `linbias.plots` draws, `linbias.compat`
+runs well-known ALiBi code under its own names. The project's own idea, to read: `linbias.near_to_far`.
 """
 
 from importlib import import_module
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 _LOADED_WHEN_NAMED = (
+    "compat",
     "cpu",
     "data",
     "explore",

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 # A part, the extra that brings what it needs, and the packages that it imports at once.
 PARTS = {
     "linbias.torch": ("torch", ("torch",)),
+    "linbias.compat.chapter_torch": ("torch", ("torch",)),
     "linbias.jax": ("jax", ("jax",)),
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),

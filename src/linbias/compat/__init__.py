@@ -1,0 +1,29 @@
+"""Well-known ALiBi code under its own names, signatures and layouts, run by `linbias`.
+
+A program that was written for one of these changes its import line and nothing else:
+
+| module          | in the place of                                              |
+|-----------------|--------------------------------------------------------------|
+| `chapter`       | `ALiBiAttention` of the book chapter, in NumPy               |
+| `chapter_torch` | `ALiBiAttention` of the book chapter, in PyTorch             |
+
+Each module says what differs from the original. New code is better off with `linbias.torch.attention`: here are only as
+many options as the originals have. A module loads when it is named, and PyTorch with it, except for `chapter`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_LOADED_WHEN_NAMED = ("chapter", "chapter_torch")
+
+if not TYPE_CHECKING:  # a type checker asks for the import to be written out
+
+    def __getattr__(name: str) -> object:
+        if name in _LOADED_WHEN_NAMED:
+            return import_module(f"linbias.compat.{name}")
+        raise AttributeError(f"module 'linbias.compat' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted(
+            [*(name for name in globals() if name.startswith("__")), *_LOADED_WHEN_NAMED]
+        )
