@@ -153,6 +153,7 @@ PACKAGES = (
     "linbias",
     "linbias.compat.chapter",
     "linbias.compat.chapter_torch",
+    "linbias.compat.fairseq",
     "linbias.cpu",
     "linbias.torch",
     "linbias.jax",

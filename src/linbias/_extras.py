@@ -6,6 +6,7 @@ from importlib.util import find_spec
 PARTS = {
     "linbias.torch": ("torch", ("torch",)),
     "linbias.compat.chapter_torch": ("torch", ("torch",)),
+    "linbias.compat.fairseq": ("torch", ("torch",)),
     "linbias.jax": ("jax", ("jax",)),
     "linbias.jax.flax": ("jax", ("jax", "flax")),
     "linbias.explore.notebook": ("notebook", ("anywidget",)),
