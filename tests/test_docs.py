@@ -74,7 +74,7 @@ PUBLIC += [(explore, name) for name in explore.__all__]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 PUBLIC += [
     (getattr(linbias.compat, module), name)
-    for module in ("chapter", "chapter_torch", "fairseq", "labml")
+    for module in ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
     for name in getattr(linbias.compat, module).__all__
 ]
 

@@ -210,7 +210,7 @@ def test_public_names():
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)
 
 
-@pytest.mark.parametrize("name", ["labml", "chapter", "chapter_torch", "fairseq"])
+@pytest.mark.parametrize("name", ["labml", "chapter", "chapter_torch", "fairseq", "flash_attn"])
 def test_compat_loads_its_modules_when_they_are_named(name):
     assert getattr(linbias.compat, name) is importlib.import_module(f"linbias.compat.{name}")
     assert name in dir(linbias.compat)

@@ -154,6 +154,7 @@ PACKAGES = (
     "linbias.compat.chapter",
     "linbias.compat.chapter_torch",
     "linbias.compat.fairseq",
+    "linbias.compat.flash_attn",
     "linbias.compat.labml",
     "linbias.cpu",
     "linbias.torch",

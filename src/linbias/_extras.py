@@ -7,6 +7,7 @@ PARTS = {
     "linbias.torch": ("torch", ("torch",)),
     "linbias.compat.chapter_torch": ("torch", ("torch",)),
     "linbias.compat.fairseq": ("torch", ("torch",)),
+    "linbias.compat.flash_attn": ("torch", ("torch",)),
     "linbias.compat.labml": ("torch", ("torch",)),
     "linbias.jax": ("jax", ("jax",)),
     "linbias.jax.flax": ("jax", ("jax", "flax")),

@@ -4,6 +4,7 @@ A program that was written for one of these changes its import line and nothing 
 
 | module          | in the place of                                              |
 |-----------------|--------------------------------------------------------------|
+| `flash_attn`    | the functions of flash-attn 2, on any device                 |
 | `labml`         | `labml_nn.transformers.alibi` of the annotated papers        |
 | `fairseq`       | the mask and slopes of the paper's repository, and the       |
 |                 | parallel block from its discussions                          |
@@ -17,7 +18,7 @@ many options as the originals have. A module loads when it is named, and PyTorch
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-_LOADED_WHEN_NAMED = ("chapter", "chapter_torch", "fairseq", "labml")
+_LOADED_WHEN_NAMED = ("chapter", "chapter_torch", "fairseq", "flash_attn", "labml")
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 

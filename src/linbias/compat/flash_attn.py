@@ -1,0 +1,641 @@
+"""The functions of flash-attn 2 on our attention: on CPU and GPU, in float16, bfloat16, float32 and float64.
+
+`from linbias.compat.flash_attn import flash_attn_func` takes the place of `from flash_attn import flash_attn_func`. Signatures,
+layouts [B, T, H, D] and [total, H, D], defaults (`causal=False`, no bias) and the alignment of the last query with the last key are
+those of flash-attn 2.8. Key i + S - T is where query i stands, and with `alibi_slopes`
+
+    score[i, j] = softmax_scale * q[i] . k[j] - alibi_slope * |i + S - T - j|
+
+What differs, in all functions:
+
+- `alibi_slopes` may be in any floating-point dtype, are at least 0, and are differentiable. softmax_lse is differentiable, too.
+- softmax_lse is that of the scores above. flash-attn's causal kernels count the bias from key 0, so that theirs is larger by
+  alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
+- `return_attn_probs` gives None for S_dmask, and is refused with dropout: a matrix of length x length is what these functions avoid.
+- `dropout_p` draws its mask from PyTorch's generator, otherwise than flash-attn does.
+- Not built, and refused by name: local windows (`window_size`), `softcap`, rotary embeddings and paged caches.
+- `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
+"""
+
+from linbias import _extras
+
+_extras.require("linbias.compat.flash_attn")
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linbias import _checks
+from linbias.torch import attention, attention_varlen
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+_NO_WINDOW = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attend, with linear biases where `alibi_slopes` are given. The module says how, and what differs from flash-attn.
+
+    Args:
+        q: [B, T, H, D], floating point.
+        k, v: [B, S, G, D], dtype and device of q. H must be a multiple of G; query head h reads key/value head h // (H // G).
+        dropout_p: Probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
+        softmax_scale: Factor on q . k. None means D ** -0.5.
+        causal: Hide the keys after the query; the last query stands at the last key.
+        window_size: (-1, -1), or (-1, 0), which is causal. Sides as long as the keys count as -1. Others are not built.
+        softcap: At most 0, which means none. Others are not built.
+        alibi_slopes: [H] or [B, H], at least 0. None means no bias.
+        deterministic: Changes nothing.
+        return_attn_probs: Also return softmax_lse, and None in the place of S_dmask.
+
+    Returns:
+        out [B, T, H, D] in the dtype of q; with return_attn_probs out, softmax_lse [B, H, T] (float32; float64 for float64)
+        and None.
+
+    Raises:
+        TypeError, ValueError: A dtype, shape or value breaks a rule above.
+        NotImplementedError: The option is not built here.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 5, 2, 8)
+        >>> flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([0.5, 0.25])).shape
+        torch.Size([1, 5, 2, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend("flash_attn_func", (q, k, v), options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Run `flash_attn_func` on queries, keys and values that stand in one tensor.
+
+    Args:
+        qkv: [B, T, 3, H, D]: q, k and v.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
+            `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
+
+    Example:
+        >>> flash_attn_qkvpacked_func(torch.ones(1, 5, 3, 2, 8), causal=True).shape
+        torch.Size([1, 5, 2, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_qkvpacked_func"
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend(function, _unpacked(function, "qkv", qkv, 3, 5), options)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Run `flash_attn_func` on keys and values that stand in one tensor.
+
+    Args:
+        q: [B, T, H, D].
+        kv: [B, S, 2, G, D]: k and v.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
+            `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `flash_attn_func`.
+
+    Example:
+        >>> flash_attn_kvpacked_func(torch.ones(1, 5, 4, 8), torch.ones(1, 7, 2, 2, 8)).shape
+        torch.Size([1, 5, 4, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_kvpacked_func"
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    return _attend(function, (q, *_unpacked(function, "kv", kv, 2, 5)), options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Run `flash_attn_func` on B sequences packed end to end; none sees another.
+
+    Args:
+        q: [total_q, H, D], floating point.
+        k, v: [total_k, G, D], dtype and device of q.
+        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q: where each sequence begins.
+        cu_seqlens_k: [B + 1], likewise for k and v.
+        max_seqlen_q, max_seqlen_k: At least the longest sequence; not needed otherwise.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
+            `flash_attn_func`.
+        block_table: None. Paged caches are not built.
+
+    Returns:
+        out [total_q, H, D]; with return_attn_probs out, softmax_lse [H, total_q] and None.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `flash_attn_func`, or the lengths break a rule above.
+
+    Example:
+        >>> q = k = v = torch.ones(5, 2, 8)
+        >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, lengths, lengths, 3, 3, causal=True).shape
+        torch.Size([5, 2, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_varlen_func"
+    _refuse_given(function, block_table=block_table)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    lengths = {
+        "q": ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q),
+        "k": ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k),
+    }
+    return _attend_varlen(function, (q, k, v), lengths, options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Run `flash_attn_varlen_func` on queries, keys and values that stand in one tensor.
+
+    Args:
+        qkv: [total, 3, H, D]: q, k and v.
+        cu_seqlens: [B + 1], as cu_seqlens_q of `flash_attn_varlen_func`.
+        max_seqlen: At least the longest sequence.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
+            `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
+
+    Example:
+        >>> lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(torch.ones(5, 3, 2, 8), lengths, 3).shape
+        torch.Size([5, 2, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_varlen_qkvpacked_func"
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    lengths = dict.fromkeys("qk", ("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen))
+    return _attend_varlen(function, _unpacked(function, "qkv", qkv, 3, 4), lengths, options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Run `flash_attn_varlen_func` on keys and values that stand in one tensor.
+
+    Args:
+        q: [total_q, H, D].
+        kv: [total_k, 2, G, D]: k and v.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: As for `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs: As for
+            `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `flash_attn_varlen_func`.
+
+    Example:
+        >>> q, kv = torch.ones(5, 4, 8), torch.ones(9, 2, 2, 8)
+        >>> of_q, of_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 4, 9]))
+        >>> flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, 3, 5).shape
+        torch.Size([5, 4, 8])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_varlen_kvpacked_func"
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+    lengths = {
+        "q": ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q),
+        "k": ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k),
+    }
+    return _attend_varlen(function, (q, *_unpacked(function, "kv", kv, 2, 4)), lengths, options)
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _NO_WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Write new keys and values into caches, in place, and attend to what the caches then hold.
+
+    Row b of the batch sees the keys cache_leftpad[b] .. cache_seqlens[b] + T_new - 1 of its cache, and its last query stands at
+    the last of them. Nothing is differentiated. The caller adds T_new to cache_seqlens, as in flash-attn.
+
+    Args:
+        q: [B, T, H, D], floating point.
+        k_cache, v_cache: [B, S, G, D], dtype and device of q; [B_cache, S, G, D] with cache_batch_idx.
+        k, v: [B, T_new, G, D], both or neither: written at cache_seqlens, which must then be given.
+        rotary_cos, rotary_sin: None. Rotary embeddings are not built.
+        cache_seqlens: One number, or integers [B]: how many positions of each row are filled, padding on the left included.
+            None means all.
+        cache_batch_idx: [B], integers: which row of the caches belongs to which row of q. Attention then reads copies of them.
+        cache_leftpad: [B], integers: the first position of each row that is not padding. None means 0.
+        block_table: None. Paged caches are not built.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: As for `flash_attn_func`.
+        rotary_interleaved, num_splits: Change nothing.
+        return_softmax_lse: Also return softmax_lse.
+
+    Returns:
+        out [B, T, H, D]; with return_softmax_lse also softmax_lse [B, H, T].
+
+    Raises:
+        TypeError, ValueError: A dtype, shape or value breaks a rule above; the new keys do not fit into the caches. On a GPU
+            values are not read, and not checked.
+        NotImplementedError: The option is not built here.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 8)
+        >>> q = k = v = torch.ones(1, 1, 2, 8)
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3, causal=True).shape
+        torch.Size([1, 1, 2, 8])
+        >>> k_cache[0, :5, 0, 0]
+        tensor([0., 0., 0., 1., 0.])
+
+    Source: Dao, flash-attn 2, `flash_attn_interface.py`.
+    """
+    function = "flash_attn_with_kvcache"
+    _refuse_given(function, rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    B, num_rows = len(q), len(k_cache)
+    rows = _integers(function, "cache_batch_idx", cache_batch_idx, B, num_rows - 1)
+    names = "k_cache", "v_cache"
+    _check_arrays(function, q, k_cache, v_cache, names, B if rows is None else num_rows)
+    S, new = k_cache.shape[1], _checked_new(function, q, k, v, k_cache, cache_seqlens)
+    num_new = new[0].shape[1] if new else 0
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((B,), cache_seqlens, device=q.device)
+    end = _integers(function, "cache_seqlens", cache_seqlens, B, S - num_new, num_new)
+    first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
+    if new and end is not None:
+        at = torch.arange(B, device=q.device) if rows is None else rows
+        places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)
+        k_cache[places], v_cache[places] = new
+        end = end + num_new
+    key_range = None
+    if end is not None or first is not None:
+        end = torch.full((B,), S, device=q.device) if end is None else end
+        first = torch.zeros_like(end) if first is None else torch.minimum(first, end)
+        key_range = torch.stack([first, end], dim=1)
+    if rows is not None:
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    options = _Options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
+    )
+    found = _attend(function, (q, k_cache, v_cache), options, key_range)
+    return found[:2] if isinstance(found, tuple) else found
+
+
+class _Options(NamedTuple):
+    """What all functions take, under flash-attn's names."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    return_attn_probs: bool
+
+    def as_ours(self, function: str, B: int, H: int, S: int) -> dict[str, Any]:
+        """The arguments of our attention, checked under their names here. B: rows of slopes, S: longest keys."""
+        if self.softcap > 0:
+            raise NotImplementedError(
+                f"{function}: softcap must be at most 0 (none), since capped scores are not built, got {self.softcap}"
+            )
+        if not 0 <= self.dropout_p <= _checks.LARGEST_DROPOUT:
+            raise ValueError(
+                f"{function}: dropout_p must be in [0, 1 - 2^-32], got {self.dropout_p}"
+            )
+        if self.return_attn_probs and self.dropout_p:
+            raise NotImplementedError(
+                f"{function}: return_attn_probs must be False with dropout, since S_dmask of length x length is not made;"
+                f" got dropout_p={self.dropout_p}"
+            )
+        return {
+            "slopes": _slopes(function, self.alibi_slopes, B, H),
+            "causal": _is_causal(function, self.causal, self.window_size, S),
+            "scale": self.softmax_scale,
+            "dropout": self.dropout_p,
+            "return_lse": bool(self.return_attn_probs),
+        }
+
+
+def _attend(
+    function: str,
+    arrays: tuple[Tensor, ...],
+    options: _Options,
+    key_range: Tensor | None = None,
+) -> Result:
+    q, k, v = arrays
+    _check_arrays(function, q, k, v)
+    ours = options.as_ours(function, q.shape[0], q.shape[2], k.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if not options.return_attn_probs:
+        out = attention(q, k, v, **ours, key_range=key_range)
+        return out.transpose(1, 2).contiguous()
+    out, lse = attention(q, k, v, **ours, key_range=key_range)
+    return out.transpose(1, 2).contiguous(), _as_theirs(lse), None
+
+
+def _attend_varlen(
+    function: str,
+    arrays: tuple[Tensor, ...],
+    lengths: dict[str, tuple[str, Tensor, str, int]],
+    options: _Options,
+) -> Result:
+    q, k, v = arrays
+    _check_arrays(function, q, k, v, axes="[total, H, D]")
+    for array, total in (("q", len(q)), ("k", len(k))):
+        _check_offsets(function, *lengths[array], total)
+    starts_q, starts_k = lengths["q"][1], lengths["k"][1]
+    ours = options.as_ours(function, len(starts_q) - 1, q.shape[1], int(lengths["k"][3]))
+    found = attention_varlen(q, k, v, starts_q, starts_k, **ours)
+    if isinstance(found, Tensor):
+        return found
+    return found[0], _as_theirs(found[1].T), None
+
+
+def _as_theirs(lse: Tensor) -> Tensor:
+    """inf where a row sees no key."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
+
+
+def _is_causal(function: str, causal: bool, window_size: tuple[int, int], S: int) -> bool:
+    """Whether keys after the query are hidden; flash-attn says it by a window, too."""
+    left, right = (-1 if side < 0 or side >= S else side for side in window_size)
+    if left >= 0 or (right > 0 and not causal):
+        raise NotImplementedError(
+            f"{function}: window_size must be (-1, -1), or (-1, 0) for causal: other windows are not built, and steep slopes"
+            f" leave far keys unread without one; got {tuple(window_size)}"
+        )
+    return bool(causal) or right == 0
+
+
+def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[float]:
+    if alibi_slopes is None:
+        return [0.0] * H
+    if not isinstance(alibi_slopes, Tensor) or not alibi_slopes.is_floating_point():
+        kind = str(getattr(alibi_slopes, "dtype", type(alibi_slopes).__name__))
+        raise TypeError(
+            f"{function}: alibi_slopes must be a tensor of floating point, got {kind.removeprefix('torch.')}"
+        )
+    if not _checks.has_shape(alibi_slopes, (H,), (B, H)):
+        raise ValueError(
+            f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {list(alibi_slopes.shape)}"
+        )
+    if _is_readable(alibi_slopes):
+        values = alibi_slopes.detach().double().numpy()
+        _checks.check_slope_values(function, "alibi_slopes", values)
+    return alibi_slopes
+
+
+def _unpacked(function: str, name: str, packed: Any, number: int, axes: int) -> tuple[Tensor, ...]:
+    """q, k and v, or k and v, of a tensor in which they follow each other on the axis before that of the heads."""
+    form = f"[{'B, T' if axes == 5 else 'total'}, {number}, H, D]"
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(packed).__name__}")
+    if packed.dim() != axes or packed.shape[-3] != number:
+        raise ValueError(f"{function}: {name} must have shape {form}, got {list(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _check_arrays(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    names: tuple[str, str] = ("k", "v"),
+    num_rows: int | None = None,
+    axes: str = "[B, T, H, D]",
+) -> None:
+    """q, k and v fit together; k and v may have another number of rows than q."""
+    given: tuple[tuple[str, Any], ...] = ("q", q), (names[0], k), (names[1], v)
+    for name, x in given:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != axes.count(",") + 1:
+            raise ValueError(f"{function}: {name} must have axes {axes}, got {list(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device or not x.is_floating_point():
+            raise TypeError(
+                f"{function}: {name} must hold floating point, in the dtype and on the device of q,"
+                f" {q.dtype} on {q.device}, got {x.dtype} on {x.device}"
+            )
+    H, G = q.shape[-2], k.shape[-2]
+    if H % G if G else H:
+        raise ValueError(
+            f"{function}: the heads of q must be a multiple of those of {names[0]}, got {H} and {G}"
+        )
+    rows = q.shape[:-3] if num_rows is None else (num_rows,)
+    want = (*rows, *k.shape[-3:-1], q.shape[-1])
+    for name, x in given[1:]:
+        if tuple(x.shape) != want:
+            raise ValueError(
+                f"{function}: {name} must have shape {list(want)}, got {list(x.shape)}"
+            )
+
+
+def _checked_new(
+    function: str,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """The keys and values that are written into the caches, if there are any."""
+    if k is None and v is None:
+        return None
+    if k is None or v is None:
+        name = "k" if k is None else "v"
+        raise ValueError(f"{function}: k and v must be given both or neither, got {name}=None")
+    if cache_seqlens is None:
+        raise ValueError(
+            f"{function}: cache_seqlens must be given with k and v, which are written there, got None"
+        )
+    _check_arrays(function, q, k, v)
+    if k.shape[2] != k_cache.shape[2]:
+        raise ValueError(
+            f"{function}: k must have the {k_cache.shape[2]} heads of k_cache, got {k.shape[2]}"
+        )
+    return k, v
+
+
+def _integers(
+    function: str, name: str, values: Any, B: int, most: int, num_new: int = 0
+) -> Tensor | None:
+    """Integers [B] between 0 and `most`, as int64; num_new: positions that must still fit."""
+    if values is None:
+        return None
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
+        kind = str(getattr(values, "dtype", type(values).__name__)).removeprefix("torch.")
+        raise TypeError(f"{function}: {name} must hold integers, got {kind}")
+    if not _checks.has_shape(values, (B,)):
+        raise ValueError(
+            f"{function}: {name} must have shape [B] = {[B]}, got {list(values.shape)}"
+        )
+    if _is_readable(values) and ((values < 0) | (values > most)).any():
+        room = f", so that {num_new} more fit into the cache" if num_new else ""
+        raise ValueError(f"{function}: {name} must be in [0, {most}]{room}, got {values.tolist()}")
+    return values.long()
+
+
+def _check_offsets(
+    function: str, name: str, offsets: Any, name_longest: str, longest: int, total: int
+) -> None:
+    """Offsets start at 0, never fall and end at the total; no sequence is longer than was said."""
+    if not isinstance(offsets, Tensor) or offsets.is_floating_point() or offsets.dim() != 1:
+        kind = str(getattr(offsets, "dtype", type(offsets).__name__)).removeprefix("torch.")
+        raise TypeError(f"{function}: {name} must be integers [B + 1], got {kind}")
+    if torch.compiler.is_compiling():
+        return
+    starts = offsets.tolist()
+    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
+        raise ValueError(
+            f"{function}: {name} must start at 0, never fall and end at {total}, got {starts}"
+        )
+    found = max((b - a for a, b in itertools.pairwise(starts)), default=0)
+    if found > longest:
+        raise ValueError(
+            f"{function}: {name_longest} must be at least {found}, the longest sequence, got {longest}"
+        )
+
+
+def _refuse_given(function: str, **options: object) -> None:
+    """Refuse what is not built."""
+    instead = {
+        "rotary_cos": "rotate q and k before the call",
+        "rotary_sin": "rotate q and k before the call",
+        "block_table": "gather the pages of each sequence into k and v first",
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{function}: {name} must be None, since it is not built: {instead[name]}; got {type(value).__name__}"
+            )
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether its values can be checked without waiting for a device or breaking a graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
