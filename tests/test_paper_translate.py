@@ -87,6 +87,65 @@ def test_what_differs_is_said_and_comes_to_the_recipe_that_is_meant(monkeypatch)
     ]
 
 
+# What copies of the README print: the script's name is gone, and so is that of the checkpoint.
+PREPARE_WITHOUT_SCRIPT = """python \\
+    --only-source \\
+    --trainpref $TEXT/wiki.train.tokens \\
+    --validpref $TEXT/wiki.valid.tokens \\
+    --testpref $TEXT/wiki.test.tokens \\
+    --destdir data-bin/wikitext-103 \\
+    --workers 20
+"""
+TRAIN_WITHOUT_SCRIPT = (
+    "python --task language_modeling     data-bin/wikitext-103     --save-dir wt103/  --arch transformer_lm_wiki103"
+    "     --max-update 286000 --max-lr 1.0 --t-mult 2 --lr-period-updates 270000 --lr-scheduler cosine --lr-shrink 0.75"
+    "     --warmup-updates 16000 --warmup-init-lr 1e-07 --min-lr 1e-09 --optimizer nag --lr 0.0001 --clip-norm 0.1"
+    "     --criterion adaptive_loss --seed 1 --fp16     --sample-break-mode none --skip-invalid-size-inputs-valid-test"
+    " --ddp-backend=no_c10d --no-epoch-checkpoints --tokens-per-sample 512 --max-tokens 9216 --update-freq 1  "
+)
+EVALUATE = (
+    "data-bin/wikitext-103/     --path wt103/  --sample-break-mode none --gen-subset valid   --max-sentences 1"
+    " --model-overrides \"{'max_tokens':$l, 'tokens_per_sample':$l, 'max_target_positions':$l}\""
+    "  --tokens-per-sample $l --max-tokens $l  --max-target-positions $l  --context-window 0"
+)
+
+
+def meant(script, flags):
+    return f"the command names no script; taken to be {script}, whose flags {flags} it has"
+
+
+def test_a_preparation_without_its_script_is_recognised():
+    found = translate(PREPARE_WITHOUT_SCRIPT)
+    named = translate(PREPARE_WITHOUT_SCRIPT.replace("python", "fairseq-preprocess"))
+    assert found.words == named.words and found.unknown == named.unknown == []
+    assert found.command == (
+        "linbias paper prepare --train $TEXT/wiki.train.tokens --valid $TEXT/wiki.valid.tokens"
+        " --test $TEXT/wiki.test.tokens -o data-bin/wikitext-103 --workers 20"
+    )
+    assert named.notes == []
+    assert found.notes == [meant("preprocess.py", "--only-source, --trainpref, --destdir")]
+
+
+@pytest.mark.parametrize("start", ["python", "CUDA_VISIBLE_DEVICES=0,1 /usr/bin/python3.11", ""])
+def test_a_training_without_its_script_is_recognised(start, monkeypatch):
+    recipe, found = recipe_of(TRAIN_WITHOUT_SCRIPT.replace("python", start), monkeypatch)
+    batches = 2 if "CUDA" in start else 8
+    assert recipe == replace(PRESETS["L512"], rows_multiple=8, batches_per_step=batches)
+    assert found.notes[0] == meant("train.py", "--task, --arch, --save-dir")
+    assert found.unknown == []
+
+
+@pytest.mark.parametrize("start", ["fairseq-eval-lm", "python"])
+def test_an_evaluation_without_its_script_or_checkpoint_is_recognised(start):
+    found = translate(f"l=1024; {start} {EVALUATE}")
+    words = "linbias paper evaluate wt103/ data-bin/wikitext-103/ --split valid --length 1024"
+    assert found.command == words and found.unknown == []
+    *script, file = found.notes
+    assert file == "--path wt103/ is a folder; the original reads a file, such as wt103/checkpoint_best.pt"  # fmt: skip
+    named = [meant("eval_lm.py", "--path, --gen-subset, --context-window")]
+    assert script == (named if start == "python" else [])
+
+
 def test_what_is_not_known_is_named():
     command = LATER.replace("nag", "adam").replace("--arch transformer_lm_wiki103", "")
     found = translate(
@@ -125,7 +184,22 @@ def test_preparation_keeps_the_variables_of_the_shell():
     assert translate("fairseq-preprocess").unknown[0].startswith("no --only-source")
 
 
+NO_SCRIPT = (
+    "must name its script or have the flags of one alone .*train.py: --task, --arch, --save-dir"
+)
 MESSAGES = [
+    ("python --workers 20", NO_SCRIPT),
+    ("python data --gen-subset test", NO_SCRIPT),
+    ("python data --save-dir wt103 --arch transformer_lm_wiki103", NO_SCRIPT),
+    ("python data --path best.pt --beam 5", NO_SCRIPT),
+    ("python data --task language_modeling --arch transformer_lm_wiki103", NO_SCRIPT),
+    (TRAIN_WITHOUT_SCRIPT.replace("language_modeling", "translation"), NO_SCRIPT),
+    (TRAIN_WITHOUT_SCRIPT + "--path best.pt --gen-subset test", NO_SCRIPT),
+    ("python generate.py data --path best.pt --gen-subset test", "must call one of"),
+    ("python -m generate data --path best.pt --gen-subset test", "must call one of"),
+    ("torchrun --only-source", "must call one of"),
+    ("python", "must call one of"),
+    ("A=1", "must call one of"),
     ("ls", "must call one of fairseq-train, train.py"),
     ("fairseq-train 'd", "must be a line for the shell, got No closing quotation"),
     ("fairseq-train --max-update 5 --max-tokens 512", "must name the folder of the data"),
@@ -148,6 +222,8 @@ def test_the_command_prints_ours_and_what_is_not_known():
     )
     assert done.stdout.startswith("linbias paper train data-bin/wikitext-103 -o wt103/ --preset ")
     assert "not known here: --foo 3" in done.stderr and "--foo" not in done.stdout
+    done = CliRunner().invoke(cli.app, ["paper", "translate", PREPARE_WITHOUT_SCRIPT])
+    assert "note: the command names no script; taken to be preprocess.py" in done.stderr
 
 
 def test_every_flag_of_the_readme_stands_in_the_help_of_its_option():

@@ -61,6 +61,12 @@ _SWITCHES = {
     *(*_SWITCHES_WITHOUT_EFFECT, "--fp16", "--bf16", "--only-source", "--disable-validation"),
     "--cpu",
 }
+# By which flags a script is recognised whose name is missing: it needs all of the first, and one of the others.
+_FLAGS_OF = {
+    "preprocess.py": ((), ("--only-source", "--trainpref", "--destdir")),
+    "train.py": (("--task", "--arch"), ("--save-dir",)),
+    "eval_lm.py": (("--path",), ("--gen-subset", "--context-window")),
+}
 # How much an evaluation reads at once follows from its length.
 _SIZES = ("--batch-size", "--max-tokens", "--max-target-positions", "--model-overrides")
 
@@ -89,7 +95,8 @@ class Translation:
 def translate(command: str) -> Translation:
     """Translate a command of fairseq as the paper's README has it: preprocess, train or eval-lm.
 
-    Shell variables that the command itself sets (`l=1024; ... $l ... $((l-1))`) are filled in.
+    Shell variables that the command itself sets (`l=1024; ... $l ... $((l-1))`) are filled in. Copies of the README that lost
+    the name of the script (`python --only-source --trainpref ...`) are recognised by their flags, and a note says so.
 
     Args:
         command: A line for the shell; line ends after a backslash are allowed.
@@ -98,7 +105,7 @@ def translate(command: str) -> Translation:
         Our command, and what it leaves out.
 
     Raises:
-        ValueError: It is no command of these, or lacks what ours needs.
+        ValueError: It is no command of these, names no script and has flags of none or of several, or lacks what ours needs.
 
     Example:
         >>> found = translate("l=512; fairseq-eval-lm data --path best.pt --gen-subset valid --tokens-per-sample $l --nbest 4")
@@ -115,13 +122,56 @@ def translate(command: str) -> Translation:
     except ValueError as error:
         raise ValueError(f"translate: command must be a line for the shell, got {error}") from None
     for index, word in enumerate(words):
-        if found := _PROGRAMS.get(word.rpartition("/")[2]):
-            program, without_effect = found
-            given = _Given(words[:index], words[index + 1 :])
-            ours = ["linbias", "paper", *program(given)]
-            return Translation(ours, given.notes, given.unknown + given.rest(without_effect))
+        if (name := word.rpartition("/")[2]) in _PROGRAMS:
+            return _translation(name, _Given(words[:index], words[index + 1 :]))
+    if (start := _start_of_words(words)) is not None:
+        given = _Given(words[:start], words[start:])
+        return _translation(_script_meant(given, command), given)
     known = ", ".join(_PROGRAMS)
     raise ValueError(f"translate: command must call one of {known}, got {command!r}")
+
+
+def _translation(name: str, given: _Given) -> Translation:
+    program, without_effect = _PROGRAMS[name]
+    words = ["linbias", "paper", *program(given)]
+    return Translation(words, given.notes, given.unknown + given.rest(without_effect))
+
+
+def _start_of_words(words: list[str]) -> int | None:
+    """Where the words of a command begin whose script is not named; None where another program or script is."""
+    for index, word in enumerate(words):
+        if re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]):
+            first = words[index + 1] if index + 1 < len(words) else "-"
+            # `python -m module` and `python other.py` do name what they run.
+            named = first.endswith(".py") or (first.startswith("-") and not first.startswith("--"))
+            return None if named else index + 1
+    index = next((i for i, word in enumerate(words) if not re.match(r"\w+=", word)), len(words))
+    return index if words[index:] and words[index].startswith("--") else None
+
+
+def _script_meant(given: _Given, command: str) -> str:
+    """The script that alone has the flags of a command, which is noted."""
+    fitting = {}
+    for script, (every, some) in _FLAGS_OF.items():
+        found = [name for name in (*every, *some) if name in given.flags]
+        if all(name in found for name in every) and any(name in found for name in some):
+            fitting[script] = found
+    if given.flags.get("--task", "language_modeling") != "language_modeling":
+        fitting.pop("train.py", None)
+    if len(fitting) != 1:
+        scripts = "; ".join(
+            f"{script}: {', '.join((*every, ' or '.join(some)))}"
+            for script, (every, some) in _FLAGS_OF.items()
+        )
+        raise ValueError(
+            "translate: command must name its script or have the flags of one alone "
+            f"({scripts}; --task is language_modeling), got {command!r}"
+        )
+    script, found = fitting.popitem()
+    given.notes.append(
+        f"the command names no script; taken to be {script}, whose flags {', '.join(found)} it has"
+    )
+    return script
 
 
 def _fill_variables(line: str) -> str:
@@ -209,6 +259,10 @@ def _evaluate(given: _Given) -> list[str]:
     path = given.take("--path")
     if not isinstance(path, str):
         raise ValueError("translate: command must have --path, the model")
+    if path.endswith("/"):
+        given.notes.append(
+            f"--path {path} is a folder; the original reads a file, such as {path}checkpoint_best.pt"
+        )
     given.take_fixed("--sample-break-mode", needed=False)
     return ["evaluate", path, given.take_data(), *given.take_all(_EVALUATE)]
 
