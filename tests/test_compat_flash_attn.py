@@ -213,6 +213,21 @@ def test_padding_on_the_left_and_rows_of_the_cache_in_another_order(caches):
     torch.testing.assert_close(out, torch.cat(want))
 
 
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"window_size": (4, 0)}, NotImplementedError),
+        ({"alibi_slopes": torch.ones(H + 1)}, ValueError),
+    ],
+)
+def test_a_call_that_is_refused_writes_nothing_into_the_caches(caches, option, error):
+    before = [cache.clone() for cache in caches]
+    q, new = torch.randn(3, 1, H, D), torch.randn(3, 1, G, D)
+    with pytest.raises(error):
+        flash_attn.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=2, **option)
+    assert all(map(torch.equal, caches, before))
+
+
 def test_nothing_of_a_cache_is_differentiated(caches):
     q = torch.randn(3, 1, H, D, requires_grad=True)
     k = torch.randn(3, 1, G, D, requires_grad=True)

@@ -388,6 +388,10 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((B,), cache_seqlens, device=q.device)
     end = _integers(function, "cache_seqlens", cache_seqlens, B, S - num_new, num_new)
     first = _integers(function, "cache_leftpad", cache_leftpad, B, S)
+    options = _Options(
+        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
+    )
+    options.as_ours(function, B, q.shape[2], S)  # refuses what is wrong before anything is written
     if new and end is not None:
         at = torch.arange(B, device=q.device) if rows is None else rows
         places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)
@@ -400,9 +404,6 @@ def flash_attn_with_kvcache(
         key_range = torch.stack([first, end], dim=1)
     if rows is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    options = _Options(
-        0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
-    )
     found = _attend(function, (q, k_cache, v_cache), options, key_range)
     return found[:2] if isinstance(found, tuple) else found
 
