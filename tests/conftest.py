@@ -51,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_that_need_not_reach_the_disk():
+    """No test crashes the machine: waiting for the disk would take much of the time of tests that train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture
 def poisoned_memory():
     """Fill every tensor that PyTorch leaves uninitialised with NaN: a hole in an output then shows."""
