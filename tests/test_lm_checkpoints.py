@@ -190,19 +190,18 @@ def test_an_unfinished_run_without_a_readable_checkpoint_says_what_to_do(
         generate(folder, "ab")
 
 
-@pytest.mark.parametrize("steps", [None, "7", 0])
-def test_measured_steps_that_are_damaged_are_one_error(
-    steps: object, corpus: Corpus, tmp_path: Path
-) -> None:
+def test_measured_steps_that_are_damaged_are_one_error(corpus: Corpus, tmp_path: Path) -> None:
     by_seconds = replace(
         SETTINGS, steps=None, seconds=1.0
     )  # several steps, however busy the machine
     interrupt(corpus, tmp_path, 1, by_seconds)
     path = tmp_path / "settings.json"
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "steps": steps}))
-    with pytest.raises(ValueError, match=rf"settings\.json is damaged \(steps is {steps!r}\)"):
-        train(by_seconds, corpus, tmp_path, progress=False)
+    for steps in (None, "7", 0):
+        path.write_text(json.dumps({**record, "steps": steps}))
+        said = rf"settings\.json is damaged \(steps is {steps!r}\)"
+        with pytest.raises(ValueError, match=said):
+            train(by_seconds, corpus, tmp_path, progress=False)
     del record["steps"]
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"settings\.json is damaged \(it lacks steps\)"):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from contract import rows
 from linbias._run.progress import Pace
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.tokenizers import Tokenizer
@@ -101,7 +102,7 @@ def test_a_budget_in_seconds_is_extended_in_proportion(corpus: Corpus, tmp_path:
     assert train(more, corpus, tmp_path, progress=False).steps == 2 * steps
 
 
-@pytest.mark.parametrize(("segments", "scored"), [(5, 5), (15, 12)])  # of batches of 6
+@pytest.mark.parametrize(("segments", "scored"), rows("15-12", (5, 5), (15, 12)))  # batches of 6
 def test_validation_is_the_mean_over_its_segments_and_leaves_training_alone(
     segments: int, scored: int, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -331,7 +331,11 @@ def span_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(SPANS, corpus, tmp_path_factory)
 
 
-@pytest.mark.parametrize("settings", [MASKED, SPANS], ids=lambda settings: settings.task)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(MASKED, marks=pytest.mark.thorough), SPANS],
+    ids=lambda settings: settings.task,
+)
 def test_a_run_that_was_stopped_ends_as_an_unbroken_one_and_another_goes_on_from_its_model(
     settings: TrainSettings, masked_run: Path, span_run: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
