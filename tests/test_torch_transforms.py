@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import linbias.torch
+from contract import rows
 from linbias.torch.constant import constant
 
 # PyTorch's own forward mode, when it is first used.
@@ -241,7 +242,7 @@ def test_sdpa_gives_first_derivatives_only_and_runs_under_no_transform():
     torch.testing.assert_close(masked[1], call(q[1]))
 
 
-@pytest.mark.parametrize("how", ("jvp", "dual"))
+@pytest.mark.parametrize("how", rows("jvp", ("jvp",), ("dual",)))
 def test_forward_mode_inside_compile_is_refused(how):
     """PyTorch would take an operator's tangent for zero there."""
     q, k, v = torch.randn(3, 1, 2, 5, 4)
@@ -255,7 +256,7 @@ def test_forward_mode_inside_compile_is_refused(how):
     torch._dynamo.reset()  # it no longer reads a function that raised
 
 
-@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+@pytest.mark.parametrize("implementation", rows("cpu", *((n,) for n in NEAR_TO_FAR)))
 def test_vmap_inside_compile(implementation):
     q, k, v = torch.randn(3, 2, 1, 2, 5, 4)
     attention = functools.partial(linbias.torch.attention, implementation=implementation)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from contract import rows
 from linbias.models.places import Places, read_attention_mask
 from small_models import assert_same, both_families, build, every_position, tokens
 
@@ -79,7 +80,7 @@ def test_a_mask_of_another_shape_is_refused() -> None:
             read_attention_mask("model", torch.ones(shape), torch.zeros(2, 3), num_cached=2)
 
 
-@pytest.mark.parametrize("position", ["alibi", "t5", "learned"])
+@pytest.mark.parametrize("position", rows("alibi", ("alibi",), ("t5",), ("learned",)))
 @torch.no_grad()
 def test_padded_batches_compile_into_one_graph(position: str) -> None:
     """Reading a value of the mask would break it in two."""
