@@ -76,7 +76,7 @@ def test_the_layers_of_pytorch_linen_and_nnx_agree_on_the_same_weights(variant):
     np.testing.assert_allclose(layer(jnp.asarray(X)), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("jitted", (False, True))
+@pytest.mark.parametrize("jitted", rows("True", (False,), (True,)))
 def test_nnx_decodes_with_a_cache_as_it_reads_at_once(jitted):
     layer = nnx.MultiHeadAttention(
         H, WIDTH, attention_fn=attention_fn(), decode=False, rngs=nnx.Rngs(0)

@@ -41,7 +41,7 @@ CONTRACT = [
     *(("cpu", by_name(name)) for name in ("long", "long-range-per-head")),
 ]
 QUICK = """blocked-no-queries blocked-no-keys blocked-slopes-mixed blocked-directional blocked-empty-range
-blocked-start-past-the-keys blocked-range-per-head-dropout blocked-long-chunk-symmetric blocked-long-past-the-keys
+blocked-start-past-the-keys blocked-range-per-head-dropout blocked-long-past-the-keys
 cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache cpu-range-per-head-dropout cpu-long dense-T-above-S dense-slopes-per-batch
 dense-directional dense-start-symmetric dense-range-per-head-dropout"""
 QUICK_NARROW = """dense-symmetric-bfloat16 blocked-range-per-head-symmetric-float64 blocked-gaps-asymmetric-bfloat16

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def transforms(implementation):
 
 
 @pytest.mark.parametrize(
-    "T", (2, 9)
-)  # with 2 queries the core would decode, and keep nothing for backward
-@pytest.mark.parametrize("how", transforms("dense"))
+    ("how", "T"),  # with 2 queries the core would decode, and keep nothing for backward
+    rows(lambda how, T: T == 9 or how == "grad", *product(transforms("dense"), (2, 9))),
+)
 @pytest.mark.parametrize("implementation", ("dense", *NEAR_TO_FAR))
 def test_reverse_mode_of_torch_func_gives_the_gradients_of_autograd(implementation, how, T):
     given = arguments(T=T, S=600 if how != "jacrev" else 70)
