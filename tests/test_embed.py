@@ -151,10 +151,13 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
     for changes, message in (
         ({"pooling": "cls"}, r"another run's, .*\(pooling is 'mean' there and 'cls' here\)"),
         ({"documents": DOCUMENTS[:-1]}, r"another run's, .*documents is '.* there and"),
+        ({"documents": [Document("d0", "neat"), *DOCUMENTS[1:]]}, r"\(documents is '.* there and"),
+        ({"folder": write_encoder(tmp_path / "other")}, r"\(model is '.* there and"),
     ):
         with pytest.raises(ValueError, match=message):
             embed(
-                encoder, **{"documents": DOCUMENTS, "output": output, "batch_tokens": 32} | changes
+                **{"folder": encoder, "documents": DOCUMENTS, "output": output, "batch_tokens": 32}
+                | changes
             )
     computed: list[int] = []
     own = LinbiasBertModel.forward
@@ -227,9 +230,9 @@ def test_refused_options(encoder: Path, options: dict[str, Any], message: str) -
 
 
 def test_refused_models(tmp_path: Path) -> None:
-    small = write_encoder(tmp_path / "small", vocab_size=100)
+    small = write_encoder(tmp_path / "small", vocab_size=114)
     with pytest.raises(
-        ValueError, match=r"tokens must be below vocab_size = 100, got 114 in 'd0'"
+        ValueError, match=r"tokens must be below vocab_size = 114, got 114 in 'd0'"
     ):
         embed(small, DOCUMENTS)
     (small / "tokenizer.json").unlink()

@@ -32,6 +32,7 @@ from linbias import _dispatch
 from linbias.jax import attention, attention_weights, blocked, cpu, merge
 from linbias.jax import bias as jax_bias
 from linbias.jax.call import prepare
+from linbias.jax.tiles import LEFT, RIGHT, Tiles
 
 # Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
 # `linbias.torch` ask too, and one has no tiles.
@@ -119,6 +120,11 @@ def test_however_far_the_queries_stand_only_bands_with_keys_are_visited(start, c
     assert max(map(max, found)) <= 7
     # The batch row that stands among the keys needs the bands of the left side, and all rows stop together.
     assert found[1][0] >= 4
+
+
+def test_a_range_without_keys_has_no_bands():
+    tiles, none = Tiles.cut(600, 1000, jnp.array([0, 300]), True), jnp.zeros(2, int)
+    assert [int(tiles.side(way, none, none).num_steps) for way in (LEFT, RIGHT)] == [0, 0]
 
 
 def test_a_batch_row_that_has_met_all_its_keys_waits_for_the_others():

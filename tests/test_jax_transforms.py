@@ -124,6 +124,21 @@ def on_two_devices(code: str) -> str:
     return done.stdout
 
 
+def test_a_shard_that_is_the_whole_knows_its_slopes():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, None, "x")
+    run = jax.shard_map(lambda q: attention(q, q, q), mesh=mesh, in_specs=spec, out_specs=spec)
+    q = random(*SIZES)[0]
+    np.testing.assert_allclose(run(q), attention(q, q, q), atol=1e-5)
+
+
+def test_a_call_without_heads_is_answered():
+    for heads in ((0, 0), (0, 1)):
+        q, k = (np.zeros((1, 3, n, 4), np.float32) for n in heads)
+        for name in IMPLEMENTATIONS:
+            assert attention(q, k, k, implementation=name).shape == (1, 3, 0, 4)
+
+
 SHARDED = """
 import numpy as np, jax, jax.numpy as jnp, linbias, linbias.jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

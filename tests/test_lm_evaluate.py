@@ -4,8 +4,10 @@ import json
 import math
 import os
 from collections import defaultdict
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -111,6 +113,7 @@ def test_limit_scores_the_first_predictions_only(gpt2):
     limited = evaluate(gpt2, ids, length=8, limit_tokens=12, num_bytes=62)
     assert limited.nll == evaluate(gpt2, ids[:13], length=8).nll
     assert (limited.num_tokens, limited.num_bytes) == (12, 24)  # two bytes a token
+    assert evaluate(gpt2, ids, length=8, limit_tokens=99).num_tokens == 30
 
 
 def test_bits_per_byte_of_bytes_is_nll_in_bits(gpt2):
@@ -124,7 +127,9 @@ def test_bits_per_byte_of_bytes_is_nll_in_bits(gpt2):
 def test_a_uniform_model_has_the_vocabulary_as_perplexity():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **TOKENS, n_embd=8, n_layer=1, n_head=1))
     torch.nn.init.zeros_(model.lm_head.weight)
-    assert evaluate(model, text(50), length=8).perplexity == pytest.approx(VOCAB, rel=1e-6)
+    result = evaluate(model, text(50), length=8)
+    assert result.perplexity == pytest.approx(VOCAB, rel=1e-6)
+    assert replace(result, nll=1000.0).perplexity == math.inf
 
 
 def test_logits_that_are_more_than_the_head_are_taken_whole():
@@ -172,6 +177,10 @@ def test_a_model_that_fails_beyond_its_length_is_one_clear_error():
         evaluate(model, text(40), length=24)
     with pytest.raises(IndexError):
         model.model.forward(torch.zeros(1, 9, dtype=torch.int64))
+    full = torch.OutOfMemoryError("CUDA out of memory")  # which is said as it is
+    model.model.forward = Mock(side_effect=full)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(model, text(40), length=24)
 
 
 def test_weights_are_as_before_after_another_precision(gpt2):
@@ -195,6 +204,9 @@ def test_reports_speed_memory_progress_and_leaves_the_mode_alone(gpt2):
         progress=lambda done, total: seen.append((done, total)),
     )
     assert gpt2.training
+    gpt2.eval()
+    evaluate(gpt2, text(9), length=8)
+    assert not gpt2.training
     assert seen == [(8, 30), (16, 30), (24, 30), (30, 30)]
     assert result.tokens_per_second > 0
     assert result.peak_memory_bytes > 10e6

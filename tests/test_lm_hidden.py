@@ -401,7 +401,7 @@ def test_gaps_are_filled_with_what_the_model_writes(
 
     def writes(self: object, read: torch.Tensor, **_: object) -> torch.Tensor:
         asked.append(read.tolist())
-        words = (257, *b"two", 256, *b"one", 257, *b"again", 3, *b"behind")
+        words = (257, *b"two", 257, *b"again", 256, *b"one", 3, *b"behind")
         return torch.tensor([[2, *b"before", *words]])
 
     monkeypatch.setattr(LinbiasForConditionalGeneration, "generate", writes)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, t
 from linbias._run.folders import hold_run_folder
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
+from linbias.lm import loop
+from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.text import read_text
 from linbias.lm.training import LanguageModelMetrics, train
 from linbias.models import load
@@ -127,7 +130,7 @@ def test_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_from_it(
 @pytest.mark.parametrize(
     "error",
     [
-        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 8384 vs 8278"),
     ],
     ids=["by number", "in PyTorch's words"],
@@ -144,6 +147,25 @@ def test_full_disk_is_named_and_a_run_without_a_checkpoint_says_that(
     said = r"No space left on the disk: .*; no checkpoint was complete yet"
     with pytest.raises(OSError, match=said):
         train(SETTINGS, corpus, tmp_path, progress=False)
+
+
+def test_an_error_of_the_computation_is_no_full_disk_however_little_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    assert not loop._is_full(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), tmp_path)
+
+
+def test_a_run_stopped_before_its_first_checkpoint_is_not_said_to_continue(tmp_path: Path) -> None:
+    def stop(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    trainer = SimpleNamespace(args=cpu, remove_callback=lambda _: None, train=stop)
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        loop.run_trainer(trainer, checkpoints, nullcontext(), tmp_path, at_the_end=stop)
+    assert not stopped.value.args
 
 
 @pytest.mark.thorough

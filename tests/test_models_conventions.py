@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from linbias.models.packing import find_packing
 from small_models import (
     assert_same,
     both_families,
@@ -61,7 +62,7 @@ def test_a_packed_batch_equals_its_texts_one_by_one(make: Any, position: str, dr
 @torch.no_grad()
 def test_packed_rows_may_be_several_long_and_padded() -> None:
     model = build(slope_scale="interpolate", train_length=30, num_key_value_heads=2)
-    texts = [[tokens(70), tokens(3)], [tokens(20), tokens(40)]]
+    texts = [[tokens(3), tokens(70)], [tokens(20), tokens(40)]]
     ids, mask, positions = (torch.zeros(2, 73, dtype=torch.int64) for _ in range(3))
     for line, row in enumerate(texts):
         filled = slice(offset := 7 * line, offset + sum(map(len, row)))  # padding on both sides
@@ -92,6 +93,8 @@ def test_numbers_that_count_on_are_no_packing() -> None:
     assert output.past_key_values is not None
     assert_same(output.logits[0], expected.logits[0])
     assert_same(output.logits[1, 5:], expected.logits[1, 5:])
+    (jump,) = find_packing(torch.tensor([[0, 1, 5, 6]]), None).groups  # forwards, too
+    assert jump.rows.tolist() == [[0, 1], [2, 3]]
     # Rotary scores see distances alone (angles are float32); sinusoids see where a text starts.
     moved = model(ids, mask, numbers + 7).logits[0]
     torch.testing.assert_close(moved, expected.logits[0], rtol=1e-4, atol=1e-4)

@@ -152,6 +152,17 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
             load(tmp_path)
 
 
+def test_a_model_has_the_type_of_most_numbers_and_no_old_buffers(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name: x.bfloat16() if x.ndim > 1 else x.float() for name, x in weights.items()}
+    weights["embeddings.position_ids"] = torch.arange(
+        9
+    )  # as older versions of Transformers saved it
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(tmp_path).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -188,6 +199,10 @@ def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> Non
     load(snapshot)
     (tmp_path / "linked").symlink_to(snapshot)
     load(tmp_path / "linked")
+    (tmp_path / "vocab.txt").touch()  # beside the cache
+    (snapshot / "vocab.txt").symlink_to(tmp_path / "vocab.txt")
+    with pytest.raises(ValueError, match=r"vocab.txt must lie in the folder, got a link"):
+        load(snapshot)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = tmp_path / name / "model"
         build().save_pretrained(folder)

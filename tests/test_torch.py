@@ -343,6 +343,7 @@ def test_autocast_casts_as_scaled_dot_product_attention_does():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = linbias.torch.attention(q, k.bfloat16(), v, return_lse=True)
         assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype
+        assert linbias.torch.attention(q.double(), k.double(), v.double()).dtype == torch.float64
     assert lse.dtype == torch.float32
     expected = linbias.torch.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert torch.equal(out, expected)

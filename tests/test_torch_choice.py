@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from linbias import _dispatch
+from linbias._checks import Described, check
 from linbias.kernels import core
-from linbias.torch.choice import explain_choice
+from linbias.torch.choice import asked_in_turn, explain_choice
 
 pytestmark = pytest.mark.skipif(bool(core.WHY_MISSING), reason=str(core.WHY_MISSING))
 
@@ -19,6 +21,16 @@ def test_reasons_are_given_for_every_implementation():
     for wrong in ("8,8,128", "8,8,128,128,64,float32,forward", "8,8,128,128,64,float128"):
         with pytest.raises(ValueError, match="call must be B,H,T,S,D,dtype"):
             explain_choice(wrong)
+
+
+def test_on_a_gpu_one_call_goes_before_many_small_ones_while_its_bias_is_small():
+    first = {}
+    for length in (128, 1 << 15):
+        q = Described((1, 1, length, 64), "float64", "cuda:0")  # which `triton` does not take
+        problem = check("attention", q, q, q)
+        turn = asked_in_turn(problem)
+        first[length] = _dispatch.choose("attention", "auto", problem, turn).NAME
+    assert first == {128: "sdpa", 1 << 15: "blocked"}
 
 
 def test_doctor_tells_what_a_call_takes():

@@ -348,6 +348,7 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
     saved = theirs.state_dict()
     shared = theirs.encoder.layers[1].self_attn = theirs.encoder.layers[0].self_attn
     shared.in_proj_weight.requires_grad_(False)
+    theirs.decoder.layers[0].multihead_attn.out_proj.requires_grad_(False)
     ours = copy.deepcopy(theirs)
     names = replace_attention(ours, "asymmetric")
     assert len(names) == 6 and not [m for m in ours.modules() if type(m) is nn.MultiheadAttention]
@@ -358,10 +359,11 @@ def test_replacing_takes_over_everything_and_old_weights_still_load():
         True,
     ]
     assert first.q_proj.weight.dtype == torch.float64 and first.out_proj.bias is None
-    assert ours.decoder.layers[0].multihead_attn.variant == "none"
+    other = ours.decoder.layers[0].multihead_attn
+    assert other.variant == "none" and not other.out_proj.weight.requires_grad
     assert not any("multihead" in name for name, _ in ours.named_parameters() if "log_" in name)
     fresh = transformer(bias=False)
-    replace_attention(fresh, "asymmetric")
+    replace_attention(fresh, "asymmetric", learned=True)
     fresh.load_state_dict(saved, assign=True)  # that of PyTorch's layers
     weight = fresh.encoder.layers[0].self_attn.q_proj.weight
     assert weight.untyped_storage().nbytes() == weight.nbytes  # which safetensors asks for
@@ -443,6 +445,8 @@ def test_the_annotated_interface(monkeypatch):
     ):
         found = ours(query=x, key=key, value=key, mask=mask)[0]
         torch.testing.assert_close(found, theirs(query=x, key=key, value=key, mask=mask))
+    expected = ours(x, is_causal=True)[0]
+    assert torch.equal(ours(x, mask=torch.ones(T, T, 1), is_causal=True)[0], expected)
 
 
 MESSAGES = [

@@ -46,6 +46,10 @@ for options in ({}, {"variant": "asymmetric", "learned": True}, {"num_kv_heads":
 odd = parallelize_module(MultiheadAttention(24, 4, num_kv_heads=1, batch_first=True), mesh, plan)
 refused(lambda: odd(x), "whose number divides num_heads 4 and num_kv_heads 1")
 
+some = MultiheadAttention(24, 4, num_kv_heads=2, batch_first=True)
+parallelize_module(some, mesh, {"q_proj": ColwiseParallel()})
+refused(lambda: some(x), "must give all heads, or be split alike")
+
 model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2))
 parallelize_module(model, mesh, {"model.layers.*.attention.qkv": ColwiseParallel()})
 refused(lambda: model(torch.tensor([[1, 2, 3]])), "qkv must give 96 numbers, got 48")
