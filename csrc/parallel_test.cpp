@@ -1,7 +1,11 @@
-// Whether every thread that a call asks for comes, once, and whether every task is done, once.
+// Whether every thread that a call asks for comes, once, and whether every task is done, once, as the caller would do
+// it.
 #include "parallel.h"
 
+#include <signal.h>
+
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <functional>
 #include <string>
@@ -14,27 +18,33 @@ namespace linbias::testing {
 namespace {
 
 // Do every task on a number of threads, and check what `parallel` promises. `wait` is called by each task.
-void check_tasks(int num_threads, int num_tasks, const std::function<void()>& wait) {
+void check_tasks(int num_threads, int num_tasks, const std::function<void()>& wait, Team team = nullptr) {
   struct Context {
     const std::function<void()>& wait;
     std::vector<std::atomic<int>> done, busy;
-    std::atomic<bool> alone{true};
+    std::atomic<bool> alone{true}, asked_for{true};
   } context{wait, std::vector<std::atomic<int>>(num_tasks), std::vector<std::atomic<int>>(num_threads)};
   Call call;
   call.num_threads = num_threads;
+  call.team = team;
   parallel(
       call, num_tasks,
       [](void* data, std::int64_t task, int worker) {
         Context& context = *static_cast<Context*>(data);
-        if (context.busy.at(worker).fetch_add(1) != 0) context.alone = false;
+        if (worker >= static_cast<int>(context.busy.size())) {
+          context.asked_for = false;
+          return;
+        }
+        if (context.busy[worker].fetch_add(1) != 0) context.alone = false;
         context.wait();
         ++context.done.at(task);
-        --context.busy.at(worker);
+        --context.busy[worker];
       },
       &context);
   const std::string name = std::to_string(num_tasks) + " tasks on " + std::to_string(num_threads) + " threads";
   bool once = true;
   for (const std::atomic<int>& count : context.done) once &= count == 1;
+  check(context.asked_for, name, "no worker comes that the call did not ask for");
   check(once, name, "each task is done once");
   check(context.alone, name, "a worker is one thread at a time");
 }
@@ -72,6 +82,65 @@ void check_all_come(int num_callers, int num_threads) {
   check(meeting.complete(), std::to_string(num_callers) + " times " + std::to_string(num_threads), "all threads come");
 }
 
+// Threads of a caller's own, which round in a way of theirs.
+std::atomic<bool> team_is_as_it_was{true};
+void team_of_three(void (*work)(void*), void* data, unsigned, unsigned) {
+  std::vector<std::thread> others;
+  for (int i = 1; i < 3; ++i) {
+    others.emplace_back([=] {
+      std::fesetround(FE_TOWARDZERO);
+      work(data);
+      if (std::fegetround() != FE_TOWARDZERO) team_is_as_it_was = false;
+    });
+  }
+  work(data);
+  for (std::thread& other : others) other.join();
+}
+
+// Every thread rounds as the caller does, and has its own way again when it is a caller's. The pool's threads are there
+// already, and began with another.
+void check_rounding(int num_threads, Team team) {
+  const int before = std::fegetround();
+  for (const int mode : {FE_UPWARD, FE_DOWNWARD}) {
+    std::atomic<int> different{0};
+    Meeting meeting(num_threads);
+    std::fesetround(mode);
+    check_tasks(
+        num_threads, num_threads,
+        [&] {
+          if (std::fegetround() != mode) ++different;
+          meeting();
+        },
+        team);
+    check(std::fegetround() == mode, team ? "team" : "pool", "the caller's rounding mode stays");
+    std::fesetround(before);
+    check(different == 0, team ? "team" : "pool", "every thread rounds as the caller does");
+  }
+  check(team_is_as_it_was, "team", "a caller's thread gets its rounding mode back");
+}
+
+// A call asks for two of a caller's three threads: the third does none of the many tasks.
+void check_large_team() {
+  check_tasks(2, 100, [] { std::this_thread::sleep_for(std::chrono::microseconds(100)); }, team_of_three);
+}
+
+// Signals are for the threads of the program: those of the pool take none, and the caller goes on taking them.
+void check_signals() {
+  const auto takes_signals = [] {
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+    return !sigismember(&blocked, SIGUSR1);
+  };
+  const std::thread::id caller = std::this_thread::get_id();
+  std::atomic<int> wrong{0};
+  Meeting meeting(3);
+  check_tasks(3, 3, [&] {
+    if (takes_signals() != (std::this_thread::get_id() == caller)) ++wrong;
+    meeting();
+  });
+  check(wrong == 0 && takes_signals(), "three threads", "only the caller takes signals");
+}
+
 }  // namespace
 
 void test_tasks_are_shared_out() {
@@ -83,6 +152,10 @@ void test_tasks_are_shared_out() {
   for (const int num_threads : {2, 3, 64}) {
     for (int i = 0; i < 50; ++i) check_tasks(num_threads, i * i, [] {});  // which are over before many have come
   }
+  check_rounding(7, nullptr);
+  check_rounding(3, team_of_three);
+  check_large_team();
+  check_signals();
 }
 
 }  // namespace linbias::testing
