@@ -163,6 +163,16 @@ void test_the_definition() {
   }
 }
 
+// The weight of a query's own key whose number is the threshold stays.
+void test_dropout_at_its_threshold() {
+  Case c{1, 1, 1, 200, 200, 32, 32};
+  std::int64_t at = 100;
+  while (drawn(0, at, at) >> 28 != 5) ++at;  // about a third is dropped
+  c.dropout = drawn(0, at, at) / 4294967296.0;
+  run_on_every_target<float, double>(c);
+  run_on_every_target<Half, Brain>(c);
+}
+
 // Ranges, starts, counts and numbers of threads that make no sense: the sanitizers watch, and what makes sense is
 // right.
 template <typename In, typename Other>
@@ -466,6 +476,72 @@ void test_numbers_of_float32() {
   });
 }
 
+// Queries that see one key each, and entries of 1 among zeros: each product is then one number, and must keep its
+// digits, which a matrix unit multiplies in three parts.
+void test_products_keep_every_digit() {
+  const Case c{1, 1, 1, 200, 200, 32, 32, false};
+  for (const bool in_queries : {true, false}) {
+    Inputs x = draw(c, false);
+    x.left = x.right = {kInf};
+    std::mt19937 random(5);
+    std::vector<double>&fine = in_queries ? x.q : x.k, &ones = in_queries ? x.k : x.q;
+    for (std::vector<double>* numbers : {&fine, &x.dout, &x.dlse}) {
+      for (double& y : *numbers)
+        y = (random() % 2 ? -1 : 1) * std::ldexp(0x800000 + static_cast<int>(random() >> 9), -23);
+    }
+    for (std::int64_t t = 0; t < c.T; ++t) {
+      for (std::int64_t d = 0; d < c.D; ++d) ones[t * c.D + d] = d == t % c.D;
+      if (t % 2) x.dlse[t] = 0.5;
+    }
+    on_every_target([&] {
+      Arrays<float> a(c, x);
+      a.call.scale = 1;
+      forward(a.call, a.results);
+      backward(a.call, a.gradients);
+      const std::string name = describe(c, "float32") + (in_queries ? " digits in q" : " digits in k");
+      check(a.dv == a.dout, name, "dv is dout");
+      std::fill(a.dout.begin(), a.dout.end(), 0);  // the gradient of a score is now that of lse
+      backward(a.call, a.gradients);
+      const std::vector<float>&of_ones = in_queries ? a.dq : a.dk, &of_fine = in_queries ? a.dk : a.dq;
+      bool same_lse = true, same_ones = true, same_fine = true;
+      for (std::int64_t t = 0; t < c.T; ++t) {
+        const std::int64_t one = t * c.D + t % c.D;
+        same_lse = same_lse && a.row_max[t] == fine[one] && a.log_sum[t] == 0;
+        for (std::int64_t at = t * c.D; at < (t + 1) * c.D; ++at) {
+          same_ones = same_ones && of_ones[at] == (at == one ? x.dlse[t] : 0);
+          same_fine = same_fine && (t % 2 == 0 || of_fine[at] == 0.5 * fine[at]);
+        }
+      }
+      check(same_lse, name, "lse is the entry that meets a 1");
+      check(same_ones, name, "the gradient of the side of ones is that of lse");
+      check(same_fine, name, "the gradient of the other side is half of the ones");
+
+      if (!in_queries) return;
+      Arrays<Brain> b(c, x);
+      forward(b.call, b.results);
+      backward(b.call, b.gradients);
+      check(b.dv == b.dout, describe(c, "bfloat16"), "dv is dout");
+    });
+  }
+}
+
+// Weights of float32 have all their digits in products, too: with values of 1 they add up to 1.
+void test_weights_keep_every_digit() {
+  const Case c{1, 1, 1, 200, 200, 32, 32, false};
+  Inputs x = draw(c, false);
+  x.left = x.right = {0.7};
+  for (double& y : x.q) y /= 4;
+  for (std::vector<double>* ones : {&x.v, &x.dout}) std::fill(ones->begin(), ones->end(), 1);
+  const Truth truth = define(c, x);
+  on_every_target([&] {
+    Arrays<float> a(c, x);
+    forward(a.call, a.results);
+    backward(a.call, a.gradients);
+    compare("out", describe(c, "float32") + " values of 1", a.out, truth.out, 6e-7);
+    compare("dv", describe(c, "float32") + " values of 1", a.dv, truth.dv, 6e-7);
+  });
+}
+
 // A value that is not finite shows in every row that sees it, however little it weighs; few rows are decoded.
 template <typename In>
 void test_values_that_are_not_finite_show() {
@@ -540,6 +616,32 @@ void test_gradients_may_be_missing() {
   });
 }
 
+// Rows with gaps between them, which hold nothing.
+template <typename In>
+void test_rows_may_lie_apart() {
+  const Case c{1, 4, 2, 100, 330, 16, 16, false};
+  const Inputs x = draw(c, sizeof(In) == 2);
+  on_every_target([&] {
+    Arrays<In> a(c, x), b(c, x);
+    for (const auto& [array, rows] : {std::pair{&b.call.q, &b.q}, {&b.call.k, &b.k}, {&b.call.v, &b.v}}) {
+      constexpr std::int64_t kSize = 16, kGap = 8;
+      std::vector<In> apart(rows->size() / kSize * (kSize + kGap), narrow<In>(kNan));
+      for (std::size_t i = 0; i < rows->size(); ++i) apart[i + i / kSize * kGap] = (*rows)[i];
+      *rows = apart;
+      const std::int64_t heads = array->batch / array->head;
+      array->row = kSize + kGap;
+      array->head = array->head / kSize * array->row;
+      array->batch = heads * array->head;
+      array->data = rows->data();
+    }
+    for (Arrays<In>* arrays : {&a, &b}) {
+      forward(arrays->call, arrays->results);
+      backward(arrays->call, arrays->gradients);
+    }
+    check(a.out == b.out && a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, describe(c, Type<In>::name), "rows apart");
+  });
+}
+
 void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
@@ -583,6 +685,7 @@ int main(int count, char** names) {
   for (void (*test)() : {
            test_tasks_are_shared_out,
            test_the_definition,
+           test_dropout_at_its_threshold,
            test_what_a_caller_may_not_break<float, double>,
            test_what_a_caller_may_not_break<Brain, Half>,
            test_visited_says_which_keys_were_read<float>,
@@ -600,6 +703,8 @@ int main(int count, char** names) {
            test_slope_gradients_of_large_values,
            test_numbers_of_float16,
            test_numbers_of_float32,
+           test_products_keep_every_digit,
+           test_weights_keep_every_digit,
            test_values_that_are_not_finite_show<float>,
            test_values_that_are_not_finite_show<double>,
            test_values_that_are_not_finite_show<Half>,
@@ -609,6 +714,9 @@ int main(int count, char** names) {
            test_nan_shows<Brain>,
            test_gradients_may_be_missing<float>,
            test_gradients_may_be_missing<Brain>,
+           test_rows_may_lie_apart<float>,
+           test_rows_may_lie_apart<double>,
+           test_rows_may_lie_apart<Brain>,
            test_what_is_left_out,
            test_several_threads_may_call_at_once_and_be_interrupted,
        }) {

@@ -115,11 +115,15 @@ inline std::uint32_t mix(std::uint32_t x) {
   return x ^ x >> 16;
 }
 
+inline std::uint32_t drawn(std::int64_t bh, std::int64_t t, std::int64_t s) {
+  const std::uint32_t row = mix(mix(mix(kSeed) ^ static_cast<std::uint32_t>(bh)) ^ static_cast<std::uint32_t>(t));
+  return mix(row ^ mix(static_cast<std::uint32_t>(s)));
+}
+
 // What a weight is multiplied with: 0, or 1 / (1 - dropout).
 inline double kept(const Case& c, std::int64_t bh, std::int64_t t, std::int64_t s) {
-  const std::uint32_t row = mix(mix(mix(kSeed) ^ static_cast<std::uint32_t>(bh)) ^ static_cast<std::uint32_t>(t));
-  const std::uint32_t drawn = mix(row ^ mix(static_cast<std::uint32_t>(s)));
-  return drawn >= static_cast<std::uint32_t>(c.dropout * 4294967296.0 + 0.5) ? 1 / (1 - c.dropout) : 0;
+  const auto threshold = static_cast<std::uint32_t>(c.dropout * 4294967296.0 + 0.5);
+  return drawn(bh, t, s) >= threshold ? 1 / (1 - c.dropout) : 0;
 }
 
 struct Range {
