@@ -40,7 +40,9 @@ ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
 RECORDS = ROOT / "records" / "mutants.jsonl"
 TABLE = ROOT / "docs" / "mutants.md"
-CORE_TEST = ("csrc/attention_test.cpp", "csrc/certificate_test.cpp", "csrc/attention_test.h")
+CORE_TEST = tuple(f"csrc/{name}" for name in (
+    "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "attention_test.h",
+))  # fmt: skip
 NOT_COPIED = (".git", ".venv", "build", "dist", "output", "__pycache__", ".*_cache", ".hypothesis")
 
 # Put first on the path of the copy: an editable install would lead back to the tree.
@@ -159,6 +161,8 @@ class Workspace:
         pattern = r"FAILED (.*)"
         if words[0] == "core":
             code, output = self.run_program([str(self.build(words[1])), words[1]])
+            if code == 2:
+                raise NoResult(f"this machine cannot run {command}: {output.strip()}")
         else:
             code, output = self.run_pytest(
                 ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *words]

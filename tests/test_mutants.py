@@ -1,5 +1,7 @@
 """The mutants of `make mutants` can still be made: what they change is still there, once."""
 
+import pytest
+
 import mutants
 
 
@@ -9,3 +11,17 @@ def test_every_change_can_be_made_and_has_its_line_in_the_table():
     assert mutants.mistakes(listed) == []
     table = mutants.TABLE.read_text(encoding="utf-8")
     assert [m.breaks for m in listed if f"| {m.breaks} |" not in table] == []
+
+
+def test_a_target_that_this_machine_cannot_run_is_no_result(tmp_path, monkeypatch):
+    program = tmp_path / "attention_test"
+    program.write_text(
+        "#!/bin/sh\necho attention_test: target must be one of avx2, got $1\nexit 2\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(mutants.Workspace, "build", lambda self, target: program)
+    workspace = object.__new__(mutants.Workspace)
+    workspace.seconds = 60.0
+    message = r"this machine cannot run core neon: .*must be one of avx2, got neon"
+    with pytest.raises(mutants.NoResult, match=message):
+        workspace.run("core neon")
