@@ -53,6 +53,7 @@ LAYERS = {
             "example",
             "explore",
             "methods",
+            "schedules",
         ),
         "doctor",
         "__version__",
@@ -206,7 +207,7 @@ def test_public_names():
         "MultiheadAttention",
         "replace_attention",
     }
-    assert set(linbias.jax.__all__) == {"attention", "attention_weights", "merge"}
+    assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)
 
 

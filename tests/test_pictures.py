@@ -15,6 +15,7 @@ from documents import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 try:
     pictures = importlib.import_module("pictures")
+    moving = importlib.import_module("moving")
 finally:
     sys.path.pop(0)
 
@@ -36,6 +37,16 @@ def test_a_picture_is_current(name, tmp_path):
     assert len(words) > 3 and words == kept_words
     for drawn, kept in zip(cells, kept_cells, strict=True):
         np.testing.assert_allclose(drawn, kept, atol=0.01)
+
+
+def test_the_moving_picture_is_current_and_small():
+    """`python docs/moving.py` draws it."""
+    kept = moving.FILE.read_text(encoding="utf-8")
+    numbers = r"-?\d+\.\d+"
+    assert re.sub(numbers, "#", kept) == re.sub(numbers, "#", moving.picture())
+    drawn = [[float(n) for n in re.findall(numbers, text)] for text in (kept, moving.picture())]
+    np.testing.assert_allclose(*drawn, atol=0.002)
+    assert len(kept) < 100_000 and "<script" not in kept
 
 
 def test_every_picture_is_used_and_says_what_it_shows():

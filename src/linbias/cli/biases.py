@@ -30,11 +30,11 @@ def slopes(
     [dim]linbias slopes 8[/]
     [dim]linbias slopes 12 --schedule geometric[/]
     """
-    import linbias
+    from linbias import schedules
     from linbias.cli.tables import NumberTable
     from linbias.explore.data import character
 
-    found = linbias.slopes(heads, schedule, max_bias)
+    found = schedules.slopes(heads, schedule, max_bias)
     if as_json:
         return print_json({"slopes": found.tolist(), "schedule": schedule, "max_bias": max_bias})
     table = NumberTable(
@@ -88,16 +88,16 @@ def bias(
     [dim]linbias bias 12 8 --head 3[/]
     [dim]linbias bias 2 5 --symmetric --schedule halving[/]
     """
-    import linbias
+    from linbias import definition, schedules
     from linbias.cli import matrices
     from linbias.example import find_heads
 
     if length < 1:
         raise ValueError(f"bias: length must be at least 1, got {length}")
-    found = linbias.slopes(heads, schedule, max_bias)
+    found = schedules.slopes(heads, schedule, max_bias)
     chosen = find_heads(head, heads, "bias")
     right = None if symmetric else np.full(heads, np.inf)
-    added = linbias.bias(found, length, length, right_slopes=right)
+    added = definition.bias(found, length, length, right_slopes=right)
     if as_json:
         rows = [
             [[None if np.isinf(x) else float(x) for x in row] for row in added[h]] for h in chosen
