@@ -119,7 +119,8 @@ def test_max_length_and_precision(encoder: Path) -> None:
     short = embed(encoder, [Document("a", "far")])
     cut = embed(encoder, [Document("a", "far away"), Document("b", "n")], max_length=3)
     assert cut.num_tokens == (3, 1) and cut.num_shortened == 1
-    assert np.abs(cut.vectors[0] - short.vectors[0]).max() < 1e-6
+    # Batches of one text and of two are added up in another order.
+    assert np.abs(cut.vectors[0] - short.vectors[0]).max() < 1e-5
     narrow = embed(encoder, [Document("a", "far")], precision="bf16")
     gap = np.abs(narrow.vectors - short.vectors).max()
     assert 1e-4 < gap < 0.05 and narrow.vectors.dtype == np.float32

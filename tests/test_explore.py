@@ -126,7 +126,7 @@ def test_numbers_equal_explain(open_state, state):
     trace, tokens = explained(state)
     head, row = state.get("head", 1) - 1, state.get("row", 1) - 1
     printed = trace.table(query=row, head=head, tokens=tokens).splitlines()
-    assert page.table("Step by step") == [line.split() for line in printed[2:-1]]
+    assert page.table("Step by step") == [line.split() for line in printed[3:-1]]
     assert printed[-1].strip() in page.after_steps()
     code = page.fold("In Python").locator("code").inner_text()
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -35,13 +35,19 @@ def explain(
         typer.Option(help="Other slopes: one, or one for each head; 0 is standard attention."),
     ] = None,
     symmetric: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--symmetric/--causal",
-            help="Whether a query sees the keys after it. Default: it does in the five words, as in the book chapter "
-            "that they come from, and does not in a file, as in linbias.attention.",
+            "--symmetric",
+            help="Show the keys after a query, too: as for the five words, where the book chapter does so.",
         ),
-    ] = None,
+    ] = False,
+    causal: Annotated[
+        bool,
+        typer.Option(
+            "--causal",
+            help="Hide the keys after a query: as for a file, where linbias.attention does so.",
+        ),
+    ] = False,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print all numbers as CSV, one in a line.")
     ] = False,
@@ -59,7 +65,9 @@ def explain(
     from linbias.cli import matrices
 
     slopes = None if slope is None else options.parse_floats("--slope", slope)
-    causal = arrays is not None if symmetric is None else not symmetric
+    if symmetric and causal:
+        raise ValueError("--causal: must stand without --symmetric")
+    causal = causal or (arrays is not None and not symmetric)
     trace, tokens = example.trace(arrays, causal=causal, slope=slopes)
     plain, _ = example.trace(arrays, causal=causal, slope=[0.0])
     queries = example.find(query, trace, tokens)
