@@ -33,6 +33,7 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
 TYPED = [
     ("1/8", "0.125", ""),
     ("0.3", "0.3", ""),
+    ("0,5", "0.5", ""),
     ("0", "0", ""),
     ("-1", "0", "Must be at least 0, got -1; still 0."),
     ("steep", "0", 'Must be a number, got "steep"; still 0.'),
@@ -69,6 +70,8 @@ def test_what_is_being_typed_stays_as_it_is_typed(open_state):
 def test_sides_schedule_and_number_of_heads(open_state):
     page = open_state()
     page.choose("Sides", "causal")
+    # The first query sees itself alone: the last one is shown.
+    assert page.page.locator(".row-panel h3").inner_text() == "Query mat"
     page.choose("Slope schedule", "paper")
     page.page.get_by_role("textbox", name="Number of heads, exact").fill("3")
     assert [row[1] for row in page.table("Slopes")] == [f"{x:g}" for x in linbias.slopes(3)]
@@ -95,6 +98,13 @@ def test_tokens_are_edited_counted_and_cut(open_state):
     trace, _ = explained({"text": " ".join(WORDS[:10])})
     assert page.cells()[1][1:] == [f"{x:.4f}" for x in trace.weight[0, 1]]
     assert "linbias.explore.vectors" in page.page.locator(".text .note").inner_text()
+    # Words of one's own come back when the slider that took them away gives more.
+    text.fill("one two three four")
+    length.fill("2")
+    assert text.input_value() == "one two"
+    length.fill("6")
+    assert text.input_value().split() == ["one", "two", "three", "four", *WORDS[4:6]]
+    length.fill("10")
     message = page.page.locator(".text .message").first
     text.fill("")
     assert message.inner_text() == "Needs at least one token."
@@ -233,6 +243,7 @@ def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
     again.page.get_by_role("heading", name="Weights, head 2").wait_for()
     assert again.cells() == chapters_table(HEADS.split("\n\n")[1])
     again.choose("Theme", "dark")
+    assert open_state(left="1:1/8").table("Slopes")[0][1] == "0.125"
     # A state that makes no sense shows the start.
     again = open_state(
         text=" ", heads="99", head="7", row="x", variant="up", left="1:-3 2:nan", quantity="?"

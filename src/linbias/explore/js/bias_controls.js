@@ -69,7 +69,14 @@ export function biasControls({ example, change }) {
     label: "Sides",
     options: VARIANTS.map((value) => ({ value, label: value })),
     value: "symmetric",
-    onChange: (value) => change((state) => ({ ...fresh, variant: value, numHeads: even(value, state.numHeads) })),
+    onChange: (value) =>
+      change((state) => ({
+        ...fresh,
+        variant: value,
+        numHeads: even(value, state.numHeads),
+        // A first query that sees itself alone has nothing to show.
+        row: value === "causal" && state.row === 0 ? state.tokens.length - 1 : state.row,
+      })),
   });
   const variantNote = element("p", { class: "note" });
   const schedule = choice({

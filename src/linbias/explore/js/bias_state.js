@@ -1,6 +1,7 @@
 // What the bias explorer shows, as a plain object, and as the text behind # that brings it back.
 
 import { attend, mean, sides, VARIANTS } from "./attention.js";
+import { parseNumber } from "./controls.js";
 import { MOST_NUMBERS } from "./heatmap.js";
 import { general } from "./numbers.js";
 import { vectors } from "./vectors.js";
@@ -158,9 +159,11 @@ export function readState(text, example) {
   state.together = parts.get("together") === "true";
   for (const side of ["left", "right"]) {
     for (const [, head, slope] of (parts.get(side) ?? "").matchAll(/(\d+):(\S+)/g)) {
-      const value = Number(slope);
-      if (Number(head) >= 1 && Number(head) <= state.numHeads && value >= 0 && value <= 1000) {
-        state[side][Number(head) - 1] = value;
+      if (Number(head) < 1 || Number(head) > state.numHeads) continue;
+      try {
+        state[side][Number(head) - 1] = parseNumber(slope, 0, 1000);
+      } catch {
+        // no slope
       }
     }
   }

@@ -156,7 +156,8 @@ export function slider({
 // A number within bounds, a fraction such as 1/8 too.
 export function parseNumber(text, min, max) {
   const [, top, bottom] = /^\s*([^/]*?)\s*(?:\/\s*(\S+))?\s*$/.exec(text) ?? [];
-  const number = top ? Number(top) / (bottom === undefined ? 1 : Number(bottom)) : NaN;
+  const read = (part) => Number(part.replace(",", ".")); // as half of Europe writes it
+  const number = top ? read(top) / (bottom === undefined ? 1 : read(bottom)) : NaN;
   if (!Number.isFinite(number)) throw new Error(`Must be a number, got "${text}"`);
   if (number < min) throw new Error(`Must be at least ${min}, got ${text}`);
   if (number > max) throw new Error(`Must be at most ${max}, got ${text}`);

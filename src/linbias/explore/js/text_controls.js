@@ -17,18 +17,20 @@ export function textControls(example, change) {
     "aria-describedby": message.id,
     on: { input: read },
   });
+  let known = example.tokens; // the longest text so far: what the slider took away, it gives back
   const length = slider({
     label: "Tokens",
     min: 1,
     max: example.max_tokens,
     value: example.tokens.length,
     parse: (text) => parseWhole(text, 1, example.max_tokens),
-    onInput: (count) => change((state) => ({ tokens: resized(state.tokens, count, example.words) })),
+    onInput: (count) => change(() => ({ tokens: resized(known, count, example.words) })),
   });
 
   function read() {
     try {
       const { tokens, note } = readTokens(field.value, example);
+      known = tokens;
       field.ariaInvalid = null;
       setText(message, note);
       change(() => ({ tokens }));
@@ -53,6 +55,7 @@ export function textControls(example, change) {
       origin,
     ),
     update({ tokens, numHeads }) {
+      if (tokens.length > known.length || tokens.some((token, i) => token !== known[i])) known = tokens;
       if (document.activeElement !== field && field.getRootNode().activeElement !== field) {
         field.value = tokens.join(" ");
         field.ariaInvalid = null;
