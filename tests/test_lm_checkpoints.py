@@ -102,6 +102,15 @@ def test_a_run_that_continues_counts_the_time_before(tmp_path: Path) -> None:
     assert 1000 <= again.seconds < 1100
 
 
+def test_a_mark_whose_numbers_changed_counts_as_damage(interrupted: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(interrupted / "checkpoints", tmp_path / "checkpoints")
+    mark = folder / "checkpoint-10" / "complete.json"
+    kept = json.loads(mark.read_text())
+    mark.write_text(json.dumps(kept | {"seconds": kept["seconds"] + 1}))
+    with pytest.warns(UserWarning, match=r"got checkpoint-10 \(complete\.json is damaged\)"):
+        assert Checkpoints(folder).latest() == folder / "checkpoint-5"
+
+
 @pytest.mark.parametrize(
     "mark", ["{}", "[]", "3", '{"sec', '{"seconds": 1}', '{"sha256": 3, "mark": null}', "\0"]
 )
