@@ -263,6 +263,18 @@ def test_light_and_dark(open_state):
     assert page.page.evaluate(picture) == dark_picture
     page.page.emulate_media(color_scheme="light")
     assert page.page.evaluate(ground) != dark
+    # It is kept, under the name of the documentation's own pages, and follows them.
+    page.choose("Theme", "dark")
+    assert page.page.evaluate("localStorage.theme") == "dark"
+    page.page.reload()
+    assert page.page.evaluate(ground) == dark
+    assert page.page.get_by_role("radio", name="dark").is_checked()
+    change = "dispatchEvent(new StorageEvent('storage', { key: 'theme', newValue: '%s' }))"
+    page.page.evaluate(change % "light")
+    assert page.page.evaluate(ground) != dark
+    assert page.page.get_by_role("radio", name="light").is_checked()
+    page.page.evaluate(change % "<b>")
+    assert page.page.get_by_role("radio", name="light").is_checked()
 
 
 PLACES = """() => [...document.querySelectorAll(".control, figure, details, .row-panel")].filter((part) => part.offsetParent).map((part) => {

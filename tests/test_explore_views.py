@@ -624,6 +624,7 @@ def test_the_command_puts_results_and_a_model_into_the_page(run_folder, model_fo
     )
     content = json.loads(data[1])
     assert content["model"]["text"] == text_file.name
+    assert content["model"]["name"] == "model"  # not where the folder lies
     assert [one["name"] for one in content["results"]["runs"]] == ["<b>run"]
     for arguments in ([model_folder], ["--text", text_file]):
         failed = run(*fixed, *arguments)

@@ -67,7 +67,8 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
     left = model_slopes(loaded, len(ids))
     separator = " " if loaded.config.model_type == "linbias-paper" else ""
     return {
-        "name": str(model),
+        # A folder's name, not where it lies on somebody's machine.
+        "name": Path(model).resolve().name if Path(model).is_dir() else str(model),
         "text": text.name,
         "note": _note(loaded, causal, left),
         "cut": cut,

@@ -16,9 +16,13 @@ const VIEWS = [
   { id: "model", label: "Model", mount: mountModel, needs: "model" },
 ];
 
+const THEMES = ["auto", "light", "dark"];
+const NO_THEMES = { read: () => null, write() {}, watch() {} };
+
 // Builds the page in `root`, a `.explore` element. Views are made when they are first looked at. `memory` keeps what
-// is shown as a text such as "view=bias&head=2": { read() -> text, write(text), watch(callback) }.
-export function startPage(root, data, memory) {
+// is shown as a text such as "view=bias&head=2": { read() -> text, write(text), watch(callback) }. `themes` does the same for
+// the reader's choice of light or dark.
+export function startPage(root, data, memory, themes = NO_THEMES) {
   const views = VIEWS.filter((view) => data[view.needs]).map((view) => ({
     ...view,
     panel: element("section", { id: uniqueId(view.id), class: "view", hidden: true }),
@@ -63,24 +67,38 @@ export function startPage(root, data, memory) {
     },
   });
   root.append(
-    element("header", { class: "top" }, element("h1", {}, "linbias"), bar.element, themeChoice(root)),
+    element("header", { class: "top" }, element("h1", {}, "linbias"), bar.element, themeChoice(root, themes)),
     element("main", {}, views.map((view) => view.panel)),
   );
   start();
   memory.watch(start);
 }
 
-function themeChoice(root) {
+function themeChoice(root, themes) {
   const control = choice({
     label: "Theme",
-    options: ["auto", "light", "dark"].map((value) => ({ value, label: value })),
+    options: THEMES.map((value) => ({ value, label: value })),
     value: root.dataset.theme ?? "auto",
     onChange(theme) {
-      if (theme === "auto") delete root.dataset.theme;
-      else root.dataset.theme = theme;
-      document.dispatchEvent(new Event("linbias-theme"));
+      show(theme);
+      themes.write(theme);
     },
   });
   control.element.classList.add("theme");
+
+  function show(theme) {
+    if (theme === "auto") delete root.dataset.theme;
+    else root.dataset.theme = theme;
+    document.dispatchEvent(new Event("linbias-theme"));
+  }
+
+  function follow(theme) {
+    if (!THEMES.includes(theme)) return;
+    show(theme);
+    control.set(theme);
+  }
+
+  follow(themes.read());
+  themes.watch(follow);
   return control.element;
 }

@@ -11,4 +11,24 @@ const address = {
   watch: (callback) => addEventListener("hashchange", callback),
 };
 
-startPage(document.getElementById("app"), JSON.parse(document.getElementById("data").textContent), address);
+// Under the name that the documentation's own pages use, so that the page in their frame follows them. Browsers may
+// keep nothing for a file.
+const themes = {
+  read() {
+    try {
+      return localStorage.getItem("theme");
+    } catch {
+      return null;
+    }
+  },
+  write(theme) {
+    try {
+      localStorage.setItem("theme", theme);
+    } catch {
+      // it holds until the page is left
+    }
+  },
+  watch: (callback) => addEventListener("storage", (event) => event.key === "theme" && callback(event.newValue)),
+};
+
+startPage(document.getElementById("app"), JSON.parse(document.getElementById("data").textContent), address, themes);
