@@ -144,7 +144,10 @@ def test_bias_prints_what_is_added_to_the_scores_of_a_head():
     both = json.loads(run("bias", 2, 3, "--symmetric", "--head", 0, "--json").stdout)
     assert both["bias"] == linbias.bias(linbias.slopes(2)[:1], 3, 3).tolist()
     assert "head must be in [0, 2), got 2" in run("bias", 2, 3, "--head", 2).stderr
-    assert "length must be at most 64" in run("bias", 2, 65).stderr
+    assert "length must be at least 1, got 0" in run("bias", 2, 0).stderr
+    # Before a matrix is made, which would not fit into memory.
+    assert "length must be at most 64 to be printed, got 10000000" in run("bias", 2, 10**7).stderr
+    assert "--causal: must stand without" in run("explain", "--causal", "--symmetric").stderr
 
 
 def test_explain_as_json_hides_later_keys_and_has_all_rows():

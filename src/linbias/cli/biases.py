@@ -94,22 +94,20 @@ def bias(
 
     if length < 1:
         raise ValueError(f"bias: length must be at least 1, got {length}")
-    found = schedules.slopes(heads, schedule, max_bias)
-    chosen = find_heads(head, heads, "bias")
-    right = None if symmetric else np.full(heads, np.inf)
-    added = definition.bias(found, length, length, right_slopes=right)
-    if as_json:
-        rows = [
-            [[None if np.isinf(x) else float(x) for x in row] for row in added[h]] for h in chosen
-        ]
-        return print_json({"slopes": found[chosen].tolist(), "bias": rows})
-    if max(added.shape[1:]) > matrices.MOST_COLUMNS:
+    if length > matrices.MOST_COLUMNS and not as_json:
         raise ValueError(
             f"bias: length must be at most {matrices.MOST_COLUMNS} to be printed, got {length} (--json writes any)"
         )
+    chosen = find_heads(head, heads, "bias")
+    found = schedules.slopes(heads, schedule, max_bias)[chosen]
+    right = None if symmetric else np.full(len(found), np.inf)
+    added = definition.bias(found, length, length, right_slopes=right)
+    if as_json:
+        rows = [[[None if np.isinf(x) else float(x) for x in row] for row in one] for one in added]
+        return print_json({"slopes": found.tolist(), "bias": rows})
     names = [str(position) for position in range(length)]
-    for h in chosen:
-        numbers = np.where(np.isinf(added[h]), np.nan, added[h])
-        out.print(Text(f"Bias of head {h}, slope {found[h]:g}", style="bold"))
+    for h, slope, one in zip(chosen, found, added, strict=True):
+        numbers = np.where(np.isinf(one), np.nan, one)
+        out.print(Text(f"Bias of head {h}, slope {slope:g}", style="bold"))
         out.print(matrices.Pair(names, [matrices.Matrix("", names, numbers, shaded=False)]))
         out.print()
