@@ -399,3 +399,10 @@ def test_bias_is_that_of_the_definition_and_differentiable():
         jax_bias(0.5, 2, 2)
     with pytest.raises(ValueError, match="T must be at least 0, got -1"):
         jax_bias(slopes, -1, 2)
+    with pytest.raises(ValueError, match=r"right_slopes must be at least 0 \(or inf\), got -1"):
+        jax_bias(slopes, 2, 2, -1.0)
+    with pytest.raises(
+        ValueError,
+        match=r"right_slopes must be one number or have the shape of slopes, \[6\], got \[2\]",
+    ):
+        jax_bias(slopes, 2, 2, [0.5, 0.5])

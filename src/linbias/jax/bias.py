@@ -2,7 +2,9 @@
 
 from typing import Never
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -37,7 +39,7 @@ def bias(
         [H, T, S] (or [B, H, T, S]) in the dtype of slopes if that is floating, and at least float32.
 
     Raises:
-        ValueError: T or S is negative, or slopes has not one or two axes.
+        ValueError: T or S is negative, slopes has not one or two axes, right_slopes another shape, or a slope is negative or NaN.
 
     Example:
         >>> bias(jnp.array([0.5]), 2, 3).tolist()
@@ -57,6 +59,13 @@ def bias(
         if size < 0:
             raise ValueError(f"bias: {name} must be at least 0, got {size}")
     right = left if right_slopes is None else jnp.asarray(right_slopes, left.dtype)
+    for name, slope in (("slopes", left), ("right_slopes", right)):
+        if not isinstance(slope, jax.core.Tracer):
+            _checks.check_slope_values("bias", name, np.asarray(slope))
+    if right.shape not in ((), left.shape):
+        raise ValueError(
+            f"bias: right_slopes must be one number or have the shape of slopes, {list(left.shape)}, got {list(right.shape)}"
+        )
     right = jnp.broadcast_to(right, left.shape)
     start = S - T if query_start is None else query_start
     distance = (jnp.arange(T)[:, None] + start) - jnp.arange(S)
