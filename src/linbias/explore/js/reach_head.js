@@ -17,7 +17,7 @@ export function storyOf({ found, query }, slope, tolerance) {
     const places = stops.map((step) =>
       step.side === LEFT ? `before key ${grouped(step.end)}` : `from key ${grouped(step.first)} on`,
     );
-    const bounds = stops.map((step) => scientific(Math.exp(step.bound), 3)).join(" and ");
+    const bounds = stops.map((step) => scientific(atMost(step), 3)).join(" and ");
     const each = ended[LEFT] === "hidden" || ended[RIGHT] === "hidden" ? "the tolerance" : "half the tolerance, a side\u2019s part,";
     return (
       `It stops ${places.join(" and ")}: there, all that is left holds at most ${bounds}, and ${each} is ` +
@@ -70,7 +70,7 @@ export function certificateChart(found, tolerance) {
         name: "at most",
         colour: "var(--accent)",
         main: true,
-        points: line(steps.map((step) => ({ x: nearest(step), y: Math.exp(step.bound) }))),
+        points: line(steps.map((step) => ({ x: nearest(step), y: atMost(step) }))),
       },
       { key: "there", name: "really", colour: "var(--negative)", points: line(there) },
     ],
@@ -82,12 +82,17 @@ export function certificateChart(found, tolerance) {
   };
 }
 
+// A share is at most 1; near the query, where little has been read yet, the bound itself says less than that.
+function atMost(step) {
+  return Math.min(1, Math.exp(step.bound));
+}
+
 // A row for each block that the query came to, near to far.
 export function stepRows(found) {
   return found.steps.map((step) => ({
     head: `${grouped(step.first)} \u2013 ${grouped(step.end - 1)}`,
     cells: [
-      scientific(Math.exp(step.bound), 4),
+      scientific(atMost(step), 4),
       scientific(found.share, 4),
       scientific(step.outside, 4),
       step.read ? "read" : "stop",

@@ -109,7 +109,7 @@ export function mountReach(root, data, memory) {
     if (!steps.open) return;
     const { found } = results[state.head];
     const stop = found.steps.findIndex((step) => !step.read);
-    trace.update(["bound", "tolerance", "really there", ""], stepRows(found), stop);
+    trace.update(["at most", "tolerance", "really there", "block"], stepRows(found), stop);
   }
 
   function workByLength() {
