@@ -144,11 +144,10 @@ export function biasControls({ example, change }) {
     const looksRight = slopes.left[of] === Infinity;
     const known = head !== MEAN || shared;
     left.setLabel(looksRight ? "Slope to the right" : variant === "asymmetric" ? "Slope to the left" : "Slope");
-    left.set(known ? (looksRight ? slopes.right : slopes.left)[of] : null);
-    left.setDisabled(!known);
-    right.element.hidden = variant !== "asymmetric";
-    right.set(known ? slopes.right[of] : null);
-    right.setDisabled(!known);
+    left.set((looksRight ? slopes.right : slopes.left)[of]);
+    left.element.hidden = !known;
+    right.element.hidden = !known || variant !== "asymmetric";
+    right.set(slopes.right[of]);
   }
 }
 

@@ -107,9 +107,9 @@ export function slider({
   function show(number, source = null) {
     field.ariaInvalid = null;
     setText(message, "");
-    if (source !== field) field.value = number === null ? "" : toText(number);
-    if (source !== range) range.value = number === null ? min : toPosition(number);
-    range.setAttribute("aria-valuetext", number === null ? "different values" : toText(number));
+    if (source !== field) field.value = toText(number);
+    if (source !== range) range.value = toPosition(number);
+    range.setAttribute("aria-valuetext", toText(number));
   }
 
   show(value);
@@ -146,9 +146,6 @@ export function slider({
     setLabel(text) {
       setText(name, text);
       field.ariaLabel = `${text}, exact`;
-    },
-    setDisabled(to) {
-      range.disabled = field.disabled = to;
     },
   };
 }
