@@ -1,6 +1,7 @@
 """What the page shows where scripts do not run: a picture of the chapter's weights, and its tables."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from html import escape
 
 import numpy as np
@@ -18,12 +19,16 @@ DARKEST = 0.55  # opacity of the largest weight: its number stays readable, ligh
 def static_part() -> str:
     """HTML without scripts: the weights of both heads, their mean, the outputs, and the slopes of eight heads."""
     trace, tokens = example.trace(causal=False)
-    names = [f"Weights of head {h + 1} (slope {m:g})" for h, m in enumerate(trace.slopes)]
+    names = [
+        f"Weights of head {h}, slope {_fraction(m)}" for h, m in enumerate(trace.slopes.tolist())
+    ]
     output = np.concatenate(list(trace.output), axis=1)
     parts = [
         "<h1>Attention with linear biases</h1>",
-        "<p>The pages to touch need scripts, which are off. This is the example that they start with: every key "
-        "loses slope &times; distance of its score.</p>",
+        "<p>ALiBi adds a bias to the score of each key, &minus;slope &times; distance, in place of positions. A model "
+        "that was trained on short texts can then read longer ones.</p>",
+        "<p>Scripts are off here. With them, you could change the slopes and the words of this example, compare how "
+        "methods of giving positions do at lengths beyond the trained one, and see which keys need not be read.</p>",
         _picture(tokens, trace.weight, names),
         *(_table(n, tokens, tokens, _fixed(w)) for n, w in zip(names, trace.weight, strict=True)),
         _table("Mean of both heads", tokens, tokens, _fixed(trace.weight.mean(0))),
@@ -38,9 +43,16 @@ def _fixed(rows: npt.NDArray[np.float64]) -> list[list[str]]:
 
 
 def _slopes() -> str:
-    rows = [[f"{m:g}", f"{-10 * m:g}", character(10 * m)] for m in slopes(8).tolist()]
-    columns = ["slope", "penalty at distance 10", "character"]
-    return _table("Slopes of eight heads", columns, [str(h + 1) for h in range(8)], rows)
+    rows = [
+        [_fraction(m), f"{-10 * m:g}".replace("-", "\N{MINUS SIGN}"), character(10 * m)]
+        for m in slopes(8).tolist()
+    ]
+    columns = ["slope", "bias at distance 10", "character"]
+    return _table("Slopes of eight heads", columns, [f"head {h}" for h in range(8)], rows)
+
+
+def _fraction(slope: float) -> str:
+    return str(Fraction(slope))
 
 
 def _table(
@@ -49,7 +61,7 @@ def _table(
     cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     lines = zip(map(escape, names), cells, strict=True)
     shown = table(escape(caption), ["", *map(escape, columns)], lines)
-    return f'<div class="scroll">{shown}</div>'
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}">{shown}</div>'
 
 
 def _picture(tokens: Sequence[str], weights: npt.NDArray[np.float64], names: Sequence[str]) -> str:
