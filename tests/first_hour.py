@@ -53,7 +53,7 @@ FIRST_RUN = (
 def walk(extra: str) -> None:
     """The commands and messages of a first hour; raises AssertionError for what is not as it should be."""
     check_help()
-    assert "slope 0.5" in linbias_says("explain")
+    assert "slope 1/2" in linbias_says("explain")
     doctor = " ".join(linbias_says("doctor").split())
     for part in PARTS:
         check_part(part, works=part in WORKING[extra], doctor=doctor)

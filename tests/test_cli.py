@@ -65,7 +65,7 @@ def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # explain: the numbers that the book chapter prints
 
-TITLES = ("Weights of head 0, slope 0.5", "Weights of head 1, slope 0.25")
+TITLES = ("Weights of head 0, slope 1/2", "Weights of head 1, slope 1/4")
 TITLES += ("Weights, average of the 2 heads", "Output, heads side by side")
 CHAPTER = dict(zip(TITLES, (*HEADS.split("\n\n"), OUTPUT), strict=True))
 STANDARD_THE = ["0.1237", "0.2509", "0.2509", "0.1237", "0.2509"]  # head 0, without a bias
@@ -90,19 +90,19 @@ def test_explain_prints_the_chapters_matrices_beside_those_without_bias(columns)
 def test_slope_0_is_standard_attention_and_hides_the_same_keys():
     shown = run("explain", "--slope", "0", "--json").stdout
     first = json.loads(shown)["rows"][0]
-    assert [f"{weight:.4f}" for weight in first["weight"]] == STANDARD_THE
-    assert first["weight"] == first["weight_without_bias"]
+    assert [f"{weight:.4f}" for weight in first["weights"]] == STANDARD_THE
+    assert first["weights"] == first["weights_without_bias"]
     causal = json.loads(run("explain", "--causal", "--slope", "0.25,0", "--json").stdout)
     assert causal["slopes"] == [0.25, 0.0]
-    assert causal["rows"][0]["weight"] == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert causal["rows"][0]["weight_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert causal["rows"][0]["weights"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert causal["rows"][0]["weights_without_bias"] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("query", ["cat", "1", "-4"])
 def test_explain_finds_a_query_by_token_and_number(query):
     row = json.loads(run("explain", "--query", query, "--head", 0, "--json").stdout)["rows"][0]
     assert (row["query"], row["head"]) == (1, 0)
-    assert np.round(row["weight"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
+    assert np.round(row["weights"], 4).tolist() == [0.3791, 0.1520, 0.3791, 0.0559, 0.0339]
 
 
 def test_explain_shows_what_the_function_of_that_name_shows():
@@ -129,7 +129,7 @@ def test_slopes_prints_every_head_and_its_reach():
     lines = [line.split() for line in run("slopes", 12).stdout.splitlines()]
     rows = [line for line in lines if len(line) == 7 and line[0].isdigit()]
     np.testing.assert_allclose([float(row[1]) for row in rows], linbias.slopes(12), rtol=1e-5)
-    assert rows[8] == ["8", "0.707107", "-0.5", "7.071", "0.00085", "1.414", "ultra-local"]
+    assert rows[8] == ["8", "0.707107", "-0.5", "-7.071", "0.00085", "1.414", "ultra-local"]
     found = json.loads(run("slopes", 6, "--schedule", "geometric", "--json").stdout)
     assert found["slopes"] == linbias.slopes(6, "geometric").tolist()
     assert "num_heads must be at least 1, got 0" in run("slopes", 0).stderr
@@ -137,7 +137,7 @@ def test_slopes_prints_every_head_and_its_reach():
 
 def test_bias_prints_what_is_added_to_the_scores_of_a_head():
     rows = [line.split() for line in run("bias", 12, 8, "--head", 3).stdout.splitlines()]
-    assert rows[0] == "Bias of head 3, slope 0.0625".split()
+    assert rows[0] == "Bias of head 3, slope 1/16".split()
     assert rows[5] == ["2", "-0.1250", "-0.0625", "0.0000", *"....."]
     found = json.loads(run("bias", 2, 3, "--schedule", "halving", "--json").stdout)
     assert found["bias"][1] == [[0, None, None], [-0.25, 0, None], [-0.5, -0.25, 0]]
@@ -157,11 +157,17 @@ def test_explain_as_json_hides_later_keys_and_has_all_rows():
     assert len(found["rows"]) == 10
     for row in found["rows"]:
         later = slice(row["query"] + 1, None)
-        assert all(value is None for value in row["biased"][later])
-        assert not any(row["weight"][later])
-        assert sum(row["weight"]) == pytest.approx(1.0)
+        assert all(value is None for value in row["scores"][later])
+        assert not any(row["weights"][later])
+        assert sum(row["weights"]) == pytest.approx(1.0)
     last = found["all_heads"][-1]
-    assert np.round(last["average_weight"], 4).tolist() == [0.0943, 0.1059, 0.1568, 0.2400, 0.4030]
+    assert np.round(last["average_weights"], 4).tolist() == [
+        0.0943,
+        0.1059,
+        0.1568,
+        0.2400,
+        0.4030,
+    ]
     assert np.round(last["output"], 4).tolist() == [0.2896, 0.3695, 0.2731, 0.4746]
 
 
@@ -174,11 +180,11 @@ def test_explain_writes_the_same_numbers_as_csv(tmp_path):
         ]
         return [f"{float(x['value']):.4f}" for x in chosen]
 
-    keys = (("weight", "0"), ("weight", "1"), ("weight", "average"), ("output", "all"))
+    keys = (("weights", "0"), ("weights", "1"), ("weights", "average"), ("output", "all"))
     for (quantity, head), numbers in zip(keys, CHAPTER.values(), strict=True):
         cells = [cell for row in chapters_table(numbers) for cell in row[1:]]
         assert matrix("with", quantity, head) == cells
-    assert matrix("without", "weight", "0")[:5] == STANDARD_THE
+    assert matrix("without", "weights", "0")[:5] == STANDARD_THE
     assert (lines[1]["query_token"], lines[1]["key_token"]) == ("The", "cat")
     assert run("explain", "--csv", "--json").exit_code == 2
 

@@ -66,7 +66,7 @@ def test_the_bias_is_exact_far_out_in_sixteen_bits():
     )
     v = torch.eye(S, dtype=torch.bfloat16)[None, None]
     weight = linbias.torch.attention(q, k, v, [m], scale=1.0)[0, 0, 0].double()
-    expected = linbias.explain(*(x[0].float().numpy() for x in (q, k, v)), [m], scale=1.0).weight[
+    expected = linbias.explain(*(x[0].float().numpy() for x in (q, k, v)), [m], scale=1.0).weights[
         0, 0
     ]
     assert np.abs(weight.numpy() - expected).sum() / 2 < 0.003

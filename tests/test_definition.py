@@ -29,7 +29,7 @@ def chapter(slopes=(0.5, 0.25), **options) -> linbias.Explanation:
 
 def test_chapter_weights():
     head_1, head_2, averaged = map(numbers, HEADS.split("\n\n"))
-    weight = chapter().weight
+    weight = chapter().weights
     np.testing.assert_allclose(weight[0], head_1, atol=5.01e-5)
     np.testing.assert_allclose(weight[1], head_2, atol=5.01e-5)
     # The chapter averages before it rounds: one more unit of the last digit.
@@ -61,7 +61,7 @@ def test_the_chapters_own_layout_is_split_into_heads():
 def test_chapter_steps():
     trace = chapter()
     raw = [[0, 1, 1, 0, 1], [2, 0, 2, 0, 0], [1, 1, 2, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]
-    biased = [
+    scores = [
         [0.000, 0.207, -0.293, -1.500, -1.293],
         [0.914, 0.000, 0.914, -1.000, -1.500],
         [-0.293, 0.207, 1.414, -0.500, -0.293],
@@ -70,10 +70,10 @@ def test_chapter_steps():
     ]
     np.testing.assert_array_equal(trace.raw[0], raw)
     np.testing.assert_allclose(trace.scaled[0], np.divide(raw, np.sqrt(2)))
-    np.testing.assert_allclose(trace.biased[0], biased, atol=5.01e-4)
+    np.testing.assert_allclose(trace.scores[0], scores, atol=5.01e-4)
     np.testing.assert_allclose(trace.scaled[1, 0], [0, 0.707, 0, 0.707, 0.354], atol=5.01e-4)
-    np.testing.assert_array_equal(trace.penalty[1, 0], [0, 0.25, 0.5, 0.75, 1.0])
-    np.testing.assert_allclose(trace.biased[1, 0], [0, 0.457, -0.5, -0.043, -0.646], atol=5.01e-4)
+    np.testing.assert_array_equal(trace.bias[1, 0], [0, -0.25, -0.5, -0.75, -1.0])
+    np.testing.assert_allclose(trace.scores[1, 0], [0, 0.457, -0.5, -0.043, -0.646], atol=5.01e-4)
     np.testing.assert_array_equal(
         -linbias.bias([0.25], 5, 5)[0],
         [[0, 0.25, 0.5, 0.75, 1], [0.25, 0, 0.25, 0.5, 0.75], [0.5, 0.25, 0, 0.25, 0.5],
@@ -82,7 +82,7 @@ def test_chapter_steps():
 
 
 def test_chapter_exercise_1_sat_attends_to_itself():
-    weight = chapter().weight[0, 2]
+    weight = chapter().weights[0, 2]
     np.testing.assert_allclose(weight, [0.1003, 0.1653, 0.5527, 0.0815, 0.1003], atol=5.01e-5)
     assert weight.argmax() == 2
 
@@ -97,22 +97,22 @@ def test_chapter_exercise_2_slope_zero_is_standard_attention():
 
 def test_chapter_exercise_3_the_causal_mask_makes_the_future_penalty_redundant():
     causal = chapter(causal=True)
-    assert (causal.weight[:, np.triu(np.ones((5, 5)), 1) > 0] == 0).all()
-    masked = np.where(np.tri(5) > 0, chapter().biased, -INF)
+    assert (causal.weights[:, np.triu(np.ones((5, 5)), 1) > 0] == 0).all()
+    masked = np.where(np.tri(5) > 0, chapter().scores, -INF)
     weight = np.exp(masked) / np.exp(masked).sum(-1, keepdims=True)
-    np.testing.assert_allclose(causal.weight, weight)
+    np.testing.assert_allclose(causal.weights, weight)
 
 
 def test_chapter_exercise_4_other_schedules():
     linear = (2 - np.arange(1, 3) + 1) / 2  # (H - h + 1) / H: 1, 1/2
-    steep = chapter(slopes=linear).weight[0, 0]
+    steep = chapter(slopes=linear).weights[0, 0]
     constant = chapter(slopes=(0.25, 0.25))
     score = np.array([0, 2**-0.5, 2**-0.5, 0, 2**-0.5])
-    for weight, slope in ((steep, 1.0), (constant.weight[0, 0], 0.25)):
+    for weight, slope in ((steep, 1.0), (constant.weights[0, 0], 0.25)):
         by_hand = np.exp(score - slope * np.arange(5))
         np.testing.assert_allclose(weight, by_hand / by_hand.sum())
-    # With one slope for all, heads differ by content alone: same penalties in every head.
-    np.testing.assert_array_equal(constant.penalty[0], constant.penalty[1])
+    # With one slope for all, heads differ by content alone: the same bias in every head.
+    np.testing.assert_array_equal(constant.bias[0], constant.bias[1])
 
 
 def test_chapter_exercise_5_more_tokens_barely_move_the_old_rows():
@@ -121,13 +121,13 @@ def test_chapter_exercise_5_more_tokens_barely_move_the_old_rows():
     more = [np.concatenate([np.array(x, float), rng.normal(size=(5, 4))]) for x in (Q, K, V)]
     q, k, v = (heads(x) for x in more)
     longer = linbias.explain(q, k, v, [0.5, 0.25])
-    np.testing.assert_array_equal(longer.weight[:, :5, :5], chapter(causal=True).weight)
+    np.testing.assert_array_equal(longer.weights[:, :5, :5], chapter(causal=True).weights)
     symmetric = linbias.explain(q, k, v, [0.5, 0.25], causal=False)
-    lost = 1 - symmetric.weight[0, :5, :5].sum(-1)
+    lost = 1 - symmetric.weights[0, :5, :5].sum(-1)
     assert (np.diff(lost) > 0).sum() >= 3, "the nearer a row to the new tokens, the more they take"
     np.testing.assert_allclose(
-        symmetric.weight[:, 0, :5] / symmetric.weight[:, 0, :5].sum(-1, keepdims=True),
-        chapter().weight[:, 0],
+        symmetric.weights[:, 0, :5] / symmetric.weights[:, 0, :5].sum(-1, keepdims=True),
+        chapter().weights[:, 0],
     )
 
 
@@ -151,7 +151,7 @@ def test_repository_faq_mask_gives_the_same_softmax():
 def test_annotated_implementation_weights_agree():
     """a = softmax(q K + m [0 .. i-1]) = softmax(q K + m [-(i-1) .. 0]): the formula of the annotated page."""
     q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 4))
-    weight = linbias.explain(q, k, k, [0.3]).weight[0]
+    weight = linbias.explain(q, k, k, [0.3]).weights[0]
     for i in range(6):
         score = q[0, i] @ k[0, : i + 1].T / 2 + 0.3 * np.arange(i + 1)
         np.testing.assert_allclose(weight[i, : i + 1], np.exp(score) / np.exp(score).sum())
@@ -262,11 +262,11 @@ def test_batch_axes_and_dtypes():
 def test_explanation_reads_as_a_table_and_as_json():
     trace = chapter()
     table = trace.table(query=0, tokens=TOKENS)
-    assert "head 0 (slope 0.5), query The" in table
-    assert "mat   1.0000   0.7071   2.0000  -1.2929   0.0790" in table
+    assert "head 0, slope 1/2, query The" in table
+    assert "mat   1.0000   0.7071  -2.0000  -1.2929   0.0790" in table
     assert "output [0.3274 0.3936]" in table
     assert trace.table(query=0, head=1).count("head") == 1
-    assert json.loads(json.dumps(trace.to_dict()))["weight"][0][0][0] == pytest.approx(
+    assert json.loads(json.dumps(trace.to_dict()))["weights"][0][0][0] == pytest.approx(
         0.2879, abs=1e-4
     )
     with pytest.raises(ValueError, match="tokens must name the 5 keys, got 2"):
@@ -275,6 +275,12 @@ def test_explanation_reads_as_a_table_and_as_json():
         trace.table(query=5)
     with pytest.raises(ValueError, match="without a batch axis"):
         linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()
+
+
+def test_former_names_of_the_steps_still_answer():
+    trace = chapter()
+    np.testing.assert_array_equal(trace.penalty, -trace.bias)
+    assert trace.biased is trace.scores and trace.weight is trace.weights
 
 
 def test_placement_without_a_batch_axis():
@@ -293,7 +299,7 @@ def test_keys_outside_the_range_may_hold_anything():
     k[:, :2], v[:, 5:] = np.nan, np.inf
     np.testing.assert_array_equal(linbias.attention(q, k, v, key_range=[2, 5]), clean)
     trace = linbias.explain(q, k, v, key_range=[2, 5], query_start=0)
-    assert np.isposinf(trace.penalty[0, :, :2]).all() and "query 3" in trace.table(query=3)
+    assert np.isneginf(trace.bias[0, :, :2]).all() and "query 3" in trace.table(query=3)
 
 
 def test_weights_times_values_are_the_output():

@@ -50,11 +50,14 @@ def test_it_shows_the_weights_of_every_head_and_the_steps_of_the_last_row():
     for head, table in enumerate(weights):
         assert table[0] == ["", *tokens]
         assert table[1] == ["The", "1.0000", *["·"] * 4]
-        assert table[5] == ["mat", *(f"{w:.4f}" for w in trace.weight[head, -1])]
+        assert table[5] == ["mat", *(f"{w:.4f}" for w in trace.weights[head, -1])]
     opacity = re.search(r"rgba\(58, 124, 200, ([\d.]+)\)\">0.5110<", trace._repr_html_())
-    assert float(opacity[1]) == round(0.75 * trace.weight[0, -1, -1], 3)
-    assert steps[0][0] == ["key", "q.k", "scaled", "penalty", "biased", "weight"]
-    written = [line.split() for line in trace.table(head=0).splitlines()[3:8]]
+    assert float(opacity[1]) == round(0.75 * trace.weights[0, -1, -1], 3)
+    assert steps[0][0] == ["key", "q · k", "scaled", "bias", "scores", "weights"]
+    written = [
+        line.replace("-", "\N{MINUS SIGN}").split()
+        for line in trace.table(head=0).splitlines()[3:8]
+    ]
     assert steps[0][1:6] == written
 
 
@@ -77,11 +80,11 @@ def test_large_matrices_are_pictures_whose_opacity_is_the_weight():
     assert len(others) == 8 and "<summary>1 more</summary>" in html
     picture = imread(io.BytesIO(base64.b64decode(first)))
     assert picture.shape == (150, 150, 4)
-    largest = trace.weight[0].reshape(150, 2, 150, 2).max((1, 3))
+    largest = trace.weights[0].reshape(150, 2, 150, 2).max((1, 3))
     assert_allclose(picture[..., 3], np.sqrt(largest), atol=0.5 / 255)
     row = Page(html).tables[0]
     keys = [int(line[0]) for line in row[1:17]]
-    assert keys == sorted(np.argsort(-trace.weight[0, -1])[:16])
+    assert keys == sorted(np.argsort(-trace.weights[0, -1])[:16])
     assert len(html) < 500_000
 
 

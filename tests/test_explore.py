@@ -139,9 +139,9 @@ def test_numbers_equal_explain(open_state, state):
     wanted = {
         "q \u00b7 k": trace.raw,
         "scaled": trace.scaled,
-        "bias": 0.0 - trace.penalty,
-        "scores": trace.biased,
-        "weights": trace.weight,
+        "bias": trace.bias,
+        "scores": trace.scores,
+        "weights": trace.weights,
     }
     if len(tokens) > 10:  # thousands of cells: two of the five will do
         wanted = {name: wanted[name] for name in ("scores", "weights")}
@@ -152,7 +152,7 @@ def test_numbers_equal_explain(open_state, state):
             [t, *map("{:.4f}".format, row)] for t, row in zip(tokens, values[head], strict=True)
         ]
     page.choose_head("Mean of all heads")
-    mean = trace.weight.mean(0)
+    mean = trace.weights.mean(0)
     assert [row[1:] for row in page.table("The matrix as a table")] == [
         [f"{x:.4f}" for x in row] for row in mean
     ]

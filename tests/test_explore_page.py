@@ -126,7 +126,7 @@ def test_tokens_are_edited_counted_and_cut(open_state):
     assert text.input_value().split() == WORDS[:10]
     # The chapter's vectors stay; what Python makes of the others, the page makes, too.
     trace, _ = explained({"text": " ".join(WORDS[:10])})
-    assert page.cells()[1][1:] == [f"{x:.4f}" for x in trace.weight[0, 1]]
+    assert page.cells()[1][1:] == [f"{x:.4f}" for x in trace.weights[0, 1]]
     assert "linbias.explore.vectors" in page.page.locator(".text .note").inner_text()
     # Words of one's own come back when the slider that took them away gives more.
     text.fill("one two three four")

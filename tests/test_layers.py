@@ -25,7 +25,7 @@ LAYERS = {
     "_dispatch": {"_checks"},
     "variants": {"schedules"},
     "definition": {"_checks"} | ANYONE,
-    "explain": {"definition", "explain_html"},
+    "explain": {"definition", "explain_html", "schedules"},
     "explain_html": {"definition"},
     "near_to_far": {"definition", "_checks"},
     "kernels": {"_cpu"} | CORE,

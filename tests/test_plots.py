@@ -29,10 +29,10 @@ def test_weights_are_those_of_the_explanation_and_hidden_keys_are_left_open():
     trace, _ = example.trace()
     figure = plots.weights(trace, average=True)
     *panels, average, _bar = figure.axes
-    for panel, weight in zip(panels, trace.weight, strict=True):
+    for panel, weight in zip(panels, trace.weights, strict=True):
         assert_allclose(cells(panel).filled(0.0), weight)
         assert (np.ma.getmaskarray(cells(panel)) == np.triu(np.ones((5, 5), bool), 1)).all()
-    assert_allclose(cells(average).filled(0.0), trace.weight.mean(0))
+    assert_allclose(cells(average).filled(0.0), trace.weights.mean(0))
     assert [text.get_text() for text in average.texts][:2] == ["1.00", "0.66"]
 
 
@@ -44,7 +44,7 @@ def test_bias_is_that_of_the_definition_on_one_scale_of_colours():
         assert_allclose(cells(panel).filled(-np.inf), values)
         assert panel.collections[0].norm.vmin == expected[np.isfinite(expected)].min()
     titles = [panel.get_title() for panel in figure.axes[:2]]
-    assert titles == ["head 0, slope 0.5", "head 1, slope 0.25 right"]
+    assert titles == ["head 0, slope 1/2", "head 1, slope 1/4 to the right"]
 
 
 def test_tokens_are_written_as_text_and_do_not_overlap():
@@ -126,7 +126,7 @@ def test_figures_are_saved_with_letters_as_letters_and_shown_in_notebooks(tmp_pa
     plots.save(figure, tmp_path / "bias.pdf")
     assert b"/Type3" not in (tmp_path / "bias.pdf").read_bytes()
     plots.save(figure, tmp_path / "bias.svg")
-    assert ">head 0, slope 0.5</text>" in Path(tmp_path / "bias.svg").read_text()
+    assert ">head 0, slope 1/2</text>" in Path(tmp_path / "bias.svg").read_text()
     assert figure._repr_svg_().startswith("<?xml")
 
 
@@ -142,7 +142,7 @@ def test_all_draw_into_axes_of_ones_own(folder):
     ]
     assert all(one is figure for one in drawn)
     assert all(panel.has_data() for panel in axes)
-    assert axes[0].get_title() == "head 1, slope 0.25"
+    assert axes[0].get_title() == "head 1, slope 1/4"
 
 
 ONES = np.ones((1, 3, 2))

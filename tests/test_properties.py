@@ -133,6 +133,6 @@ def test_shifting_all_positions_changes_nothing(H, T, S, more):
 def test_a_steeper_slope_never_moves_weight_farther_when_scores_are_equal(steeper, T):
     zeros = np.zeros((1, T, 2))
     flat, steep = (
-        linbias.explain(zeros, zeros, zeros, [0.01 * s]).weight[0, -1] for s in (1, steeper)
+        linbias.explain(zeros, zeros, zeros, [0.01 * s]).weights[0, -1] for s in (1, steeper)
     )
     assert (np.cumsum(steep[::-1]) >= np.cumsum(flat[::-1]) - 1e-12).all()

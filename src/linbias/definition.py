@@ -256,7 +256,7 @@ def attention_weights(
         [[[1.0, 0.0], [0.5, 0.5]]]
     """
     inputs = prepare("attention_weights", q, k, k, slopes, **options)
-    return inputs.restore(compute(inputs).weight)
+    return inputs.restore(compute(inputs).weights)
 
 
 class Gradients(NamedTuple):
@@ -324,7 +324,7 @@ def attention_backward(
     # exceeds the row's mean, which is dout . out.
     delta = (dout * steps.output).sum(-1) - dlse
     dweight = dout @ inputs.per_query_head(inputs.v).swapaxes(-1, -2)
-    dscore = steps.weight * (dweight - delta[..., None])
+    dscore = steps.weights * (dweight - delta[..., None])
     # A slope enters the score of every pair on its side, times the distance.
     dslope = -dscore * np.abs(inputs.distance)
     sides = inputs.distance > 0, inputs.distance < 0
@@ -335,7 +335,7 @@ def attention_backward(
     return Gradients(
         dq=inputs.restore(inputs.scale * dscore @ inputs.per_query_head(inputs.k)),
         dk=inputs.restore(inputs.per_key_head(inputs.scale * dscore.swapaxes(-1, -2) @ inputs.q)),
-        dv=inputs.restore(inputs.per_key_head(steps.weight.swapaxes(-1, -2) @ dout)),
+        dv=inputs.restore(inputs.per_key_head(steps.weights.swapaxes(-1, -2) @ dout)),
         dslopes=dleft,
         dright_slopes=None if options.get("causal", True) else dright,
     )
@@ -384,9 +384,9 @@ class Steps(NamedTuple):
 
     raw: Float64  # q . k
     scaled: Float64
-    penalty: Float64  # what the bias takes away; inf: hidden
-    biased: Float64
-    weight: Float64
+    bias: Float64  # with the numbers of a mask; -inf: hidden
+    scores: Float64
+    weights: Float64
     lse: Float64  # [B, H, T]
     output: Float64  # [B, H, T, E]
 
@@ -396,23 +396,22 @@ def compute(inputs: "Inputs") -> Steps:
     # One number for each pair of a query and a key: how well what one asks for meets what the other offers.
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
     scaled = inputs.scale * raw
-    # The only step that linear biases add: a score loses slope * distance, and a hidden key all of it.
-    penalty = 0.0 - inputs.added - _bias(inputs.left, inputs.right, inputs.distance)
-    penalty = np.where(inputs.hidden, np.inf, np.broadcast_to(penalty, raw.shape))
-    biased = np.where(np.isposinf(penalty), -np.inf, scaled - penalty)
+    # The only step that linear biases add: -slope * distance, and -inf where a key is hidden, whatever its product is.
+    bias = _bias(inputs.left, inputs.right, inputs.distance) + inputs.added
+    bias = np.where(inputs.hidden, -np.inf, np.broadcast_to(bias, raw.shape))
+    scores = np.where(np.isneginf(bias), -np.inf, scaled + bias)
     # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can overflow.
     # An empty row has no maximum; any finite pivot gives it weights and a sum of exactly 0.
-    row_max = biased.max(-1, keepdims=True, initial=-np.inf)
+    row_max = scores.max(-1, keepdims=True, initial=-np.inf)
     pivot = np.where(np.isneginf(row_max), 0.0, row_max)
-    unnormalised = np.exp(biased - pivot)
+    unnormalised = np.exp(scores - pivot)
     row_sum = unnormalised.sum(-1, keepdims=True)
-    weight = unnormalised / np.where(row_sum == 0, 1.0, row_sum)
+    weights = unnormalised / np.where(row_sum == 0, 1.0, row_sum)
     # The log of the sum, which merges results over parts of the keys, and the mean of the values under the weights.
     with np.errstate(divide="ignore"):
         lse = (pivot + np.log(row_sum))[..., 0]
-    return Steps(
-        raw, scaled, penalty, biased, weight, lse, weight @ inputs.per_query_head(inputs.v)
-    )
+    output = weights @ inputs.per_query_head(inputs.v)
+    return Steps(raw, scaled, bias, scores, weights, lse, output)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
 def find(query: str | None, trace: Explanation, tokens: list[str]) -> list[int]:
     """The numbers of the queries meant by a number or a token; "all" and None mean every one."""
     if query in (None, "all"):
-        return list(range(trace.biased.shape[-2]))
+        return list(range(trace.scores.shape[-2]))
     return [trace.find(query, tokens)]
 
 
@@ -117,7 +117,7 @@ def side_by_side(heads: Float64) -> Float64:
     return joined
 
 
-STEPS = ("raw", "scaled", "penalty", "biased", "weight", "output")
+STEPS = ("raw", "scaled", "bias", "scores", "weights", "output")
 
 
 def to_json(
@@ -136,7 +136,7 @@ def to_json(
             "query": query,
             "q": trace.q[head, query].tolist(),
             **{name: _finite(getattr(trace, name)[head, query].tolist()) for name in STEPS},
-            "weight_without_bias": plain.weight[head, query].tolist(),
+            "weights_without_bias": plain.weights[head, query].tolist(),
             "output_without_bias": plain.output[head, query].tolist(),
         }
         for query in queries
@@ -145,8 +145,8 @@ def to_json(
     together = [
         {
             "query": query,
-            "average_weight": trace.weight.mean(0)[query].tolist(),
-            "average_weight_without_bias": plain.weight.mean(0)[query].tolist(),
+            "average_weights": trace.weights.mean(0)[query].tolist(),
+            "average_weights_without_bias": plain.weights.mean(0)[query].tolist(),
             "output": side_by_side(trace.output)[query].tolist(),
             "output_without_bias": side_by_side(plain.output)[query].tolist(),
         }
@@ -170,17 +170,17 @@ def to_csv(
 ) -> Iterator[tuple[str | int | float, ...]]:
     """The same numbers as lines of `CSV_TITLES`, one for each; a column is a key or an entry of the output.
 
-    Of hidden keys there is only their weight, 0.
+    Of hidden keys there are only their weights, 0.
     """
     names, start = trace.names(), int(trace.query_start)
     for bias, found in (("with", trace), ("without", plain)):
         of_heads: list[tuple[str, int | str, Float64]] = [
             (name, head, getattr(found, name)[head])
             for head in heads
-            for name in (STEPS if bias == "with" else ("weight", "output"))
+            for name in (STEPS if bias == "with" else ("weights", "output"))
         ]
         together: list[tuple[str, int | str, Float64]] = [
-            ("weight", "average", found.weight.mean(0)),
+            ("weights", "average", found.weights.mean(0)),
             ("output", "all", side_by_side(found.output)),
         ]
         for quantity, head, matrix in [*of_heads, *together]:

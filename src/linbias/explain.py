@@ -10,6 +10,7 @@ import numpy.typing as npt
 from linbias.definition import Float64, Options, compute, prepare, split_heads
 from linbias.explain_html import html
 from linbias.explain_html import printable as printable
+from linbias.schedules import in_words
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,10 +21,10 @@ class Explanation:
         q: [..., H, T, D], the queries.
         raw: [..., H, T, S], q . k.
         scaled: [..., H, T, S], scale * raw.
-        penalty: [..., H, T, S], what the bias takes away: slope * distance, inf where hidden; less the numbers of a mask.
-        biased: [..., H, T, S], scaled - penalty: the score that softmax sees.
-        weight: [..., H, T, S], softmax(biased).
-        output: [..., H, T, E], weight @ v.
+        bias: [..., H, T, S], what is added: -slope * distance, -inf where hidden; and the numbers of a mask.
+        scores: [..., H, T, S], scaled + bias.
+        weights: [..., H, T, S], softmax(scores).
+        output: [..., H, T, E], weights @ v.
         lse: [..., H, T].
         slopes, right_slopes: [H] or [B, H] (right_slopes is inf for causal attention).
         query_start: [...], the position of query 0.
@@ -33,9 +34,9 @@ class Explanation:
     q: Float64
     raw: Float64
     scaled: Float64
-    penalty: Float64
-    biased: Float64
-    weight: Float64
+    bias: Float64
+    scores: Float64
+    weights: Float64
     output: Float64
     lse: Float64
     slopes: Float64
@@ -43,8 +44,21 @@ class Explanation:
     query_start: npt.NDArray[np.int64]
     tokens: tuple[str, ...] | None = None
 
+    # What `bias`, `scores` and `weights` were called before, for programs that read them.
+    @property
+    def penalty(self) -> Float64:
+        return 0.0 - self.bias
+
+    @property
+    def biased(self) -> Float64:
+        return self.scores
+
+    @property
+    def weight(self) -> Float64:
+        return self.weights
+
     def __repr__(self) -> str:
-        *batch, H, T, S = self.biased.shape
+        *batch, H, T, S = self.scores.shape
         of = f" for a batch {batch}" if batch else ""
         return f"Explanation({H} heads, {T} queries, {S} keys{of}; table() shows it)"
 
@@ -54,14 +68,11 @@ class Explanation:
 
     def slopes_in_words(self, head: int) -> str:
         """The slopes of a head, without those of a hidden side."""
-        left, right = float(self.slopes[..., head]), float(self.right_slopes[..., head])
-        if left == right or np.isinf(right):
-            return f"slope {left:g}"
-        return f"slope {right:g} to the right" if np.isinf(left) else f"slopes {left:g}, {right:g}"
+        return in_words(float(self.slopes[..., head]), float(self.right_slopes[..., head]))
 
     def names(self, tokens: Sequence[str] | None = None) -> list[str]:
         """Name the S keys: by the tokens given, else by those of `explain`, else by their index."""
-        S = self.biased.shape[-1]
+        S = self.scores.shape[-1]
         tokens = self.tokens if tokens is None else tokens
         found = [str(s) for s in range(S)] if tokens is None else [str(token) for token in tokens]
         if len(found) != S:
@@ -78,7 +89,7 @@ class Explanation:
         Raises:
             ValueError: There is no such query.
         """
-        T = self.biased.shape[-2]
+        T = self.scores.shape[-2]
         names = self.names(tokens)
         if isinstance(query, str) and query in names:
             number = names.index(query) - int(self.query_start)
@@ -109,9 +120,9 @@ class Explanation:
             ValueError: There is a batch axis, no such query, or tokens has another length than the keys.
             IndexError: head is out of range.
         """
-        if self.biased.ndim != 3:
-            raise ValueError(f"table: needs arrays without a batch axis, got {self.biased.shape}")
-        H, _, S = self.biased.shape
+        if self.scores.ndim != 3:
+            raise ValueError(f"table: needs arrays without a batch axis, got {self.scores.shape}")
+        H, _, S = self.scores.shape
         query = self.find(query, tokens)
         names = [printable(name) for name in self.names(tokens)]
         width = max([3, *map(len, names)])
@@ -119,10 +130,10 @@ class Explanation:
         for h in range(H) if head is None else [range(H)[head]]:
             position = query + int(self.query_start)
             label = names[position] if 0 <= position < S else f"position {position}"
-            lines.append(f"head {h} ({self.slopes_in_words(h)}), query {label}")
+            lines.append(f"head {h}, {self.slopes_in_words(h)}, query {label}")
             lines.append(f"  q [{_in_a_row(self.q[h, query])}]")
-            lines.append(f"  {'key':<{width}}      q.k   scaled  penalty   biased   weight")
-            steps = (self.raw, self.scaled, self.penalty, self.biased, self.weight)
+            lines.append(f"  {'key':<{width}}    q . k   scaled     bias   scores  weights")
+            steps = (self.raw, self.scaled, self.bias, self.scores, self.weights)
             for s in range(S):
                 numbers = "".join(f"{step[h, query, s]:9.4f}" for step in steps)
                 lines.append(f"  {names[s]:<{width}}{numbers}")
@@ -165,10 +176,10 @@ def explain(
     Example:
         >>> trace = explain(np.zeros((1, 2, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1)), [0.5])
         >>> print(trace.table())
-        head 0 (slope 0.5), query 1
+        head 0, slope 1/2, query 1
           q [0.0000]
-          key      q.k   scaled  penalty   biased   weight
-          0     0.0000   0.0000   0.5000  -0.5000   0.3775
+          key    q . k   scaled     bias   scores  weights
+          0     0.0000   0.0000  -0.5000  -0.5000   0.3775
           1     0.0000   0.0000   0.0000   0.0000   0.6225
           output [1.0000]
 

@@ -38,12 +38,12 @@ _STYLE = """
 .linbias-explain figcaption { font-weight: bold; padding: 0.3em 0; }
 .linbias-explain p { margin: 0.5em 0; }
 """
-_STEPS = (("q.k", "raw"), ("scaled", "scaled"), ("penalty", "penalty"), ("biased", "biased"))
+_STEPS = (("q &middot; k", "raw"), ("scaled", "scaled"), ("bias", "bias"), ("scores", "scores"))
 
 
 def html(explanation: Explanation) -> str:
     """The whole picture, as one <div>."""
-    *batch, H, T, S = explanation.biased.shape
+    *batch, H, T, S = explanation.scores.shape
     of = f", the first of a batch {batch}" if batch else ""
     if batch:
         explanation = _first_of_batch(explanation)
@@ -62,7 +62,7 @@ def html(explanation: Explanation) -> str:
 
 
 def _first_of_batch(explanation: Explanation) -> Explanation:
-    first = (0,) * (explanation.biased.ndim - 3)
+    first = (0,) * (explanation.scores.ndim - 3)
     changed: dict[str, Any] = {
         name: getattr(explanation, name)[first] for name in ("q", *Steps._fields, "query_start")
     }
@@ -73,7 +73,7 @@ def _first_of_batch(explanation: Explanation) -> Explanation:
 
 
 def _query_names(explanation: Explanation) -> list[str]:
-    names, (T, S) = explanation.names(), explanation.biased.shape[-2:]
+    names, (T, S) = explanation.names(), explanation.scores.shape[-2:]
     positions = range(int(explanation.query_start), int(explanation.query_start) + T)
     return [names[p] if 0 <= p < S else f"position {p}" for p in positions]
 
@@ -102,7 +102,7 @@ def _heading(explanation: Explanation, head: int) -> str:
 def _table_of_weights(
     explanation: Explanation, head: int, names: Sequence[str], queries: Sequence[str]
 ) -> str:
-    weight, hidden = explanation.weight[head], np.isinf(explanation.penalty[head])
+    weight, hidden = explanation.weights[head], np.isinf(explanation.bias[head])
     rows = [
         (_name(query), "".join(map(_weight_cell, weight[t], hidden[t])))
         for t, query in enumerate(queries)
@@ -131,7 +131,7 @@ def _weight_cell(weight: float, hidden: bool) -> str:
 def _picture_of_weights(
     explanation: Explanation, head: int, names: Sequence[str], queries: Sequence[str]
 ) -> str:
-    weight = explanation.weight[head]
+    weight = explanation.weights[head]
     T, S = weight.shape
     step = -(-max(T, S) // _MOST_PIXELS)
     # A pixel shows the largest weight of its block, so that nothing is lost in an average.
@@ -171,16 +171,16 @@ def _png(weight: Float64) -> str:
 
 def _table_of_row(explanation: Explanation, head: int, names: Sequence[str], query: str) -> str:
     """The last row's steps, of all keys or of those with the most weight."""
-    weight = explanation.weight[head, -1]
+    weight = explanation.weights[head, -1]
     keys = np.sort(np.argsort(-weight, kind="stable")[:_MOST_KEYS])
     lines = []
     for s in keys:
-        hidden = bool(np.isinf(explanation.penalty[head, -1, s]))
+        hidden = bool(np.isinf(explanation.bias[head, -1, s]))
         steps = [getattr(explanation, step)[head, -1, s] for _, step in _STEPS]
         numbers = "".join(f"<td>{_number(value)}</td>" for value in steps)
         lines.append((_name(names[s]), numbers + _weight_cell(weight[s], hidden)))
     caption = f"{_heading(explanation, head)}, query {_name(query)}"
-    steps_of_keys = table(caption, ["key", *(title for title, _ in _STEPS), "weight"], lines)
+    steps_of_keys = table(caption, ["key", *(title for title, _ in _STEPS), "weights"], lines)
     rest = len(weight) - len(keys)
     others = f"<p>The other {rest:,} keys hold {1 - weight[keys].sum():.4f}.</p>" if rest else ""
     values = " ".join(f"{value:.4f}" for value in explanation.output[head, -1][:_MOST_KEYS])
@@ -189,6 +189,5 @@ def _table_of_row(explanation: Explanation, head: int, names: Sequence[str], que
 
 
 def _number(value: float) -> str:
-    if np.isinf(value):
-        return "&infin;" if value > 0 else "&minus;&infin;"
-    return f"{value:.4f}"
+    shown = "&infin;" if np.isinf(value) else f"{abs(value):.4f}"
+    return f"&minus;{shown}" if value < 0 else shown

@@ -191,8 +191,8 @@ class _Rows:
         """[rows, end - first], -inf where hidden."""
         distance = self.positions[:, None] - np.arange(first, end)
         slope = np.where(distance > 0, *self.slopes)
-        penalty = np.where(distance == 0, 0.0, slope) * np.abs(distance)
-        return np.where(np.isinf(penalty), -np.inf, self.q @ self.k[first:end].T - penalty)
+        bias = -np.where(distance == 0, 0.0, slope) * np.abs(distance)
+        return np.where(np.isinf(bias), -np.inf, self.q @ self.k[first:end].T + bias)
 
     def largest_scores(self) -> tuple[Float64, Float64]:
         """For LEFT and RIGHT, the score without bias that no key from key s outwards exceeds: [rows, keys].

@@ -8,6 +8,27 @@ import numpy.typing as npt
 SCHEDULES = ("paper", "geometric", "halving", "mpt")
 
 
+def in_words(left: float, right: float = math.inf) -> str:
+    """Label a head by its slopes: fractions where they are some, and a right one only where it differs.
+
+    Example:
+        >>> in_words(0.5), in_words(2**-0.5), in_words(0.25, 0.1), in_words(math.inf, 0.25)
+        ('slope 1/2', 'slope 0.7071', 'slopes 1/4, 1/10', 'slope 1/4 to the right')
+    """
+    if left == right or math.isinf(right):
+        return f"slope {written(left)}"
+    if math.isinf(left):
+        return f"slope {written(right)} to the right"
+    return f"slopes {written(left)}, {written(right)}"
+
+
+def written(slope: float) -> str:
+    """Write 1/256 for 0.00390625, and four digits of what is one over no whole number."""
+    inverse = 1 / slope if 0 < slope < 1 else 0.0
+    is_whole = inverse > 0 and abs(inverse - round(inverse)) < 1e-9
+    return f"1/{round(inverse)}" if is_whole else f"{slope:.4g}"
+
+
 def slopes(
     num_heads: int, schedule: str = "paper", max_bias: float = 8.0
 ) -> npt.NDArray[np.float64]:

@@ -42,7 +42,7 @@ def slopes(
             "head",
             "slope",
             "2 to the",
-            f"penalty\nat {_FAR}",
+            f"bias\nat {_FAR}",
             f"factor\nat {_FAR}",
             "1/e at",
             "reach",
@@ -50,15 +50,15 @@ def slopes(
         title=f"Slopes of {heads} heads, schedule {schedule}",
     )
     for head, slope in enumerate(found):
-        penalty = _FAR * slope
-        left = f"{np.exp(-penalty):.2g}" if penalty > 5 else f"{np.exp(-penalty):.3f}"
-        reach = character(penalty).lower()
+        added = -_FAR * slope
+        left = f"{np.exp(added):.2g}" if added < -5 else f"{np.exp(added):.3f}"
+        reach = character(-added).lower()
         power = f"{np.log2(slope):g}"
         cells = (
             str(head),
             f"{slope:.6g}",
             power,
-            f"{penalty:.4g}",
+            f"{added:.4g}",
             left,
             f"{1 / slope:.4g}",
             reach,
@@ -66,7 +66,7 @@ def slopes(
         table.add_row(*cells)
     out.print(table)
     out.print(
-        f"[dim]penalty: what a score loses at distance {_FAR}; factor: what that leaves of a weight; 1/e at: the "
+        f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a weight; 1/e at: the "
         "distance that leaves 37%.[/]"
     )
 
@@ -108,6 +108,6 @@ def bias(
     names = [str(position) for position in range(length)]
     for h, slope, one in zip(chosen, found, added, strict=True):
         numbers = np.where(np.isinf(one), np.nan, one)
-        out.print(Text(f"Bias of head {h}, slope {slope:g}", style="bold"))
+        out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
         out.print(matrices.Pair(names, [matrices.Matrix("", names, numbers, shaded=False)]))
         out.print()

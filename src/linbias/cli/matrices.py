@@ -53,13 +53,13 @@ class Pair:
 
 def too_large(trace: Explanation) -> bool:
     """Whether the matrices have more rows or columns than are printed."""
-    T, S = trace.weight.shape[1:]
+    T, S = trace.weights.shape[1:]
     return T > MOST_ROWS or S > MOST_COLUMNS
 
 
 def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableType:
     """Weights per head, their average, and the output: each with the bias and without."""
-    H, T, S = trace.weight.shape
+    H, T, S = trace.weights.shape
     if too_large(trace):
         return (
             f"{T:,} queries and {S:,} keys are too many to print.\n"
@@ -78,12 +78,12 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
         ]
         shown.extend([Text(title, style="bold"), Pair(rows, pair), Text("")])
 
-    weights = [np.where(np.isinf(each.penalty), np.nan, each.weight) for each in (trace, plain)]
+    weights = [np.where(np.isinf(each.bias), np.nan, each.weights) for each in (trace, plain)]
     for h in heads:
         show(f"Weights of head {h}, {trace.slopes_in_words(h)}", names, *(w[h] for w in weights))
     if len(heads) == H > 1:
-        hidden = np.isinf(trace.penalty).all(0)
-        means = [np.where(hidden, np.nan, each.weight.mean(0)) for each in (trace, plain)]
+        hidden = np.isinf(trace.bias).all(0)
+        means = [np.where(hidden, np.nan, each.weights.mean(0)) for each in (trace, plain)]
         show(f"Weights, average of the {H} heads", names, *means)
     outputs = [side_by_side(each.output[heads]) for each in (trace, plain)]
     columns = [str(number) for number in range(outputs[0].shape[1])]

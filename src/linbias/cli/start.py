@@ -71,7 +71,7 @@ def explain(
     trace, tokens = example.trace(arrays, causal=causal, slope=slopes)
     plain, _ = example.trace(arrays, causal=causal, slope=[0.0])
     queries = example.find(query, trace, tokens)
-    heads = example.find_heads(head, len(trace.weight))
+    heads = example.find_heads(head, len(trace.weights))
     if as_csv and as_json:
         raise ValueError("--csv: must stand without --json")
     if as_json:

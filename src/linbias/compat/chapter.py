@@ -130,13 +130,11 @@ class ALiBiAttention:
         for h in range(self.n_heads):
             print(f"\n--- Head {h + 1} (slope={self.slopes[h]}) ---")
             print(f"Q_h{h + 1}[{token}] = {q[h, query_idx]}")
-            steps = (
-                getattr(trace, name)[h, query_idx] for name in ("scaled", "penalty", "biased")
-            )
-            for name, scaled, penalty, biased in zip(tokens, *steps, strict=True):
-                shown = f"penalty = -{abs(penalty):.4f}  alibi = {biased:.4f}"
+            steps = (getattr(trace, name)[h, query_idx] for name in ("scaled", "bias", "scores"))
+            for name, scaled, added, score in zip(tokens, *steps, strict=True):
+                shown = f"penalty = -{abs(added):.4f}  alibi = {score:.4f}"
                 print(f"  score[{name}] = {scaled:.4f}  {shown}")
-            print(f"  softmax = {np.round(trace.weight[h, query_idx], 4)}")
+            print(f"  softmax = {np.round(trace.weights[h, query_idx], 4)}")
             print(f"  output = {np.round(trace.output[h, query_idx], 4)}")
 
     def _heads(self, method: str, *matrices: npt.ArrayLike) -> list[npt.NDArray[Any]]:

@@ -18,6 +18,7 @@ from linbias import _checks
 from linbias.definition import Float64
 from linbias.explain import Explanation, printable
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, write_tokens
+from linbias.schedules import in_words
 
 _COLOURS = "Blues"  # dark is much weight; grey prints keep the order
 _RASTERED_FROM = 100  # keys: beyond, so many rectangles make files large
@@ -63,7 +64,7 @@ def bias(
     Example:
         >>> figure = bias(linbias.slopes(4), 32, width="single")
         >>> [panel.get_title() for panel in figure.axes[:2]]
-        ['head 0, slope 0.25', 'head 1, slope 0.0625']
+        ['head 0, slope 1/4', 'head 1, slope 1/16']
     """
     if unknown:
         _checks.refuse_unknown("plots.bias", unknown, bias)
@@ -74,10 +75,9 @@ def bias(
         raise ValueError(f"plots.bias: slopes must be [H], got {list(slopes.shape)}")
     sides = np.full_like(slopes, np.inf) if causal else right_slopes
     values = linbias.definition.bias(slopes, T, T if S is None else S, sides)
-    to_right = None if sides is None else np.broadcast_to(np.asarray(sides, float), slopes.shape)
+    to_right = np.broadcast_to(slopes if sides is None else np.asarray(sides), slopes.shape)
     titles = [
-        f"head {h}, {_slopes(s, s if to_right is None else to_right[h])}"
-        for h, s in enumerate(slopes)
+        f"head {h}, {in_words(*pair)}" for h, pair in enumerate(zip(slopes, to_right, strict=True))
     ]
     finite = values[np.isfinite(values)]
     scale = Normalize(min(float(finite.min(initial=0.0)), -1e-9), 0.0)
@@ -115,16 +115,12 @@ def weights(
         >>> q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4))
         >>> figure = weights(linbias.explain(q, k, v), average=True, tokens="The cat sat on mat".split())
         >>> [panel.get_title() for panel in figure.axes[:3]]
-        ['head 0, slope 0.0625', 'head 1, slope 0.00391', 'average']
+        ['head 0, slope 1/16', 'head 1, slope 1/256', 'average']
     """
     if isinstance(weights, Explanation):
-        values = np.where(np.isinf(weights.penalty), np.nan, weights.weight)
-        titles = [
-            f"head {h}, {_slopes(*pair)}"
-            for h, pair in enumerate(
-                zip(weights.slopes.flat, weights.right_slopes.flat, strict=True)
-            )
-        ]
+        values = np.where(np.isinf(weights.bias), np.nan, weights.weights)
+        pairs = zip(weights.slopes.flat, weights.right_slopes.flat, strict=True)
+        titles = [f"head {h}, {in_words(*pair)}" for h, pair in enumerate(pairs)]
         tokens = weights.tokens if tokens is None else tokens
         first = int(weights.query_start) if weights.query_start.ndim == 0 else 0
     else:
@@ -142,12 +138,6 @@ def weights(
         values, titles = np.concatenate([values, mean[None]]), [*titles, "average"]
     matrices = _Matrices(values, titles, tokens, first, "weight", Normalize(0.0, 1.0))
     return _draw("plots.weights", matrices, heads, width, ax)
-
-
-def _slopes(left: float, right: float) -> str:
-    if left == right or np.isinf(right):
-        return f"slope {left:.3g}"
-    return f"slope {right:.3g} right" if np.isinf(left) else f"slopes {left:.3g}, {right:.3g}"
 
 
 class _Matrices(NamedTuple):

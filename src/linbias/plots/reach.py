@@ -14,6 +14,7 @@ from matplotlib.ticker import NullLocator
 from linbias import _checks, near_to_far
 from linbias.definition import Array, Float64, attention_weights, distances
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
+from linbias.schedules import in_words
 from linbias.schedules import slopes as slopes_of_paper
 
 _COLOURS = ("#08519C", "#6BAED6", "#C6DBEF", "#E6EFF7")  # dark holds the nearest weight
@@ -61,7 +62,7 @@ def reach(
         >>> q, k = np.random.default_rng(0).normal(size=(2, 4, 64, 16))
         >>> figure = reach(q, k)
         >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
-        ['head 0, slope 0.25', 'head 1, slope 0.0625', 'head 2, slope 0.0156', 'head 3, slope 0.00391']
+        ['head 0, slope 1/4', 'head 1, slope 1/16', 'head 2, slope 1/64', 'head 3, slope 1/256']
     """
     if unknown:
         _checks.refuse_unknown("plots.reach", unknown, reach)
@@ -77,7 +78,7 @@ def reach(
     options = {"causal": causal, "right_slopes": right_slopes, "scale": scale}
     holding = tokens_that_hold(q, k, slopes, shares, options)
     read = tokens_read(q, k, slopes, tolerance, options) if tolerance else None
-    names = [f"head {h}, slope {slope:.3g}" for h, slope in enumerate(slopes)]
+    names = [f"head {h}, {in_words(slope)}" for h, slope in enumerate(slopes)]
     if ax is not None:
         _draw(ax, holding, read, shares, names, k.shape[1])
         return figure_of(ax)
