@@ -72,7 +72,7 @@ def test_the_chapters_steps_are_in_the_page(open_state):
         page.choose_head(head)
         bias = [[float(cell) for cell in row[1:]] for row in page.cells()]
         np.testing.assert_array_equal(bias, -slope * distance)
-    # Rows "The" and "cat" step by step: the penalty, and the weights with and without the bias.
+    # Rows "The" and "cat" step by step: the bias, and the weights with and without the bias.
     page.choose_head("Head 1")
     assert page.bars() == {
         "The": ("0.2879", "0.1237"),
@@ -82,8 +82,8 @@ def test_the_chapters_steps_are_in_the_page(open_state):
         "mat": ("0.0790", "0.2509"),
     }
     page.choose_row("cat")
-    penalties = [row[3] for row in page.table("Step by step")]
-    assert penalties == ["0.5000", "0.0000", "0.5000", "1.0000", "1.5000"]
+    bias = [row[3] for row in page.table("Step by step")]
+    assert bias == ["-0.5000", "0.0000", "-0.5000", "-1.0000", "-1.5000"]
 
 
 def test_the_chapters_slopes_are_in_the_page(open_state):

@@ -37,7 +37,7 @@ def test_each_variant_is_its_row_of_the_table(variant):
     sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
     trace = linbias.explain(q, k, v, left, **sides)
     out, weights = module(x, need_weights=True, average_attn_weights=False)
-    np.testing.assert_allclose(weights.detach(), trace.weight, atol=1e-6)
+    np.testing.assert_allclose(weights.detach(), trace.weights, atol=1e-6)
     merged = torch.from_numpy(trace.output).float().transpose(1, 2).flatten(2)
     torch.testing.assert_close(out, module.out_proj(merged))
     averaged = module(x, need_weights=True)[1]

@@ -20,14 +20,14 @@ CHARACTERS = (
 )
 
 
-def character(penalty: float) -> str:
+def character(lost: float) -> str:
     """The character of a head whose keys at distance 10 lose this much.
 
     Example:
         >>> [character(10 / 2**h) for h in (1, 2, 3, 4, 8)]
         ['Ultra-local', 'Local', 'Medium-range', 'Broad', 'Near-global']
     """
-    return next(name for least, name in CHARACTERS if penalty >= least)
+    return next(name for least, name in CHARACTERS if lost >= least)
 
 
 # A text to make the example longer: the ten words of the chapter's fifth exercise, and more.

@@ -29,9 +29,9 @@ def static_part() -> str:
         "that was trained on short texts can then read longer ones.</p>",
         "<p>Scripts are off here. With them, you could change the slopes and the words of this example, compare how "
         "methods of giving positions do at lengths beyond the trained one, and see which keys need not be read.</p>",
-        _picture(tokens, trace.weight, names),
-        *(_table(n, tokens, tokens, _fixed(w)) for n, w in zip(names, trace.weight, strict=True)),
-        _table("Mean of both heads", tokens, tokens, _fixed(trace.weight.mean(0))),
+        _picture(tokens, trace.weights, names),
+        *(_table(n, tokens, tokens, _fixed(w)) for n, w in zip(names, trace.weights, strict=True)),
+        _table("Mean of both heads", tokens, tokens, _fixed(trace.weights.mean(0))),
         _table("Outputs", [f"dim-{i}" for i in range(output.shape[1])], tokens, _fixed(output)),
         _slopes(),
     ]

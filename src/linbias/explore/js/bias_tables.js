@@ -43,13 +43,12 @@ function stepsPart() {
   function fillSteps({ tokens, row, head: number }, head) {
     const { S, E, raw, scaled, bias, biased, weight, output, lse } = head.with;
     const from = row * S;
-    const penalty = bias.map((value) => 0 - value);
     table.setCaption(`${headName(number)} (${slopeText(head)}), query ${tokens[row]}`);
     table.update(
-      ["q.k", "scaled", "penalty", "biased", "weight"],
+      ["q . k", "scaled", "bias", "scores", "weights"],
       tokens.map((token, s) => ({
         head: token,
-        cells: [raw, scaled, penalty, biased, weight].map((values) => fixed(values[from + s])),
+        cells: [raw, scaled, bias, biased, weight].map((values) => fixed(values[from + s])),
       })),
     );
     const out = Array.from(output.slice(row * E, (row + 1) * E), (value) => fixed(value)).join(" ");
@@ -104,7 +103,7 @@ function slopePart({ characters }) {
       "div",
       {},
       table.element,
-      note(`Characters by the penalty at distance 10: ${rule}; without a slope, Global.`),
+      note(`Characters by what the bias takes away at distance 10: ${rule}; without a slope, Global.`),
     ),
     fill({ state, heads, slopes }) {
       const rows = heads.flatMap((_, h) =>
@@ -119,7 +118,7 @@ function slopePart({ characters }) {
           ],
         })),
       );
-      const columns = ["slope", "fraction", "penalty at distance 10", "character", "weight halves every"];
+      const columns = ["slope", "fraction", "bias at distance 10", "character", "weight halves every"];
       const numSides = rows.length / heads.length;
       table.update(columns, rows, state.head === MEAN || numSides !== 1 ? -1 : state.head);
     },

@@ -107,7 +107,7 @@ function* blocksOutwards(position, numKeys, size) {
 // their sums `before` (of keys 0 .. s) and `after` (of keys s and beyond); and `leftOut`, what was never read.
 export function visit(prepared, { slopes, tolerance, block }) {
   const { position, numKeys, dots, largest } = prepared;
-  const scores = new Float64Array(numKeys); // the query's own key has no penalty, even where a slope is infinite
+  const scores = new Float64Array(numKeys); // the query's own key has a bias of 0, even where a slope is infinite
   for (let s = 0; s < position; s++) scores[s] = dots[s] - slopes[LEFT] * (position - s);
   scores[position] = dots[position];
   for (let s = position + 1; s < numKeys; s++) scores[s] = dots[s] - slopes[RIGHT] * (s - position);
