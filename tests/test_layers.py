@@ -28,6 +28,7 @@ LAYERS = {
     "explain": {"definition", "explain_html", "schedules"},
     "explain_html": {"definition"},
     "near_to_far": {"definition", "_checks"},
+    "streams": {"definition", "near_to_far", "_checks"},
     "kernels": {"_cpu"} | CORE,
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
