@@ -51,7 +51,7 @@ def test_it_shows_the_weights_of_every_head_and_the_steps_of_the_last_row():
         assert table[0] == ["", *tokens]
         assert table[1] == ["The", "1.0000", *["·"] * 4]
         assert table[5] == ["mat", *(f"{w:.4f}" for w in trace.weights[head, -1])]
-    opacity = re.search(r"rgba\(58, 124, 200, ([\d.]+)\)\">0.5110<", trace._repr_html_())
+    opacity = re.search(r"rgba\(179, 64, 27, ([\d.]+)\)\">0.5110<", trace._repr_html_())
     assert float(opacity[1]) == round(0.75 * trace.weights[0, -1, -1], 3)
     assert steps[0][0] == ["key", "q · k", "scaled", "bias", "scores", "weights"]
     written = [

@@ -26,7 +26,7 @@ LAYERS = {
     "variants": {"schedules"},
     "definition": {"_checks"} | ANYONE,
     "explain": {"definition", "explain_html", "schedules"},
-    "explain_html": {"definition"},
+    "explain_html": {"definition", "methods"},
     "near_to_far": {"definition", "_checks"},
     "streams": {"definition", "near_to_far", "_checks"},
     "kernels": {"_cpu"} | CORE,

@@ -1,5 +1,6 @@
 """One record says all about a position method: adding one adds it everywhere, and everybody can tell their lines apart."""
 
+import re
 import subprocess
 import sys
 from itertools import combinations
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linbias.methods import DECODER, ENCODER, METHODS, methods_of
+from linbias.explore.bundle import style
+from linbias.methods import DECODER, ENCODER, METHODS, WEIGHTS, methods_of
 
 ADD_A_METHOD = """
 import json, re, sys, types
@@ -119,3 +121,10 @@ def test_methods_of_a_chart_differ_for_every_kind_of_sight(field, sight):
             first, second = (seen(getattr(method, field), SIGHT[sight]) for method in pair)
             least = 0.08 if pair[0].linear == pair[1].linear else other_style
             assert np.linalg.norm(first - second) >= least, pair
+
+
+def test_weights_have_one_colour():
+    light, dark = WEIGHTS
+    assert f"--accent: light-dark({light}, {dark});" in style()
+    site = (Path(__file__).parents[1] / "docs/_static/linbias.css").read_text(encoding="utf-8")
+    assert set(re.findall("--color-brand-primary: (.*);", site)) == {light, dark}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from linbias.definition import Float64, Steps
+from linbias.methods import WEIGHTS
 
 Explanation = Any  # of linbias.explain, which imports this file
 
@@ -22,13 +23,14 @@ _MOST_CELLS = 12  # keys and queries of a table; larger matrices are pictures
 _MOST_PIXELS = 256
 _MOST_KEYS = 16  # of a row's table
 _MOST_HEADS = 8  # that are open from the start
-_SHADE = (58, 124, 200)
+_SHADE = tuple(bytes.fromhex(WEIGHTS[0][1:]))
 _DARKEST = 0.75  # opacity of weight 1: letters stay legible on light and on dark
 
 _STYLE = """
 .linbias-explain { font-variant-numeric: tabular-nums; line-height: 1.3; overflow-x: auto; }
 .linbias-explain .heads { display: flex; flex-wrap: wrap; gap: 1em 2em; }
 .linbias-explain table { border-collapse: collapse; margin: 0; width: auto; font-size: 0.85em; }
+.linbias-explain tr { background: none !important; } /* a notebook's stripes would mix with the shades */
 .linbias-explain caption { text-align: left; font-weight: bold; padding: 0.3em 0; caption-side: top; color: inherit; }
 .linbias-explain th, .linbias-explain td { padding: 0.2em 0.5em; text-align: right; border: 0; color: inherit; }
 .linbias-explain th { font-weight: normal; opacity: 0.75; }
@@ -124,8 +126,8 @@ def _weight_cell(weight: float, hidden: bool) -> str:
     if hidden:
         return '<td class="hidden" title="hidden">&middot;</td>'
     red, green, blue = _SHADE
-    shade = f"background: rgba({red}, {green}, {blue}, {_DARKEST * weight:.3f})"
-    return f'<td style="{shade}">{weight:.4f}</td>'
+    shade = f"rgba({red}, {green}, {blue}, {_DARKEST * weight:.3f})"
+    return f'<td style="background: {shade}">{weight:.4f}</td>'
 
 
 def _picture_of_weights(

@@ -13,6 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECODER, ENCODER, PAPER = "decoder", "encoder", "paper"
+WEIGHTS = (
+    "#b3401b",
+    "#f08a5d",
+)  # the colour of attention weights wherever they are drawn, on a light page and on a dark one
 
 
 @dataclass(frozen=True)

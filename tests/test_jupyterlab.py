@@ -1,0 +1,164 @@
+"""The explorer in a real JupyterLab, whose shortcuts must not hear what is typed in it.
+
+JupyterLab is large, and no other test needs it: CONTRIBUTING.md says how to install it for these.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from base64 import b64decode
+from contextlib import closing
+from time import monotonic, sleep
+
+import pytest
+
+import browser
+from explorer_page import Explorer
+from linbias.explore.static import picture
+from test_explain_html import Page
+
+pytest.importorskip("jupyterlab", reason="pip install jupyterlab, with anywidget")
+pytest.importorskip("anywidget")
+pytestmark = pytest.mark.processes
+
+CELLS = ["from linbias import explore\nexplore.widget()", "1 + 1", "2 + 2"]
+
+
+EXPLANATION = """import linbias
+linbias.explain([[[1.0]] * 5], [[[1.0]] * 5], [[[1.0]] * 5], [0.5])"""
+
+
+def write_notebook(path, sources):
+    cells = [
+        {
+            "cell_type": "code",
+            "id": f"cell-{i}",
+            "source": source,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for i, source in enumerate(sources)
+    ]
+    kernel = {"name": "python3", "display_name": "Python", "language": "python"}
+    metadata = {"kernelspec": kernel}
+    path.write_text(
+        json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+    )
+
+
+def free_port():
+    with closing(socket.socket()) as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab that serves an empty folder, and the folder."""
+    folder, own = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("jupyter")
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    places = {f"JUPYTER_{name}_DIR": str(own / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+        *(f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token="),
+        *(
+            f"--ServerApp.root_dir={folder}",
+            "--LabApp.news_url=None",
+            "--LabApp.collaborative=False",
+        ),
+    ]
+    with open(own / "log.txt", "w+") as log:
+        server = subprocess.Popen(command, env={**os.environ, **places}, stdout=log, stderr=log)
+        try:
+            deadline = monotonic() + 90
+            while True:
+                try:
+                    urllib.request.urlopen(f"{address}/api", timeout=5).close()
+                    break
+                except (urllib.error.URLError, ConnectionError):
+                    log.seek(0)
+                    assert server.poll() is None and monotonic() < deadline, log.read()
+                    sleep(0.2)
+            yield address, folder
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+
+
+@pytest.fixture
+def run_first_cell(chromium, lab):
+    """Open a notebook of these cells, and run the first one."""
+    address, folder = lab
+    pages = []
+
+    def run(sources):
+        name = f"{len(list(folder.iterdir()))}.ipynb"
+        write_notebook(folder / name, sources)
+        pages.append(browser.open_tab(chromium, viewport={"width": 1280, "height": 1400}))
+        pages[-1].set_default_timeout(60_000)
+        pages[-1].goto(f"{address}/lab/tree/{name}?reset")
+        pages[-1].get_by_text("| Idle").wait_for()  # the kernel
+        pages[-1].locator(".jp-CodeCell .cm-content").first.click()
+        pages[-1].keyboard.press("Control+Enter")
+        return pages[-1]
+
+    yield run
+    for page in pages:
+        page.context.close()
+
+
+def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
+    notebook = run_first_cell(CELLS)
+    notebook.get_by_role("grid", name="Weights").first.wait_for()
+    cells = notebook.locator(".jp-Notebook .jp-CodeCell")
+    assert cells.count() == len(CELLS)
+    shown = Explorer(notebook)
+    # "a" adds a cell above, "dd" deletes the cell, and "x" cuts it, wherever JupyterLab hears them.
+    notebook.get_by_role("grid").first.get_by_role("row").nth(2).click()
+    notebook.keyboard.type("addx")
+    assert cells.count() == len(CELLS)
+    text = notebook.get_by_role("textbox", name="Text")
+    text.click()
+    text.press("End")
+    notebook.keyboard.type(" addx")
+    assert text.input_value().endswith(" addx")
+    assert shown.cells()[-1][0] == "addx"
+    assert cells.count() == len(CELLS)
+    # Outside of it they work as ever.
+    notebook.locator(".jp-CodeCell .jp-InputPrompt").last.click()
+    notebook.keyboard.type("dd")
+    notebook.wait_for_function(
+        "n => document.querySelectorAll('.jp-Notebook .jp-CodeCell').length === n",
+        arg=len(CELLS) - 1,
+    )
+
+
+def test_the_stripes_of_tables_leave_the_shades_of_an_explanation_alone(run_first_cell):
+    notebook = run_first_cell([EXPLANATION])
+    rows = notebook.locator(".linbias-explain tbody tr")
+    rows.last.hover()
+    colours = rows.evaluate_all("rows => rows.map((row) => getComputedStyle(row).backgroundColor)")
+    assert set(colours) == {"rgba(0, 0, 0, 0)"}
+
+
+def test_a_page_made_of_a_notebook_shows_a_picture_for_the_widget(tmp_path):
+    write_notebook(tmp_path / "explorer.ipynb", CELLS)
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--execute", "explorer.ipynb"]
+    done = subprocess.run(
+        [*command, "--ExecutePreprocessor.store_widget_state=False"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = Page((tmp_path / "explorer.html").read_text(encoding="utf-8"))
+    sources = [value for name, value in shown.attributes if name == "src" and value]
+    pictures = [value for value in sources if value.startswith("data:image/svg+xml;base64,")]
+    assert b64decode(pictures[0].partition(",")[2]).decode() == picture()
