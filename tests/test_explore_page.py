@@ -2,6 +2,7 @@
 
 import re
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -339,7 +340,7 @@ def test_the_page_fits_every_width_and_nothing_jumps(open_state):
 
 def test_without_scripts_a_picture_and_the_tables_remain(visit, explorer_file):
     page = visit(explorer_file, java_script_enabled=False)
-    assert page.locator("noscript svg rect").count() == 50
+    assert page.locator("noscript svg g rect").count() == 50
     tables = page.locator("noscript table").all()
     shown = [chapters_table(table.locator("tbody").inner_text()) for table in tables]
     assert shown[:3] == [chapters_table(table) for table in HEADS.split("\n\n")]
@@ -407,6 +408,17 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     page.keyboard.press("b")
     assert page.evaluate("heard") == ["b", "b"]
     page.close()
+
+
+def test_a_page_that_cannot_run_the_widget_has_a_picture_of_it():
+    pytest.importorskip("anywidget")
+    shown, _ = explore.widget()._repr_mimebundle_()
+    assert shown["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert len(shown["text/plain"]) < 100  # and not all that the widget holds
+    picture = ElementTree.fromstring(shown["image/svg+xml"])
+    numbers = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    for table in HEADS.split("\n\n")[:2]:
+        assert {cell for row in chapters_table(table) for cell in row} <= set(numbers)
 
 
 def test_a_missing_anywidget_is_named(monkeypatch):

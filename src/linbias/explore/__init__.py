@@ -74,7 +74,8 @@ def widget(
         state: What to show first, as it stands behind # in the page's address: "head=2&variant=causal".
 
     Returns:
-        A widget that draws itself; its `state` follows what its reader does, and may be set.
+        A widget that draws itself; its `state` follows what its reader does, and may be set. Pages made of the notebook show
+        a picture instead (nbconvert with `--execute` does so given `--ExecutePreprocessor.store_widget_state=False`).
 
     Raises:
         ModuleNotFoundError: anywidget is not installed.

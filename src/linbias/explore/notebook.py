@@ -1,9 +1,12 @@
 """The explorer as a widget, for notebooks; loaded when `linbias.explore.widget` is called."""
 
+from typing import Any
+
 import anywidget
 import traitlets
 
 from linbias.explore.bundle import bundle, style
+from linbias.explore.static import picture
 
 
 class Explorer(anywidget.AnyWidget):
@@ -13,3 +16,9 @@ class Explorer(anywidget.AnyWidget):
     style = traitlets.Unicode(style()).tag(sync=True)
     data = traitlets.Unicode("{}").tag(sync=True)
     state = traitlets.Unicode("").tag(sync=True)
+
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a cell keeps: the widget, and a picture of its example for pages that cannot run it."""
+        shown, metadata = super()._repr_mimebundle_(**options)
+        words = "The explorer of linbias, a widget that a running notebook draws"
+        return {**shown, "text/plain": words, "image/svg+xml": picture()}, metadata
