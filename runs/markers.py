@@ -20,6 +20,15 @@ def fill(document: str | Path, parts: dict[str, str]) -> None:
     text = path.read_text(encoding="utf-8")
     for name, content in parts.items():
         part = re.compile(rf"(<!-- {name}: [^\n]*? -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, found = part.subn(lambda m, new=content: f"{m[1]}{new}\n{m[2]}", text)
+        text, found = part.subn(lambda m, new=content: f"{m[1]}{minus(new)}\n{m[2]}", text)
         assert found == 1, f"{path}: {name} must stand there once, got {found} times"
     path.write_text(text, encoding="utf-8")
+
+
+def minus(text: str) -> str:
+    """Write the minus sign of negative numbers, but not in code."""
+    code = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
+    negative = re.compile(r"(?<![\w./=-])-(?=\d)")
+    parts = code.split(text)  # prose and code by turns
+    parts[::2] = [negative.sub("\N{MINUS SIGN}", prose) for prose in parts[::2]]
+    return "".join(parts)
