@@ -94,9 +94,7 @@ def slope_tables(found: Found) -> str:
             if not trained or not start:
                 continue
             heads = range(len(trained[0]["slopes"]["left"]))
-            lines = [
-                [f"{METHODS[method].label}; {title(corpus)}, head", *(str(h + 1) for h in heads)]
-            ]
+            lines = [[f"{METHODS[method].label}; {title(corpus)}, head", *map(str, heads)]]
             lines.append(["at the start", *(f"{x:.4f}" for x in start[0]["slopes"]["left"])])
             for side, words in (("left", "before"), ("right", "after"), ("first", "first token")):
                 if side in trained[0]["slopes"]:
