@@ -63,7 +63,7 @@ class Found:
     def bits(
         self, corpus: str, position: str, trained: int, tested: int, *, sliding: bool = False
     ) -> list[float]:
-        """Bits per token of each seed; none where that was not measured."""
+        """Bits per word of each seed; none where that was not measured."""
         model = {"corpus": corpus, "position": position, "train_length": trained}
         stride = self.plan["stride"] if sliding else tested
         found = self.of("test", **model, test_length=tested, stride=stride)
@@ -131,7 +131,8 @@ def claims(found: Found) -> list[tuple[str, Callable[[str], Verdict]]]:
         if not all(gains):
             return judge([], "")
         in_blocks, sliding_by = map(statistics.fmean, gains)
-        number = f"{sliding_by:.3f} bits gained against {in_blocks:.3f} in blocks"
+        changes = [f"{2**-gain - 1:+.1%}" for gain in (sliding_by, in_blocks)]
+        number = f"{changes[0]} against {changes[1]} in blocks"
         return judge([b < a / 2 for a, b in zip(*gains, strict=True)], number)
 
     return [
@@ -248,7 +249,7 @@ def description(found: Found) -> str:
     plan, model, trained = found.plan, found.made["model"], found.of("train")
     rates = unique(found.of("tune"), "lr")
     tuned = ", ".join(
-        f"{lr:g}: {statistics.fmean(r['loss_base2'] for r in found.of('tune', lr=lr)):.2f}"
+        f"{lr:g}: {2 ** statistics.fmean(r['loss_base2'] for r in found.of('tune', lr=lr)):.0f}"
         for lr in rates
     )
     by_seeds = {c: ", ".join(map(str, found.seeds[c])) for c in found.corpora}
@@ -262,7 +263,7 @@ def description(found: Found) -> str:
         f"{plan['steps']:,} steps of {plan['max_tokens']} tokens, {trained[0]['tokens'] / 1e6:.2f} M tokens, "
         f"the same ones in the same order for all positions of a seed; seeds {seeds}. "
         f"Learning rate {trained[0]['lr']:g} for all: the least validation loss, in the mean over the four positions, after "
-        f"a quarter of the steps with another seed (bits per token by rate: {tuned}). "
+        f"a quarter of the steps with another seed (perplexity by rate: {tuned}). "
         f"Scored: the first {plan['test_tokens']:,} tokens of the test text without overlap; with a window that slides by "
         f"{plan['stride']} tokens, {plan['sliding_tokens']:,} that are the same for every length. "
         f"Cells: mean ± half the range over the seeds. {where(found.made)}. Speed: {where(found.speed_made)}."
@@ -291,17 +292,14 @@ def length_figure(found: Found) -> Figure:
                     label,
                 )
         _finish(axes, found.test_lengths, f"{CORPUS_NAMES[corpus]}", "tokens per test block")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _on_a_log_scale(axes)
     panels[0].set_ylabel("perplexity (lower is better)")
     panels[-1].legend(title="trained at", frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
 def curse_figure(found: Found) -> Figure:
-    """Above: what ALiBi gains from longer input, in blocks and sliding. Below: loss by tokens of context."""
+    """Above: what ALiBi gains from longer input, in blocks and sliding. Below: perplexity by tokens of context."""
     figure = Figure(figsize=(5.4 * len(found.corpora), 7.6), layout="constrained")
     rows = figure.subplots(2, len(found.corpora), squeeze=False)
     longest = found.test_lengths[-1]
@@ -310,7 +308,7 @@ def curse_figure(found: Found) -> Figure:
         for sliding, style, label in ((False, "-o", "blocks without overlap"), (True, "--s", "sliding window")):  # fmt: skip
             line = {n: found.bits(corpus, "alibi", found.length, n, sliding=sliding) for n in found.test_lengths}  # fmt: skip
             # Each seed beside itself: what is scored sliding is another part of the text, with a level of its own.
-            line = {n: [a - b for a, b in zip(v, line[found.length], strict=True)] for n, v in line.items()}  # fmt: skip
+            line = {n: [100 * (2 ** (a - b) - 1) for a, b in zip(v, line[found.length], strict=True)] for n, v in line.items()}  # fmt: skip
             _draw(upper, line, style, METHODS["alibi"].colour, label)
         title = f"{CORPUS_NAMES[corpus]}: ALiBi trained at {found.length}"
         _finish(upper, found.test_lengths, title, "tokens per test block or window")
@@ -319,17 +317,26 @@ def curse_figure(found: Found) -> Figure:
             records = found.of("test", **model, test_length=longest, stride=longest)
             curves = [r["by_context"] for r in records if r["seed"] in found.seeds[corpus]]
             line = {
-                points[0][0]: [bits for _, bits in points] for points in zip(*curves, strict=True)
+                points[0][0]: [2**bits for _, bits in points]
+                for points in zip(*curves, strict=True)
             }
             _draw(lower, line, "-", METHODS[position].colour, METHODS[position].label)
         ticks = [4**k for k in range(6) if 4**k <= longest]
         _finish(lower, ticks, f"All trained at {found.length}", "tokens of context before the predicted one")  # fmt: skip
+        _on_a_log_scale(lower)
         lower.axvline(found.length, color="#888888", linewidth=1, linestyle=(0, (4, 3)))
-    rows[0][0].set_ylabel(f"bits per token, less those at {found.length}")
-    rows[1][0].set_ylabel("bits per token (lower is better)")
+    rows[0][0].set_ylabel(f"perplexity, change in % from that at {found.length}")
+    rows[1][0].set_ylabel("perplexity (lower is better)")
     rows[0][-1].legend(frameon=False, fontsize=9)
     rows[1][-1].legend(frameon=True, framealpha=1, edgecolor="none", fontsize=9)
     return figure
+
+
+def _on_a_log_scale(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw(axes: Axes, line: dict[Any, list[float]], style: str, colour: str, label: str) -> None:

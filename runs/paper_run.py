@@ -18,8 +18,8 @@ from linbias import _machine
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "paper.md"
 RECORDS = ROOT / "records"
-COLUMNS = ("split", "length", "context_window", "num_tokens", "loss_base2", "perplexity")
-FORMATS = ("", ",", ",", ",", ".4f", ".2f")
+COLUMNS = ("split", "length", "context_window", "num_tokens", "perplexity")
+FORMATS = ("", ",", ",", ",", ".2f")
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 def table(record: dict) -> str:
     lines = [
-        "| split | length | context | tokens | bits | perplexity |",
+        "| split | length | context | tokens | perplexity |",
         "|---" * len(COLUMNS) + "|",
         *(
             "| "

@@ -187,14 +187,14 @@ def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
 
 
 def validation_loss(data: Path, home: Path, recipe: Recipe) -> float:
-    """Bits per token of a model after training, on the validation text."""
+    """Bits per word of a model after training, on the validation text."""
     train(data, home, recipe, progress=False)
     ids = read_data(data, "valid")[1].tokens[:65536]
     return score(load(home), ids, length=recipe.length).loss_base2
 
 
 def test_model(data: Path, home: Path, lengths: list[int], plan: Plan) -> list[Record]:
-    """Bits per token at each length, without overlap and with a sliding window."""
+    """Bits per word at each length, without overlap and with a sliding window."""
     model, ids = load(home), read_data(data, "test")[1].tokens
     before = psutil.Process().memory_info().rss
     longest = plan.test_lengths[-1]
@@ -216,7 +216,7 @@ def test_model(data: Path, home: Path, lengths: list[int], plan: Plan) -> list[R
 
 
 def bits_by_context(scores: Scores) -> list[list[float]]:
-    """[[tokens of context, bits per token]...], over octaves of context from 1 token on."""
+    """[[tokens of context, bits per word]...], over octaves of context from 1 token on."""
     rows = len(scores.log_probs) // scores.length
     whole = scores.log_probs[: rows * scores.length].reshape(rows, scores.length)
     bits = -whole.mean(0, dtype=np.float64) / math.log(2)

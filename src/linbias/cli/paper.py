@@ -284,17 +284,16 @@ def _training_summary(metrics: PaperMetrics) -> str:
     validation = ""
     if metrics.valid_ppl is not None:
         validation = (
-            f"; validation {metrics.valid_loss_base2:.3f} bits, perplexity "
-            f"{metrics.valid_ppl:.2f}, at step {metrics.best_step:,}"
+            f", {metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
         )
     return (
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
         f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
         f"({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"training {metrics.loss_base2:.3f} bits per token{validation}"
+        f"training perplexity {metrics.ppl:.2f}{validation}"
     )
 
 
 def _print_scores(results: Sequence[Scores]) -> None:
-    columns = ("split", "length", "context", "tokens", "bits", "perplexity")
+    columns = ("split", "length", "context", "tokens", "perplexity")
     out.print(evaluation_table(results, *columns))

@@ -59,9 +59,9 @@ class PaperMetrics(TrainingMetrics):
     """What a finished run measured.
 
     Attributes:
-        loss_base2: Bits per token in training, in the last line of the log.
+        loss_base2: Bits per word in training, in the last line of the log.
         ppl: 2^loss_base2.
-        valid_loss_base2: Bits per token of the best validation; None without validation.
+        valid_loss_base2: Bits per word of the best validation; None without validation.
         valid_ppl: 2^valid_loss_base2.
         best_step: When that was.
     """
