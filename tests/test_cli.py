@@ -402,9 +402,11 @@ def test_a_trained_model_is_trained_on_with_another_length(model, corpus, tmp_pa
     words += ["--batch-size", 2, "--threads", 1, "--validate-steps", 1, "-o", tmp_path / "on"]
     result = run(*words, "--set", "hidden_dropout=0.1")
     assert result.exit_code == 0, result.output
-    assert re.search(
-        r"loss \d\.\d{3} nats per token, \d\.\d{3} on the validation split", result.stdout
+    shown = re.search(
+        r"loss \d\.\d{3} bits per byte, (\d\.\d{3}) on the validation", result.stdout
     )
+    metrics = json.loads((tmp_path / "on" / "metrics.json").read_text())
+    assert float(shown[1]) == pytest.approx(metrics["validation_loss"] / np.log(2), abs=6e-4)
     config = json.loads((tmp_path / "on" / "config.json").read_text())
     assert (config["train_length"], config["hidden_size"], config["hidden_dropout"]) == (
         32,

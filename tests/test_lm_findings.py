@@ -19,14 +19,18 @@ def record(method: str, test_length: int, bits: float, seed: int = 0) -> Evaluat
 
 
 def by_position(
-    losses: list[float | None], counts: list[int], method: str = "alibi", seed: int = 0
+    losses: list[float | None],
+    counts: list[int],
+    method: str = "alibi",
+    seed: int = 0,
+    bytes_per_token: int = 1,
 ) -> EvaluationRecord:
     total = sum((loss or 0.0) * count for loss, count in zip(losses, counts, strict=True))
     evaluation = Evaluation(
         length=len(losses),
         stride=None,
         num_tokens=sum(counts),
-        num_bytes=sum(counts),
+        num_bytes=sum(counts) * bytes_per_token,
         nll=total / sum(counts),
         tokens_per_second=1.0,
         peak_memory_bytes=1,
@@ -87,6 +91,15 @@ def test_loss_by_position_is_pooled_by_count():
     assert positions == pytest.approx([1.0, 2.0, 3.0, 4.0])
     nats = [(1 + 9) / 4, 2.0, (6 + 6) / 4, 4.0]
     assert bits == pytest.approx([value / math.log(2.0) for value in nats])
+
+
+def test_loss_by_position_is_in_bits_per_byte_whatever_a_token_is():
+    bits = [
+        findings.loss_by_position([by_position([2.0, 1.0], [100, 100], bytes_per_token=size)])[1]
+        for size in (1, 4)
+    ]
+    assert bits[0] == pytest.approx([2.0 / math.log(2.0), 1.0 / math.log(2.0)])
+    assert bits[1] == pytest.approx([value / 4 for value in bits[0]])
 
 
 def test_positions_come_from_the_shortest_segments_and_rare_ones_are_pooled():

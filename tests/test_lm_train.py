@@ -398,7 +398,7 @@ def test_progress_is_lines_where_stderr_is_no_terminal_or_nothing(
     train(settings, corpus, tmp_path / "loud")
     out, err = capfd.readouterr()
     assert out == ""
-    losses = r"loss \d\.\d{3}  validation \d\.\d{3}  [\d,]+ tokens/s"
+    losses = r"loss \d\.\d{3} nats  validation \d\.\d{3} nats  [\d,]+ tokens/s"
     # a line for the validation, and one at the end with the validation that it has
     assert re.fullmatch(
         rf"training: step 3/4  {losses}  0:00 left\ntraining: step 4/4  {losses}\n", err

@@ -111,8 +111,8 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
 # How tables show what evaluations measured: by title, the name of the number and its form.
 _COLUMNS = {
     **{"split": ("split", ""), "length": ("length", ","), "context": ("context_window", ",")},
-    **{"stride": ("stride", ","), "nll": ("nll", ".4f"), "bits": ("loss_base2", ".4f")},
-    **{"perplexity": ("perplexity", ",.3f"), "bits/byte": ("bits_per_byte", ".4f")},
+    **{"stride": ("stride", ","), "nats per token": ("nll", ".4f")},
+    **{"perplexity": ("perplexity", ",.3f"), "bits per byte": ("bits_per_byte", ".4f")},
     **{"accuracy": ("accuracy", ".1%"), "tokens": ("num_tokens", ",")},
     **{"masked": ("num_scored", ","), "scored": ("num_scored", ",")},
     "tokens/s": ("tokens_per_second", ",.0f"),

@@ -1,5 +1,6 @@
 """The commands for language models: train, evaluate, generate."""
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,10 @@ from linbias.cli.console import (
 from linbias.data import SPLITS
 
 _ENCODER = ("encoder_position", "symmetric")
-_TOKEN = {"masked": "masked token", "seq2seq": "written token"}
+_TOKEN = {
+    "masked": "masked token",
+    "seq2seq": "written token",
+}  # what a loss is per; of a decoder, a byte
 
 
 @options.with_training_fields()
@@ -114,12 +118,19 @@ def train(
     if as_json:
         print_json({"model": str(output), **metrics.to_dict()})
         return
+
+    def bits(nats: float, split: str) -> str:
+        tokens_per_byte = (
+            1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
+        )
+        return f"{nats / math.log(2.0) * tokens_per_byte:.3f}"
+
     validated = metrics.validation_loss
     out.print(
         f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.tokens / 1e6:.2f} M tokens "
         f"in {metrics.seconds:.0f} s ({metrics.tokens_per_second:,.0f} tokens/s); "
-        f"loss {metrics.loss:.3f} nats per {_TOKEN.get(task, 'token')}"
-        + ("" if validated is None else f", {validated:.3f} on the validation split"),
+        f"loss {bits(metrics.loss, 'train')} bits per {_TOKEN.get(task, 'byte')}"
+        + ("" if validated is None else f", {bits(validated, 'valid')} on the validation split"),
         soft_wrap=True,
     )
     print_path("model in", output)
@@ -254,7 +265,7 @@ def evaluate(
         print_json(rows)
         return
     words = None if scales is None else [_scale_in_words(scale) for scale, _ in results]
-    columns = ["length", "stride", "nll", "perplexity"]
+    columns = ["length", "stride", "perplexity"]
     if hides:
         spans = first.num_spans
         done = "masked" if spans is None else f"took out {spans:,} spans"
@@ -262,10 +273,10 @@ def evaluate(
             f"{text.name}: {done} and scored {first.num_scored:,} of {first.num_tokens:,} tokens, "
             "the same ones at every length"
         )
-        columns += ["accuracy", "masked" if spans is None else "scored"]
+        columns += ["nats per token", "accuracy", "masked" if spans is None else "scored"]
     else:
         said = text.describe(first.num_tokens)
-        columns += ["bits/byte", "tokens"]
+        columns += ["bits per byte", "tokens"]
     out.print(escape(said), soft_wrap=True)
     out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
 

@@ -75,7 +75,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
     Returns:
         JSON values: `name`, `made`, `num_seeds` and `groups`, one for each training length, with its
         `lines`, one for each method. The `lengths` of a line are its losses by test length in bits per byte (the mean
-        over seeds, and their range), its `positions` the losses by tokens of context in bits per token. `limit` is
+        over seeds, and their range), its `positions` the losses by tokens of context. `limit` is
         the test length after which its table of positions has no more rows, or None.
     """
     from linbias.lm import findings

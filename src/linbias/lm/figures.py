@@ -97,7 +97,7 @@ def draw_loss_by_length(
 
 
 def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
-    """Bits per token against the tokens of context before it: a panel per training length."""
+    """Bits per byte against the tokens of context before it: a panel per training length."""
     train_lengths = findings.train_lengths(evaluations)
     figure, panels = _panels(len(train_lengths), narrow)
     for axes, train_length in zip(panels, train_lengths, strict=True):
@@ -115,7 +115,7 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
         ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
         _finish(axes, ticks, ends, float(train_length), PAGE)
         axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
-        _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per token")
+        _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per byte")
     return figure
 
 

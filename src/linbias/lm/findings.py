@@ -262,7 +262,9 @@ def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
 
 
 def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:
-    """One method's mean bits per token by position: the positions (middles of pools), the bits.
+    """One method's mean bits per byte by position: the positions (middles of pools), the bits.
+
+    Every token counts as many bytes as tokens of the scored text have in the mean.
 
     What a causal model predicts at a position does not depend on the length of its segment. Each
     position is therefore taken from the shortest segments that have it: there are most of those.
@@ -270,6 +272,9 @@ def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], 
     predictions.
     """
     total, count = np.zeros(0), np.zeros(0)
+    evaluations = [record.evaluation for record in records]
+    num_bytes = sum(evaluation.num_bytes or 0 for evaluation in evaluations)
+    nats_per_bit = math.log(2.0) * num_bytes / sum(each.num_tokens for each in evaluations)
     for length in sorted({record.test_length for record in records}):
         same = [record.evaluation for record in records if record.test_length == length]
         counts = np.array([evaluation.count_by_position for evaluation in same], dtype=float)
@@ -283,7 +288,7 @@ def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], 
         num = count[first:end].sum()
         if num >= _MIN_PREDICTIONS:
             positions.append(math.sqrt((first + 1) * end))  # positions count from 1
-            bits.append(float(total[first:end].sum() / num / math.log(2.0)))
+            bits.append(float(total[first:end].sum() / num / nats_per_bit))
             first = end
     return positions, bits
 
@@ -334,7 +339,7 @@ def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
                 f"{METHODS[method].label} trained on {train_length:,} tokens: {bits[0]:.2f} after "
                 f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
             )
-    return f"Lines of bits per token by context. {'; '.join(parts)}."
+    return f"Lines of bits per byte by context. {'; '.join(parts)}."
 
 
 def budget(training: TrainSettings) -> str:

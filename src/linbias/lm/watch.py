@@ -225,7 +225,7 @@ class ProgressBar(TrainerCallback):
 
     def _shown(self) -> str:
         """The losses and the speed, as far as they are known."""
-        parts = [f"{name} {self._losses[name]:.3f}" for name in sorted(self._losses)]
+        parts = [f"{name} {self._losses[name]:.3f} nats" for name in sorted(self._losses)]
         if self._speed is not None:
             parts.append(f"{self._speed:,.0f} tokens/s")
         return "  ".join(parts)

@@ -127,7 +127,7 @@ function positionChart(group, methods) {
       format: grouped,
       at: (x) => `after ${grouped(Math.round(x))} token${Math.round(x) === 1 ? "" : "s"}`,
     },
-    y: { label: "bits per token, lower is better", format: (y) => y.toFixed(2) },
+    y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(2) },
     lines: chartLines(group, methods, (line) => line.positions),
     marks: [{ x: group.train_length, text: "training length" }],
   };
