@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from numpy.testing import assert_allclose
 
@@ -13,6 +14,7 @@ from linbias import example, near_to_far, plots
 from linbias._run.files import write_json
 from linbias.lm.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.methods import BIAS, WEIGHTS
 from linbias.plots.reach import tokens_read, tokens_that_hold
 from test_lm_findings import record
 
@@ -45,6 +47,17 @@ def test_bias_is_that_of_the_definition_on_one_scale_of_colours():
         assert panel.collections[0].norm.vmin == expected[np.isfinite(expected)].min()
     titles = [panel.get_title() for panel in figure.axes[:2]]
     assert titles == ["head 0, slope 1/2", "head 1, slope 1/4 to the right"]
+
+
+def test_weights_and_bias_have_their_colours_and_legible_numbers():
+    trace, _ = example.trace()
+    weights, bias = plots.weights(trace).axes[0], plots.bias([4.0], 5).axes[0]
+    for panel, most, colour in ((weights, 1.0, WEIGHTS[0]), (bias, -16.0, BIAS[0])):
+        (mesh,) = panel.collections
+        assert to_hex(mesh.cmap(mesh.norm(most))) == colour
+    ink = {text.get_text(): text.get_color() for panel in (weights, bias) for text in panel.texts}
+    assert ink["1.00"] == ink["\N{MINUS SIGN}16.00"] == "white"
+    assert ink["0.11"] == ink["0.00"] == ink["\N{MINUS SIGN}4.00"] == "#222222"
 
 
 def test_tokens_are_written_as_text_and_do_not_overlap():

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECODER, ENCODER, PAPER = "decoder", "encoder", "paper"
-WEIGHTS = (
-    "#b3401b",
-    "#f08a5d",
-)  # the colour of attention weights wherever they are drawn, on a light page and on a dark one
+# The colours of attention weights and of the bias wherever they are drawn, on a light page and on a dark one.
+WEIGHTS = ("#b3401b", "#f08a5d")
+BIAS = ("#66707d", "#98a1ae")
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from linbias.cli.tables import NumberTable
 from linbias.definition import Float64
 from linbias.example import side_by_side
 from linbias.explain import Explanation, printable
+from linbias.methods import WEIGHTS
 
 MOST_ROWS, MOST_COLUMNS = 64, 64  # more than this is for a file
 _LONGEST_NAME = 12
-_LIGHT, _DARK = (247, 251, 255), (8, 81, 156)  # the colours of weights 0 and 1
+_LIGHT, _DARK = (255, 255, 255), bytes.fromhex(WEIGHTS[0][1:])  # the colours of weights 0 and 1
 
 
 class Matrix(NamedTuple):
@@ -124,7 +125,7 @@ def _shade(weight: float) -> str:
         round(light + (dark - light) * float(weight))
         for light, dark in zip(_LIGHT, _DARK, strict=True)
     )
-    letters = "rgb(255,255,255)" if weight > 0.75 else "rgb(0,0,0)"
+    letters = "rgb(255,255,255)" if weight > 0.88 else "rgb(0,0,0)"
     return f"{letters} on rgb({red},{green},{blue})"
 
 

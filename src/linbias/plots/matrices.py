@@ -9,7 +9,7 @@ import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
-from matplotlib.colors import Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -17,10 +17,14 @@ import linbias.definition
 from linbias import _checks
 from linbias.definition import Float64
 from linbias.explain import Explanation, printable
+from linbias.methods import BIAS, WEIGHTS
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, write_tokens
 from linbias.schedules import in_words
 
-_COLOURS = "Blues"  # dark is much weight; grey prints keep the order
+# From no weight to all of it, and from the lowest bias to 0: dark is much, in grey prints too.
+_WEIGHTS = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", WEIGHTS[0]])
+_BIAS = LinearSegmentedColormap.from_list("bias", [BIAS[0], "#FFFFFF"])
+_WHITE_BELOW = 0.179  # on a ground of this luminance white letters are as legible as black ones
 _RASTERED_FROM = 100  # keys: beyond, so many rectangles make files large
 _MOST_TOKENS = 40  # names along an axis
 _MOST_NUMBERS = 8  # keys, for numbers written into the cells
@@ -81,7 +85,7 @@ def bias(
     ]
     finite = values[np.isfinite(values)]
     scale = Normalize(min(float(finite.min(initial=0.0)), -1e-9), 0.0)
-    matrices = _Matrices(values, titles, tokens, values.shape[2] - T, "bias", scale)
+    matrices = _Matrices(values, titles, tokens, values.shape[2] - T, "bias", scale, _BIAS)
     return _draw("plots.bias", matrices, heads, width, ax)
 
 
@@ -136,7 +140,7 @@ def weights(
         mean = np.where(hidden, np.nan, np.nan_to_num(values).mean(0))
         heads = [*chosen, len(values)]
         values, titles = np.concatenate([values, mean[None]]), [*titles, "average"]
-    matrices = _Matrices(values, titles, tokens, first, "weight", Normalize(0.0, 1.0))
+    matrices = _Matrices(values, titles, tokens, first, "weights", Normalize(0.0, 1.0), _WEIGHTS)
     return _draw("plots.weights", matrices, heads, width, ax)
 
 
@@ -149,6 +153,7 @@ class _Matrices(NamedTuple):
     query_start: int
     quantity: str
     scale: Normalize
+    colours: Colormap
 
 
 def _draw(
@@ -208,7 +213,7 @@ def _panel(ax: Axes, matrices: _Matrices, head: int, cell: float) -> QuadMesh:
         np.arange(S + 1) - 0.5,
         np.arange(T + 1) - 0.5,
         values,
-        cmap=_COLOURS,
+        cmap=matrices.colours,
         norm=matrices.scale,
         rasterized=S > _RASTERED_FROM,
         edgecolors="face",
@@ -226,14 +231,16 @@ def _panel(ax: Axes, matrices: _Matrices, head: int, cell: float) -> QuadMesh:
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     if S <= _MOST_NUMBERS and T <= _MOST_NUMBERS:
-        _write_numbers(ax, values, matrices.scale, cell)
+        _write_numbers(ax, values, matrices, cell)
     return image
 
 
-def _write_numbers(ax: Axes, values: np.ma.MaskedArray, scale: Normalize, cell: float) -> None:
+def _write_numbers(ax: Axes, values: np.ma.MaskedArray, matrices: _Matrices, cell: float) -> None:
     shown = np.argwhere(~np.ma.getmaskarray(values))
     texts = {(t, s): f"{values[t, s]:.2f}".replace("-", "\N{MINUS SIGN}") for t, s in shown}
     size = min(6, 88 * cell / max(map(len, texts.values()), default=1))
     for (t, s), text in texts.items():
-        colour = "white" if scale(values[t, s]) > 0.6 else "#222222"
+        ground = np.array(matrices.colours(matrices.scale(values[t, s]))[:3])
+        linear = np.where(ground <= 0.04045, ground / 12.92, ((ground + 0.055) / 1.055) ** 2.4)
+        colour = "white" if linear @ (0.2126, 0.7152, 0.0722) < _WHITE_BELOW else "#222222"
         ax.text(s, t, text, ha="center", va="center", fontsize=size, color=colour)

@@ -13,12 +13,13 @@ from matplotlib.ticker import NullLocator
 
 from linbias import _checks, near_to_far
 from linbias.definition import Array, Float64, attention_weights, distances
+from linbias.methods import WEIGHTS
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
 from linbias.schedules import in_words
 from linbias.schedules import slopes as slopes_of_paper
 
-_COLOURS = ("#08519C", "#6BAED6", "#C6DBEF", "#E6EFF7")  # dark holds the nearest weight
-_READ = "#D55E00"
+_COLOURS = (WEIGHTS[0], "#D28C76", "#E8C5BA", "#F5E7E2")  # dark holds the nearest weight
+_READ = "#222222"
 _TILES = 64  # of a head, that near to far runs in: the mark is as fine as they are
 
 
