@@ -34,7 +34,7 @@ LAYERS = {
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
-    "models": {"data", "_run", "torch", "variants", "_checks"} | ANYONE,
+    "models": {"data", "_run", "torch", "variants", "definition", "streams", "_checks"} | ANYONE,
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
     "lm": {"models", "data", "_run"} | ANYONE,

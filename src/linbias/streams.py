@@ -33,6 +33,7 @@ def largest_lead(
     radius: float,
     scale: float,
     centred: bool,
+    related: bool = True,
 ) -> float:
     """Bound, for every input, by how much a key's score without bias can lead that of the query's own key.
 
@@ -49,6 +50,8 @@ def largest_lead(
         radius: At least the norm of every normed input: sqrt(n) after layer norm and RMS norm.
         scale: Factor on q . k.
         centred: Whether the entries of normed inputs sum to 0, as after layer norm and not after RMS norm.
+        related: Whether a query and its own key are made of one normed input. Not so where queries and keys have norms of
+            their own, behind the projections: then F and G are those norms' weights, and the own key is any that there is.
 
     Returns:
         The lead in nats, at least 0; inf where a weight is not finite.
@@ -81,6 +84,9 @@ def largest_lead(
     size = np.linalg.norm(C, 2)
     if radius == 0 or size == 0:
         return 2 * radius * float(np.linalg.norm(b)) * _UP
+    if not related:  # max over y of 2 radius |C'y + b|
+        squared = _most_on_ball(C @ C.T, 2 * C @ b, radius) + float(b @ b)
+        return 2 * radius * math.sqrt(max(0.0, squared)) * _UP
 
     # max over z: radius |C'y + b| <= radius^2 t / 2 + |C'y + b|^2 / (2 t) for every t > 0
     def bound(log_t: float) -> float:

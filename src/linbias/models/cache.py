@@ -6,15 +6,56 @@ leaves far keys unread only if it knows a bound on their norms (`key_bound`), wh
 the new keys.
 
 A model calls `use_growing_layers` on the cache that it is given or makes, before the first layer updates it, and
-in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`.
+in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`. A layer that does not keep all keys is an
+`AttendingLayer`, which the model lets attend in its place.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from linbias.models.places import Places
+
+
+class AttendingLayer(CacheLayerMixin):
+    """A layer that does not hand out its keys, since heads keep different ones, but attends itself."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
+    ) -> Tensor:
+        """Append new tokens, and let their queries attend to what is kept.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, G, T, D], of the new tokens.
+            slopes: [H], float32 or wider.
+            scale: Factor on q . k; None is 1 / sqrt(D).
+            places: Where the new tokens stand.
+
+        Returns:
+            [B, H, T, D].
+        """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Any:
+        """Refuse: there is no one set of keys for all heads."""
+        raise ValueError(
+            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
+            "that runs on linbias (linbias.models.load gives one)"
+        )
+
+
+def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
+    """The layer of a cache, where it attends itself."""
+    if cache is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if isinstance(layer, AttendingLayer) else None
 
 
 @dataclass(eq=False)

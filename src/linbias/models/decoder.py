@@ -13,10 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.models.cache import key_bound, use_growing_layers
+from linbias.models.cache import attending_layer, key_bound, use_growing_layers
 from linbias.models.packing import attend_packed, packed_weights
 from linbias.models.places import Places, read_attention_mask
-from linbias.models.positions import AttendOptions, Position
+from linbias.models.positions import AttendOptions, Biased, Position
 
 
 class SelfAttention(nn.Module):
@@ -77,6 +77,14 @@ class SelfAttention(nn.Module):
                 weights = packed_weights(
                     lambda q, k, r: position.weights(q, k, _from_start(r)), places.packing, q, k
                 )
+        elif (own := attending_layer(past_key_values, self.layer_index)) is not None:
+            if not isinstance(position, Biased):
+                raise ValueError(
+                    f"{type(self).__name__}: {type(own).__name__} must be given to a model with linear biases, got one with "
+                    f"{type(position).__name__}"
+                )
+            fall = position.fall(q, k, AttendOptions())
+            gathered = own.attend(q, k, v, fall["slopes"], fall.get("scale"), places)[:, :, -keep:]
         else:
             bound = None
             if past_key_values is not None:

@@ -50,6 +50,11 @@ class ModelSlopes:
     def __len__(self) -> int:
         return len(self._slopes)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether the slopes depend on the length of the text."""
+        return self._scale == "interpolate"
+
     def scaled(self, scale: SlopeScale, train_length: int | None = None) -> "ModelSlopes":
         """The same slopes with another scale, and another train_length if one is given."""
         return ModelSlopes(self._slopes, scale, train_length or self._train_length)

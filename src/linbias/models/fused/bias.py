@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils import logging
 
-from linbias.models.cache import key_bound, use_growing_layers
+from linbias.models.cache import attending_layer, key_bound, use_growing_layers
 from linbias.models.places import Places
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
@@ -62,6 +62,9 @@ def attend(
         What the queries gather, [B, T, H * D], and their weights [B, H, T, S] if `places` asks for them.
     """
     bias: Bias = layer.fused_bias
+    if (own := attending_layer(cache, layer.layer_idx)) is not None:
+        slopes = bias.slopes.left(q, k.shape[2])
+        return own.attend(q, k, v, slopes, bias.scale, places).transpose(1, 2).flatten(2), None
     bound = None
     if cache is not None:
         use_growing_layers(cache)

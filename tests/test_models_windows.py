@@ -1,0 +1,132 @@
+"""Windows from weights: for models of every family, no text has a key that leads by more than they say."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.fused import fuse
+from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+from linbias.models.jais import JaisConfig, JaisForCausalLM
+from linbias.models.windows import Windows, weights_windows
+from small_models import build, build_paper
+from test_transformers_fused import bloom, falcon, mpt
+
+
+def mpt_with_norms(**options: Any) -> LinbiasMptForCausalLM:
+    attention = {"alibi": True, "qk_ln": True, **options}
+    sizes = {
+        "d_model": 48,
+        "n_heads": 6,
+        "n_layers": 2,
+        "vocab_size": 97,
+        "initializer_range": 0.3,
+    }
+    return LinbiasMptForCausalLM(LinbiasMptConfig.from_dict({**sizes, "attn_config": attention}))
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "initializer_range": 0.3}  # fmt: skip
+JAIS = {"vocab_size": 97, "n_embd": 48, "n_head": 6, "n_layer": 2, "n_inner": 64, "initializer_range": 0.3}  # fmt: skip
+MODELS = {
+    "linbias": build,
+    "linbias, keys shared": lambda: build(num_key_value_heads=2),
+    "linbias, RMS norms": lambda: build(block="parallel_fused"),
+    "paper": lambda: build_paper(position="alibi"),
+    "baichuan": lambda: BaichuanForCausalLM(BaichuanConfig(**SMALL, intermediate_size=64)),
+    "jais": lambda: JaisForCausalLM(JaisConfig(**JAIS, mup_scale_qk_dot_by_d=True)),
+    "bloom": lambda: fuse(bloom()),
+    "falcon": lambda: fuse(falcon(new_decoder_architecture=True, num_kv_heads=2)),
+    "mpt": lambda: fuse(mpt()),
+    "mpt, norms of queries and keys": mpt_with_norms,
+}
+
+
+def made(name: str) -> Any:
+    """With norms and biases that do something, in float64."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def leads_of(model: Any, given: Windows, **inputs: torch.Tensor) -> np.ndarray:
+    """[layers, H]: the most by which a key led the query's own, from the weights of attention: w = exp(lead - m d) w_own."""
+    attentions = model(**inputs, output_attentions=True).attentions
+    found = []
+    for weights, slopes in zip(attentions, given.slopes, strict=True):
+        w = weights[0].double().log()  # [H, T, T]
+        places = torch.arange(w.shape[-1])
+        distance = (places[:, None] - places).clamp(min=0)
+        lead = (
+            w
+            - w.diagonal(dim1=1, dim2=2)[..., None]
+            + torch.tensor(slopes)[:, None, None] * distance
+        )
+        found.append(lead.tril().amax((1, 2)).numpy())
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_no_text_leads_by_more(name):
+    model = made(name)
+    given = weights_windows(model)
+    assert np.isfinite(given.lead).all() and not given.why_not
+    ids = torch.randint(model.config.vocab_size, (1, 700))
+    reached = leads_of(model, given, input_ids=ids)
+    assert (reached <= given.lead).all()
+    assert (reached[0] > 0.8 * given.lead[0]).all()  # most pairs of tokens occur
+    if name != "paper":  # whose embeddings are made inside
+        width = model.config.hidden_size
+        wild = torch.randn(1, 60, width) * 10.0 ** torch.randint(-3, 4, (1, 60, 1))
+        reached = leads_of(model, given, inputs_embeds=wild.double())
+        assert (reached[1:] <= given.lead[1:]).all()
+
+
+def test_a_layer_says_why_its_weights_do_not_say():
+    model = fuse(mpt(clip_qkv=0.01)).eval()
+    given = weights_windows(model)
+    assert given.why_not == {1: "its projections are not linear"}
+    assert (
+        np.isfinite(given.lead[0]).all() and np.isinf(given.lead[1]).all()
+    )  # tokens can be tried
+    assert np.isinf(given.windows()[1]).all()
+    model = made("linbias")
+    model.model.layers[1].norm = nn.Sequential(model.model.layers[1].norm, nn.Identity())
+    model.model.layers[1].norm.append(nn.ReLU())
+    assert weights_windows(model).why_not == {
+        1: "its attention reads something else than a norm's output"
+    }
+
+
+def test_a_large_vocabulary_is_left_to_the_weights(monkeypatch):
+    model = made("linbias")
+    tried = weights_windows(model)
+    monkeypatch.setattr("linbias.models.windows._MOST_TOKENS", 60)
+    bounded = weights_windows(model)
+    assert (tried.lead[0] < bounded.lead[0]).all()
+    np.testing.assert_array_equal(tried.lead[1], bounded.lead[1])
+
+
+def test_the_model_is_as_before():
+    model = made("linbias").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights_windows(model)
+    assert model.training and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("position", ["rotary", "none"])
+def test_models_without_linear_biases_are_refused(position):
+    with pytest.raises(ValueError, match="linear biases"):
+        weights_windows(build(position=position))
+
+
+def test_slopes_that_follow_the_length_are_refused():
+    with pytest.raises(ValueError, match="slope_scale"):
+        weights_windows(build(slope_scale="interpolate"))
