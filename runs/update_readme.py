@@ -22,6 +22,7 @@ from linbias.explore import read_results
 from linbias.lm import figures
 from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord
+from linbias.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
@@ -264,7 +265,7 @@ def extrapolation_table() -> str:
     for line in group["lines"]:
         losses = {point["x"]: f"{point['y']:.3f}" for point in line["lengths"]}
         cells = (losses.get(length, "-") for length in lengths)
-        lines.append(f"| {line['method']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {METHODS[line['method']].label} | " + " | ".join(cells) + " |")
     made = run["made"]
     text = (
         f"Trained on {group['train_length']} tokens; {made['model']}, {made['training']}."
