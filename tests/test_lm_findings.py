@@ -7,8 +7,9 @@ import pytest
 
 from linbias.lm import figures, findings
 from linbias.lm.evaluation import Evaluation
-from linbias.lm.records import EvaluationRecord, ExtrapolationResults
+from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.lm.training import LanguageModelMetrics
 from linbias.methods import METHODS
 
 
@@ -58,17 +59,64 @@ def test_findings_compare_the_longest_test_with_the_training_length():
     assert str(alibi) == (
         "no worse at 16x the training length of 4: 3.000 to 2.970 bits per byte (-1.0%, one seed)"
     )
-    assert "--seeds 0,1,2" in str(findings.caution(findings.findings(records)))
+    assert "--seeds 0,1,2" in cautions(records)[-1]
 
 
 def test_a_mean_of_seeds_says_so_and_needs_no_caution():
     records = [record("t5", n, 3.0, seed=seed) for n in (4, 64) for seed in (0, 1)]
     (found,) = findings.findings(records)
     assert str(found).endswith("3.000 to 3.000 bits per byte (0.0%, mean of 2 seeds)")
-    assert findings.caution([found]) is None
+    assert cautions(records) == []
     # One method with one seed is enough for it.
-    more = [*records, record("alibi", 4, 3.0)]
-    assert findings.caution(findings.findings(more)) is not None
+    assert len(cautions([*records, record("alibi", 4, 3.0)])) == 1
+
+
+def cautions(records, *trainings):
+    results = ExtrapolationResults({}, ExtrapolateSettings(), trainings, tuple(records))
+    return findings.cautions(results)
+
+
+def trained(tokens, num_parameters=1_000_000):
+    metrics = LanguageModelMetrics(
+        **{"steps": 1, "seconds": 1.0, "peak_memory_bytes": 1, "num_processes": 1, "loss": 1.0},
+        tokens=tokens,
+        num_parameters=num_parameters,
+    )
+    return TrainingRecord("alibi", 4, 0, metrics, date="today")
+
+
+def test_a_short_training_says_what_it_cannot_show():
+    said = findings.scope([trained(250_000, 500_000), trained(250_000)])
+    assert "have 1.00 M parameters and read 0.5 tokens for each of them" in said
+    assert "It cannot show which method is best after a full training" in said
+    assert findings.scope([trained(20_000_000)]) is None
+    assert findings.scope([]) is None
+
+
+AT_TRAINING = {"alibi": 3.0, "rotary": 2.9, "none": 3.5, "t5": 3.42, "learned": 3.44, "sinusoidal": 3.51}  # fmt: skip
+
+
+def test_methods_that_are_ahead_at_the_training_length_are_named():
+    two_seeds = [record(m, 4, bits, seed) for m, bits in AT_TRAINING.items() for seed in (0, 1)]
+    assert cautions(two_seeds) == [
+        "At the training length of 4, rotary (2.900) is ahead of ALiBi (3.000 bits per byte)."
+    ]
+    assert cautions([r for r in two_seeds if r.method != "rotary"]) == []
+    assert cautions([r for r in two_seeds if r.method != "alibi"]) == []
+
+
+def test_methods_that_have_hardly_learnt_are_named_with_the_rule():
+    two_seeds = [record(m, 4, bits, seed) for m, bits in AT_TRAINING.items() for seed in (0, 1)]
+    said = cautions(two_seeds, trained(1_000_000))[-1]
+    # 3.43 is 2% better than 3.5.
+    assert said.startswith(
+        "At the training length of 4, learned table and sinusoidal are less than 2% better than the same model without "
+        "positions (3.500 bits per byte)"
+    )
+    # After a full training it is a result, and without a model that has no positions nobody can tell.
+    assert "without positions" not in "".join(cautions(two_seeds, trained(20_000_000)))
+    others = [r for r in two_seeds if r.method != "none"]
+    assert "without positions" not in "".join(cautions(others, trained(1_000_000)))
 
 
 def test_a_change_that_rounds_to_zero_has_no_sign():

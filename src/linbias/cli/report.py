@@ -24,16 +24,17 @@ def tables(results: ExtrapolationResults) -> Iterator[Table]:
 
 
 def sentences(results: ExtrapolationResults) -> Iterator[Text]:
-    """The findings, a line for each; how each model continued a prompt; and what to keep in mind."""
-    found = findings.findings(results.evaluations)
-    for finding in found:
+    """What the training can show; the findings, a line for each; how each model continued a prompt; what to keep in mind."""
+    if scope := findings.scope(results.trainings):
+        yield Text(scope)
+    for finding in findings.findings(results.evaluations):
         yield Text.assemble(_name(finding.method), f" is {finding}")
     for train_length in findings.train_lengths(results.trainings):
         validated = findings.validations(results.trainings, train_length)
         for row in validated.rows if validated else ():
             for text in row.continuations:
                 yield Text.assemble(_name(row.method), f" continues: {text!r}")
-    if caution := findings.caution(found):
+    for caution in findings.cautions(results):
         yield Text(caution, "dim")
 
 

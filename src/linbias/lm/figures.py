@@ -68,7 +68,8 @@ def loss_by_length(evaluations: Sequence[EvaluationRecord], *, narrow: bool = Fa
     figure, panels = _panels(len(train_lengths), narrow)
     for axes, train_length in zip(panels, train_lengths, strict=True):
         draw_loss_by_length(axes, evaluations, train_length, PAGE)
-        axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
+        more = "" if narrow else ", tested on more"
+        axes.set_title(f"Trained on {train_length:,} tokens{more}", **_TITLE)
     return figure
 
 

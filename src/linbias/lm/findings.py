@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 # Another seed can change the loss by up to this share.
 _CLEAR_CHANGE = 0.01
+# A model that is this near to the same one without positions has hardly learnt to use its own.
+_HARDLY_BETTER = 0.02
+# Tokens read for each parameter: what is usual for a full training (Hoffmann et al., 2022).
+_FULL_TRAINING = 20
 # The mean loss over fewer predictions is mostly noise.
 _MIN_PREDICTIONS = 100
 
@@ -118,15 +122,69 @@ def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
     return found
 
 
-def caution(found: Iterable[Finding]) -> str | None:
-    """What to keep in mind about verdicts that rest on one seed; None where there are none."""
-    if all(finding.num_seeds > 1 for finding in found):
+def scope(trainings: Sequence[TrainingRecord]) -> str | None:
+    """What so short a training cannot show; None where the models read as much as is usual for their size."""
+    read = max((t.metrics.tokens / t.metrics.num_parameters for t in trainings), default=math.inf)
+    if read >= _FULL_TRAINING:
         return None
+    parameters = max(training.metrics.num_parameters for training in trainings)
     return (
-        "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
-        "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "
-        "and the range of three."
+        f"This was a short training of small models: they have {parameters / 1e6:.2f} M parameters and read {read:.2g} "
+        f"tokens for each of them, where about {_FULL_TRAINING} are usual. It can show whose loss rises beyond the "
+        "training length. It cannot show which method is best after a full training, or in a large model."
     )
+
+
+def cautions(results: ExtrapolationResults) -> list[str]:
+    """What to keep in mind about the findings: who is ahead of ALiBi, who has hardly learnt, and what rests on one seed."""
+    found = findings(results.evaluations)
+    said = []
+    for length in train_lengths(results.evaluations):
+        trained = {f.method: f.at_training.mean for f in found if f.train_length == length}
+        said.append(_ahead(length, trained))
+        if scope(results.trainings):
+            said.append(_hardly_learnt(length, trained))
+    if any(finding.num_seeds == 1 for finding in found):
+        said.append(
+            "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
+            "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "
+            "and the range of three."
+        )
+    return [sentence for sentence in said if sentence]
+
+
+def _ahead(length: int, trained: dict[str, float]) -> str:
+    """Which methods have a lower loss than ALiBi at the training length."""
+    alibi = trained.get("alibi", -math.inf)
+    better = {METHODS[method].label: bits for method, bits in trained.items() if bits < alibi}
+    if not better:
+        return ""
+    names = _listed([f"{label} ({bits:.3f})" for label, bits in better.items()])
+    return (
+        f"At the training length of {length:,}, {names} {'is' if len(better) == 1 else 'are'} ahead of ALiBi "
+        f"({alibi:.3f} bits per byte)."
+    )
+
+
+def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
+    """Which methods are hardly better than none at the training length, so that their change with length says little."""
+    without = trained.get("none", math.inf)
+    near = [
+        METHODS[method].label
+        for method, bits in trained.items()
+        if method != "none" and without * (1 - _HARDLY_BETTER) <= bits < math.inf
+    ]
+    if not near:
+        return ""
+    return (
+        f"At the training length of {length:,}, {_listed(near)} {'is' if len(near) == 1 else 'are'} less than "
+        f"{_HARDLY_BETTER:.0%} better than the same model without positions ({without:.3f} bits per byte): so little has "
+        "been learnt of positions there that the change with length says little about the method."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def change_in_words(change: float) -> str:

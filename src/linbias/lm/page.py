@@ -6,6 +6,7 @@ The page needs no network, fits telephones, and follows the reader's choice of l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib import resources
@@ -40,8 +41,9 @@ def html(results: ExtrapolationResults) -> str:
         light_colours=_variables(figures.colours()),
         dark_colours=_variables({name: m.dark for name, m in METHODS.items()} | _DARK),
         introduction=escape(findings.introduction(evaluations)),
+        scope=_paragraph(findings.scope(results.trainings)),
         findings=_finding_list(found),
-        caution=_caution(found),
+        cautions="".join(map(_paragraph, findings.cautions(results))),
         loss_by_length=_figure(
             figures.loss_by_length, evaluations, findings.lengths_in_words(evaluations)
         ),
@@ -75,15 +77,14 @@ def _figure(
 def _finding_list(found: Sequence[Finding]) -> str:
     items = [
         f"<li {_colour(finding.method)}><b>{escape(METHODS[finding.method].label)}</b> "
-        f"is {escape(str(finding))}</li>"
+        f"is {escape(_signed(str(finding)))}</li>"
         for finding in found
     ]
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
-def _caution(found: Sequence[Finding]) -> str:
-    text = findings.caution(found)
-    return "" if text is None else f'<p class="note">{escape(text)}</p>'
+def _paragraph(text: str | None) -> str:
+    return "" if text is None else f"<p>{escape(text)}</p>"
 
 
 def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
@@ -106,14 +107,14 @@ def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
 
 
 def _table(found: findings.Table) -> str:
-    """A table that scrolls in itself where the window is too narrow; the methods' names stay."""
+    """A table that scrolls in itself where the window is too narrow; its caption and the methods' names stay."""
     caption = escape(found.caption + (f" ({found.note})" if found.note else ""))
     heads = "".join(
         f'<th scope="col">{head.replace(chr(10), "<br>")}</th>' for head in found.heads
     )
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table>'
-        f"<caption>{caption}</caption><tr><td></td>{heads}</tr>"
+        f"<caption><span>{caption}</span></caption><tr><td></td>{heads}</tr>"
         f"{''.join(map(_row, found.rows))}</table></div>"
     )
 
@@ -123,11 +124,16 @@ def _row(row: findings.Row) -> str:
     cells = [
         '<td class="missing">beyond<br>its table</td>'
         if cell is None
-        else f"<td>{cell}{bars.get(number, '')}</td>"
+        else f"<td>{_signed(cell)}{bars.get(number, '')}</td>"
         for number, cell in enumerate(row.cells)
     ]
     name = f'<th scope="row">{escape(METHODS[row.method].label)}</th>'
     return f"<tr {_colour(row.method)}>{name}{''.join(cells)}</tr>"
+
+
+def _signed(text: str) -> str:
+    """Negative numbers with a minus sign."""
+    return re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def _colour(method: str) -> str:
