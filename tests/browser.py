@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def open_tab(browser: Any, **options: Any) -> Any:
     page = context.new_page()
     page.set_default_timeout(5000)
     return page
+
+
+def violations(page: Any) -> list[str]:
+    """Which rules of accessibility a page breaks, and where, by axe-core."""
+    script = resources.files("axe_playwright_python").joinpath("axe.min.js")
+    page.evaluate(script.read_text(encoding="utf-8"))
+    found = page.evaluate("async () => (await axe.run()).violations")
+    return [
+        f"{rule['id']} at {' '.join(node['target'])}: {node['failureSummary']}"
+        for rule in found
+        for node in rule["nodes"]
+    ]
 
 
 class Visits:
