@@ -15,7 +15,7 @@ NAMES = """
     momentum no-fuse no-open normalize nwords output period pooling position precision preset prompt prompt-file
     query quiet results resume rows-multiple save-steps schedule seconds seed seeds set shrink slope slope-scale
     split steps stride symmetric t-mult task temperature tensorboard text test test-lengths threads
-    threshold tokenizer tokens top-k train train-length train-lengths valid validate-lengths
+    threshold tokenizer tokens tolerance top-k train train-length train-lengths valid validate-lengths
     validate-steps version vocab-size warmup-steps weight-decay workers
 """.split()
 # Words for the same thing, of which the options use at most one.

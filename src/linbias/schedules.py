@@ -24,8 +24,8 @@ def in_words(left: float, right: float = math.inf) -> str:
 
 def written(slope: float) -> str:
     """Write 1/256 for 0.00390625, and four digits of what is one over no whole number."""
-    inverse = 1 / slope if 0 < slope < 1 else 0.0
-    is_whole = inverse > 0 and abs(inverse - round(inverse)) < 1e-9
+    inverse = 1 / float(slope) if 0 < slope < 1 else 0.0
+    is_whole = 0 < inverse < math.inf and abs(inverse - round(inverse)) < 1e-9
     return f"1/{round(inverse)}" if is_whole else f"{slope:.4g}"
 
 

@@ -129,7 +129,7 @@ def window_of_lead(
     if not 0 < tolerance < 1:
         raise ValueError(f"window_of_lead: tolerance must be in (0, 1), got {tolerance}")
     nats = lead + log_geometric(slope, math.inf) - math.log(tolerance)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         found = np.where(slope > 0, np.ceil(nats / slope), math.inf)
     return np.maximum(np.where(np.isinf(slope), 1.0, found), 1.0)
 

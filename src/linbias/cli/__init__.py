@@ -8,6 +8,7 @@ the commands, so that `linbias --help` is quick.
     biases    slopes, bias
     explore   the page
     models    train, evaluate, generate
+    streams   windows
     encoders  embed, convert
     paper     paper prepare, paper train, paper convert, paper evaluate, paper run
     console   what they share: output, errors, progress, tables
@@ -19,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from linbias.cli import biases, encoders, explore, models, paper, start
+from linbias.cli import biases, encoders, explore, models, paper, start, streams
 from linbias.cli.console import new_group, out
 
 app = new_group()
@@ -33,6 +34,7 @@ for name, panel, command in (
     ("train", "Models", models.train),
     ("evaluate", "Models", models.evaluate),
     ("generate", "Models", models.generate),
+    ("windows", "Models", streams.windows),
     ("embed", "Models", encoders.embed),
     ("convert", "Models", encoders.convert),
 ):
