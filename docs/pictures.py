@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 import linbias
 from linbias.definition import Float64
 from linbias.example import TOKENS, trace
+from linbias.methods import BIAS, WEIGHTS
 from linbias.variants import variant_slopes
 
 FOLDER = Path(__file__).parent / "ideas"
-FAINT, HIDDEN = "#5b6773", "#e3e7eb"
+FAINT, HIDDEN = "#5b6773", "#f6f7f8"
 COLORS = ("#b3261e", "#c2571a", "#a37b00", "#3f7d20", "#00796b", "#1565c0", "#5e35b1", "#8e2463")
 STYLE = {
     "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": FAINT, "xtick.color": FAINT,
-    "ytick.color": FAINT, "image.cmap": "Blues", "svg.fonttype": "none", "svg.hashsalt": "linbias",
+    "ytick.color": FAINT, "hatch.color": "#c9ced4", "hatch.linewidth": 0.5, "svg.fonttype": "none", "svg.hashsalt": "linbias",
 }  # fmt: skip
 
 
@@ -37,20 +39,24 @@ def panels(num: int, height: float, note: str = "") -> tuple[Figure, Sequence[Ax
 
 
 def matrix(
-    ax: Axes, values: Float64, most: float, title: str, digits: int | None = None, names: Sequence[str] = ()
+    ax: Axes, values: Float64, most: float, title: str, digits: int | None = None, names: Sequence[str] = (),
+    colour: str = BIAS[0],
 ) -> None:  # fmt: skip
-    """Cells from white for 0 to dark for `most` in size; -inf is hidden, and grey."""
-    ax.imshow(np.ma.masked_invalid(np.abs(values)), vmin=0, vmax=most, interpolation="none")
-    ax.set_facecolor(HIDDEN)
+    """Cells from white for 0 to dark for `most` in size; -inf is hidden, and hatched."""
+    ramp = LinearSegmentedColormap.from_list("cells", ["#ffffff", colour])
+    ax.imshow(np.ma.masked_invalid(np.abs(values)), ramp, vmin=0, vmax=most, interpolation="none")
+    ax.patch.set(facecolor=HIDDEN, hatch="////")
     ax.set_title(title)
     ax.spines[:].set_visible(False)
     ax.set_xticks(range(len(names)), names)
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(length=0)
+    size = 7 if len(ax.get_figure().axes) > 3 else 9
     for (row, column), value in np.ndenumerate(values):
         if digits is not None and np.isfinite(value):
-            ink = "white" if abs(value) > 0.6 * most else "black"
-            ax.text(column, row, f"{value:.{digits}f}", ha="center", va="center", color=ink)
+            ink = "white" if abs(value) > 0.9 * most else "black"
+            text = f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
+            ax.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
 
 
 def steps() -> Figure:
@@ -58,21 +64,21 @@ def steps() -> Figure:
     of, _ = trace(causal=False)
     note = "the bias is 0 at the query itself; each row of weights adds up to 1"
     figure, axes = panels(3, 3.1, note)
-    matrix(axes[0], of.scaled[0], 2.0, "scores, scaled", 2, TOKENS)
-    matrix(axes[1], 0.0 - of.penalty[0], 2.6, "+  bias, slope 1/2", 1, TOKENS)
-    matrix(axes[2], of.weight[0], 0.6, "→  weights", 2, TOKENS)
+    matrix(axes[0], of.scaled[0], 2.0, "q · k, scaled", 2, TOKENS)
+    matrix(axes[1], of.bias[0], 2.6, "+  bias, slope 1/2", 1, TOKENS)
+    matrix(axes[2], of.weights[0], 0.6, "→  weights", 2, TOKENS, WEIGHTS[0])
     return figure
 
 
 def heads() -> Figure:
     """The causal bias of some heads of eight, as factors on the weight."""
-    note = "rows: queries; columns: keys; dark: the bias leaves the weight as it is; white: it leaves nothing; grey: hidden"
+    note = "rows: queries; columns: keys; dark: the bias leaves the weight as it is; white: it leaves nothing; hatched: hidden"
     figure, axes = panels(4, 2.6, note)
     slopes = linbias.slopes(8)
     bias = linbias.bias(slopes, 24, 24, np.full(8, np.inf))
     for ax, head in zip(axes, (0, 2, 4, 7), strict=True):
         kept = np.where(np.isinf(bias[head]), -np.inf, np.exp(bias[head]))
-        matrix(ax, kept, 1.0, f"head {head}, slope 1/{round(1 / slopes[head])}")
+        matrix(ax, kept, 1.0, f"head {head}, slope 1/{round(1 / slopes[head])}", colour=WEIGHTS[0])
     return figure
 
 
@@ -99,11 +105,18 @@ def rows_alike() -> Figure:
         3.0,
         "the first, with the number beside each row, is the second: softmax does not see it",
     )
-    matrix(axes[0], away, 2.6, "- slope * distance", 1)
+    matrix(axes[0], away, 2.6, "\N{MINUS SIGN}slope \N{MULTIPLICATION SIGN} distance", 1)
     for row in range(5):
         axes[0].text(4.7, row, f"+ {0.5 * row:.1f}", va="center", color=FAINT)
-    matrix(axes[1], index, 2.6, "slope * key index", 1)
-    matrix(axes[2], np.where(weight > 0, weight, -np.inf), 0.8, "softmax of either", 2)
+    matrix(axes[1], index, 2.6, "slope \N{MULTIPLICATION SIGN} key index", 1)
+    matrix(
+        axes[2],
+        np.where(weight > 0, weight, -np.inf),
+        0.8,
+        "softmax of either",
+        2,
+        colour=WEIGHTS[0],
+    )
     return figure
 
 
@@ -117,7 +130,7 @@ def variants() -> Figure:
         "the other half": (slopes[1:], right[1:]),
         "asymmetric": ([0.5], [1.0]),
     }
-    figure, axes = panels(5, 2.2, "rows: queries; columns: keys; grey: hidden")
+    figure, axes = panels(5, 2.2, "rows: queries; columns: keys; hatched: hidden")
     for ax, (title, sides) in zip(axes, shown.items(), strict=True):
         matrix(ax, linbias.bias(sides[0], 5, 5, sides[1])[0], 4.0, title, 1)
     return figure
@@ -163,7 +176,7 @@ def rotary() -> Figure:
 
 def blocks_read() -> Figure:
     """Which blocks near to far reads."""
-    note = "1,024 tokens in blocks of 32: dark is read, white is left out, grey is hidden by the causal mask"
+    note = "1,024 tokens in blocks of 32: dark is read, white is left out, hatched is hidden by the causal mask"
     figure, axes = panels(3, 3.4, note)
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 8))
     for ax, slope in zip(axes, (1 / 2, 1 / 8, 1 / 32), strict=True):

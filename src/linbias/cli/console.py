@@ -111,8 +111,12 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
 # How tables show what evaluations measured: by title, the name of the number and its form.
 _COLUMNS = {
     **{"split": ("split", ""), "length": ("length", ","), "context": ("context_window", ",")},
-    **{"stride": ("stride", ","), "nats per token": ("nll", ".4f")},
-    **{"perplexity": ("perplexity", ",.3f"), "bits per byte": ("bits_per_byte", ".4f")},
+    **{"stride": ("stride", ","), "perplexity": ("perplexity", ",.3f")},
+    "bits per byte": ("bits_per_byte", ".4f"),
+    **{
+        f"bits per\n{kind} token": ("bits_per_hidden_token", ".4f")
+        for kind in ("masked", "written")
+    },
     **{"accuracy": ("accuracy", ".1%"), "tokens": ("num_tokens", ",")},
     **{"masked": ("num_scored", ","), "scored": ("num_scored", ",")},
     "tokens/s": ("tokens_per_second", ",.0f"),

@@ -268,12 +268,18 @@ def evaluate(
     columns = ["length", "stride", "perplexity"]
     if hides:
         spans = first.num_spans
-        done = "masked" if spans is None else f"took out {spans:,} spans"
+        task, done = (
+            ("masked", "masked") if spans is None else ("seq2seq", f"took out {spans:,} spans")
+        )
         said = (
             f"{text.name}: {done} and scored {first.num_scored:,} of {first.num_tokens:,} tokens, "
             "the same ones at every length"
         )
-        columns += ["nats per token", "accuracy", "masked" if spans is None else "scored"]
+        columns += [
+            f"bits per {_TOKEN[task]}",
+            "accuracy",
+            "masked" if spans is None else "scored",
+        ]
     else:
         said = text.describe(first.num_tokens)
         columns += ["bits per byte", "tokens"]

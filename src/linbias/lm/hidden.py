@@ -84,6 +84,10 @@ class HiddenEvaluation:
         """exp(nll); infinite where that is beyond a float."""
         return math.exp(self.nll) if self.nll < 709.0 else math.inf
 
+    @property
+    def bits_per_hidden_token(self) -> float:
+        return self.nll / math.log(2.0)
+
     def to_dict(self) -> Record:
         """All fields that are known, and the perplexity, as JSON values."""
         spans = {} if self.num_spans is None else {"num_spans": self.num_spans}
