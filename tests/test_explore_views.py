@@ -1,4 +1,4 @@
-"""The explorer's views of results, of near to far and of a model: their data, and their numbers in a real browser."""
+"""The explorer's views of results and of near to far: their data, and their numbers in a real browser."""
 
 import base64
 import json
@@ -8,26 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 import linbias
 from linbias import explore, near_to_far
-from linbias.data.dictionary import Dictionary
-from linbias.data.tokenizers import byte_tokenizer
-from linbias.data.words import save_word_tokenizer
-from linbias.explore import model, results
+from linbias.explore import results
 from linbias.lm.settings import ExtrapolateSettings
 from linbias.methods import METHODS
-from linbias.models import (
-    LinbiasConfig,
-    LinbiasForCausalLM,
-    PaperConfig,
-    PaperForCausalLM,
-    fuse,
-    load,
-)
-from test_cli import run
 
 ROOT = Path(__file__).parents[1]
 JS = ROOT / "src" / "linbias" / "explore" / "js"
@@ -402,249 +388,14 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
         explore.read_results([tmp_path])
 
 
-# A model
+# All views
 
 
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "<i>text.txt"
-    path.write_text(
-        '<b>"a" &amp;</b>\n\u05e9\u05dc\u05d5\u05dd e\u0301\tmore and more words', "utf-8"
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LinbiasConfig(
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        initializer_range=0.4,
-    )
-    folder = tmp_path_factory.mktemp("model") / "model"
-    LinbiasForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shown_model(model_folder, text_file) -> dict[str, Any]:
-    return model.read(model_folder, text_file, limit_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def weights(model_folder, text_file) -> np.ndarray:
-    """[layers, heads, T, T], from the model itself."""
-    ids = torch.tensor([list(text_file.read_bytes()[:40])])
-    with torch.no_grad():
-        found = load(model_folder, device="cpu")(ids, output_attentions=True).attentions
-    return torch.cat(found).numpy()
-
-
-def test_a_model_is_packed_within_16_bits(shown_model, weights):
-    packed = np.frombuffer(base64.b64decode(shown_model["weights"]), "<u2") / 65535
-    rows, columns = np.tril_indices(40)
-    np.testing.assert_allclose(
-        packed, weights[..., rows, columns].ravel(), rtol=0, atol=0.5 / 65535 + 1e-7
-    )
-    assert shown_model["slopes"] == linbias.slopes(4).tolist()
-    assert shown_model["cut"] == "The page shows the first 40 tokens of the text."
-    assert (shown_model["causal"], shown_model["note"]) == (True, None)
-    assert shown_model["tokens"][:5] == ["<", "b", ">", '"', "a"]
-    assert shown_model["tokens"][17] == "\\xd7"  # half a letter
-
-
-def test_the_words_of_a_paper_model(tmp_path):
-    words = Dictionary.from_counts({"a": 2, "b": 1}, padding_factor=8)
-    sizes = {"vocab_size": 8, "cutoffs": (4,), "hidden_size": 16, "num_hidden_layers": 1}
-    config = PaperConfig(**sizes, num_attention_heads=2, intermediate_size=16)
-    PaperForCausalLM(config).save_pretrained(tmp_path)
-    words.write(tmp_path / "dict.txt")
-    save_word_tokenizer(words, tmp_path)
-    (tmp_path / "text").write_text("b a\nnew\n")
-    shown = model.read(tmp_path, tmp_path / "text")
-    assert shown["tokens"] == ["b", "a", "\n", "<unk>", "\n"]
-    assert (shown["separator"], shown["cut"]) == (" ", None)
-    assert shown["slopes"] == linbias.slopes(2).tolist()
-
-
-def test_reach_is_measured_over_the_later_half_of_the_rows():
-    bands = np.zeros((1, 2, 8, 8))
-    for t in range(8):
-        bands[0, 0, t, t] = 1.0  # looks at itself
-        bands[0, 1, t, max(0, t - 3)] = 0.8
-        bands[0, 1, t, t] += 0.2
-    assert model.reach(bands) == {"mean": [[0.0, pytest.approx(0.8 * 3)]], "within": [[0, 3]]}
-
-
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
-def test_slopes_of_other_families_are_those_of_their_attention(kind):
-    sizes = {"vocab_size": 64, "hidden_size": 48, "d_model": 48}
-    counts = {"num_hidden_layers": 1, "n_layers": 1, "num_attention_heads": 6, "n_heads": 6}
-    extra = {"falcon": {"alibi": True}}.get(kind, {})
-    config = AutoConfig.for_model(kind, **sizes, **counts, **extra)
-    torch.manual_seed(0)
-    network = fuse(AutoModelForCausalLM.from_config(config).eval())
-    for name, parameter in network.named_parameters():
-        if "query_key_value" in name or "Wqkv" in name:
-            torch.nn.init.zeros_(parameter)  # then the bias alone decides
-    found = model.attention_weights(network, np.arange(12))
-    expected = linbias.attention_weights(
-        np.zeros((6, 12, 1)), np.zeros((6, 12, 1)), model.model_slopes(network, 12)
-    )
-    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, text_file, model_folder, tmp_path, monkeypatch):  # fmt: skip
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24)
-    network = BertLMHeadModel(config).eval()
-    monkeypatch.setattr(model, "load", lambda *_, **__: network)
-    shown = model.read(model_folder, text_file)
-    assert shown["causal"] is False
-    assert shown["slopes"] is shown["alone"] is None
-    assert re.search(r"\(bert\) has no linear biases.* not causal", shown["note"])
-    assert "no rows for later positions" in shown["cut"]
-    packed = np.frombuffer(base64.b64decode(shown["weights"]), "<u2")
-    assert packed.size == 2 * 24**2
-    np.testing.assert_allclose(packed.reshape(2, 24, 24).sum(-1) / 65535, 1.0, atol=24 / 65535)
-
-    path = tmp_path / "page.html"
-    path.write_text(explore.page(model=shown), encoding="utf-8")
-    _, panel = open_view(visit, path, "Model")
-    assert panel.get_by_text(shown["note"]).is_visible()
-    panel.locator("[data-token='3']").click()
-    row = packed.reshape(2, 24, 24)[0, 3] / 65535
-    away = row @ np.abs(3 - np.arange(24))
-    assert f"looks {away:.1f} tokens away on average" in panel.locator(".story").inner_text()
-    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
-    chart.press("End")  # a key after the query
-    assert chart.get_attribute("aria-valuetext").endswith(f"20 after: weight {row[23]:.4f}")
-
-
-def test_the_page_holds_so_many_weights():
-    for matrices, causal in ((24, True), (384, True), (1000, False), (10**9, True)):
-        T = model.most_tokens(matrices, causal)
-        cost = [t * (t + 1) / 2 if causal else t * t for t in (T, T + 1)]
-        assert matrices * cost[0] <= model.MAX_WEIGHTS < matrices * cost[1] or T == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "limit", "rule"),
-    [
-        (None, 8, "text must be a file that can be read"),
-        (b"", 8, "text must hold at least one token"),
-        (b"ok \xff", 8, "text must be UTF-8"),
-        (b"text", 0, r"limit_tokens must be in \[1, 1024\]"),
-        (b"text", 1025, r"limit_tokens must be in \[1, 1024\]"),
-    ],
-)
-def test_what_a_model_cannot_read_is_refused(tmp_path, model_folder, content, limit, rule):
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^explore: {rule}"):
-        model.read(model_folder, path, limit_tokens=limit)
-
-
-@pytest.fixture(scope="module")
-def model_file(shown_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("explore") / "model.html"
-    path.write_text(explore.page(model=shown_model), encoding="utf-8")
-    return path
-
-
-def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model, weights):
-    page, panel = open_view(visit, model_file, "Model")
-    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
-    alone = linbias.attention_weights(np.zeros((4, 40, 1)), np.zeros((4, 40, 1)))
-
-    def check(layer: int, head: int, query: int) -> None:
-        row = weights[layer, head, query, : query + 1]
-        distance = query - np.arange(query + 1)
-        within = int((np.bincount(distance, row).cumsum() < 0.9).sum())
-        story = panel.locator(".story").inner_text()
-        assert f"{row @ distance:.1f} tokens back on average" in story
-        assert f"lies within {within}." in story
-        assert float(story.rstrip(".").rpartition(": ")[2]) == pytest.approx(row.max(), abs=1e-4)
-        heading = panel.get_by_role("heading", name=f"Layer {layer + 1}, head {head + 1}, slope")
-        assert heading.is_visible()
-        chart.press("End")
-        text = chart.get_attribute("aria-valuetext")
-        found = [float(part) for part in re.findall(r" (\d\.\d+)", text)]
-        expected = [row[query], alone[head, query, query]]
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-
-    check(0, 0, 39)
-    panel.get_by_role("group", name="Layer").get_by_role("radio", name="2", exact=True).click()
-    panel.get_by_role("group", name="Head").get_by_role("radio", name="3", exact=True).click()
-    check(1, 2, 39)
-    panel.locator("[data-token='25']").click()
-    check(1, 2, 25)
-    query = panel.get_by_role("slider", name="Query", exact=True)
-    query.press("ArrowLeft")
-    assert query.get_attribute("aria-valuenow") == "24"
-    check(1, 2, 24)
-    panel.get_by_role("grid").get_by_role("row").nth(1).focus()
-    page.keyboard.press("ArrowDown")
-    check(1, 2, 25)
-    panel.get_by_role("button", name=re.compile("^Layer 1, head 4")).click()
-    check(0, 3, 25)
-    panel.get_by_role("radio", name="logarithmic").click()
-    check(0, 3, 25)
-
-
-def test_reach_of_every_head(visit, model_file, shown_model):
-    _, panel = open_view(visit, model_file, "Model")
-    table = panel.get_by_role("table", name="Reach of every head")
-    cells = table.get_by_role("button")
-    for label, name, form in (("mean distance", "mean", "{:.1f}"), ("holds 90%", "within", "{}")):
-        panel.get_by_role("radio", name=label).click()
-        rows = [*shown_model["reach"][name]]
-        assert cells.all_inner_texts() == [form.format(x) for row in rows for x in row]
-        alone = table.get_by_role("row", name="bias alone").get_by_role("cell").all_inner_texts()
-        assert alone == [form.format(x) for x in shown_model["alone"][name]]
-
-
-def test_a_text_is_shown_as_text(visit, model_file):
-    _, panel = open_view(visit, model_file, "Model")
-    assert panel.locator(".token-text").inner_text().startswith('<b>"a" &amp;</b>\u21b5\n\\xd7')
-    assert "<i>text.txt" in panel.locator(".lede").inner_text()
-    assert panel.locator(".token-text :not(span), .lede *, b, script").count() == 0
-
-
-def test_the_command_puts_results_and_a_model_into_the_page(run_folder, model_folder, text_file, tmp_path):  # fmt: skip
-    output = tmp_path / "page.html"
-    fixed = ["explore", "--no-open", "-o", output]
-    given = [model_folder, "--text", text_file, "--results", run_folder]
-    assert run(*fixed, *given).exit_code == 0
-    data = re.search(
-        r'<script type="application/json" id="data">(.*?)</script>', output.read_text("utf-8")
-    )
-    content = json.loads(data[1])
-    assert content["model"]["text"] == text_file.name
-    assert content["model"]["name"] == "model"  # not where the folder lies
-    assert [one["name"] for one in content["results"]["runs"]] == ["<b>run"]
-    for arguments in ([model_folder], ["--text", text_file]):
-        failed = run(*fixed, *arguments)
-        assert failed.exit_code == 2
-        assert "MODEL and --text must come together" in failed.output
-
-
-def test_a_link_shows_what_its_sender_saw(visit, model_file):
-    panel = visit(model_file, "view=model&layer=1&head=2&query=25&log=1").get_by_role("tabpanel")
-    assert panel.get_by_role("heading", name="Layer 2, head 3").is_visible()
-    assert (
-        panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow")
-        == "25"
-    )
-    assert panel.get_by_role("radio", name="logarithmic").is_checked()
-
+def test_a_link_shows_what_its_sender_saw(visit, explorer_file):
     link = (
         "view=reach&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
     )
-    page = visit(model_file, link)
+    page = visit(explorer_file, link)
     panel = page.get_by_role("tabpanel")
     left = linbias.slopes(4).tolist()
     expected = (512, 300, [left[0], 0.75, *left[2:]], 2.0**-12, 32, False)
@@ -655,12 +406,12 @@ def test_a_link_shows_what_its_sender_saw(visit, model_file):
     assert set(page.evaluate("location.hash.slice(1)").split("&")) == set(link.split("&")[:-1])
 
     bad = "view=reach&length=3&heads=x&tolerance=5&query=-1&head=99&slope=&both=2"
-    assert_shows(visit(model_file, bad).get_by_role("tabpanel"), 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)  # fmt: skip
+    assert_shows(visit(explorer_file, bad).get_by_role("tabpanel"), 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)  # fmt: skip
 
 
-@pytest.mark.parametrize("view", ["Near to far", "Lengths", "Model"])
-def test_no_view_is_wider_than_a_phone(visit, model_file, view):
-    page, panel = open_view(visit, model_file, view, viewport={"width": 360, "height": 700})
+@pytest.mark.parametrize("view", ["Near to far", "Lengths"])
+def test_no_view_is_wider_than_a_phone(visit, explorer_file, view):
+    page, panel = open_view(visit, explorer_file, view, viewport={"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     box = panel.get_by_role("slider").last.bounding_box()
     assert 0 <= box["x"] <= box["x"] + box["width"] <= 360

@@ -13,8 +13,8 @@ def explore(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Also show the attention of this model on --text: a folder that [bold]train[/] made, or a "
-            "Hugging Face id."
+            help="Also show what this model makes of --text: a folder that [bold]train[/] made, a run of "
+            "[bold]extrapolate[/] or a model in one, with those of the other methods beside it, or a Hugging Face id."
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="The text file that MODEL reads.")] = None,
@@ -42,6 +42,7 @@ def explore(
     [dim]linbias explore[/]
     [dim]linbias explore --results output/extrapolate[/]
     [dim]linbias explore output/train --text README.md[/]
+    [dim]linbias explore output/extrapolate --text README.md[/]
     [dim]linbias explore --no-open -o explore.html[/]
     """
     from linbias._run.files import write_whole
@@ -56,6 +57,8 @@ def explore(
     shown = None
     if model is not None and text is not None:
         shown = read_model(model, text, limit_tokens=limit_tokens)
+        if not results and Path(model, "results.json").is_file():
+            results = [Path(model)]  # of the run that MODEL is
     content = page(results=read_results(results) if results else None, model=shown).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, content)

@@ -4,7 +4,7 @@ Its files, each with one task:
 
     data.py      what Python puts into the page as JSON: the chapter's example
     results.py   runs of `linbias extrapolate`; results.json is the README's
-    model.py     the weights of a trained model
+    model.py     trained models on a text; reading.py: what is measured of one
     bundle.py    the modules of js/ as one script
     page.html    the frame; style.css and views.css its look, light and dark
     static.py    what is left of it without scripts
@@ -91,13 +91,15 @@ def widget(
 
 
 def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
-    """Run a model on a text and pack its attention weights for `page` and `widget`; this loads PyTorch.
+    """Run a model on a text and pack what it makes of it for `page` and `widget`; this loads PyTorch.
 
-    A model without linear biases is shown without slopes, and one that is not causal with whole matrices; the page
-    says so. A text with more tokens than the page holds is cut, and the page says that too.
+    Its attention weights, what each token cost it and what it expected instead. A model without linear biases is shown
+    without slopes, and one that is not causal with whole matrices and without losses; the page says so. A text
+    with more tokens than the page holds is cut, and the page says that too.
 
     Args:
-        model: A folder or the name of a model on the hub.
+        model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a model in it, the
+            models of the other methods, of the same length and seed, are shown beside it.
         text: File of UTF-8 text.
         limit_tokens: Show at most this many tokens, in [1, 1024].
 

@@ -1,38 +1,141 @@
-// A trained model on a text: the weights of every layer and head, and how far each head looks.
+// Trained models on a text: which head departs most from its bias, where a token looks, and what each token cost.
 
 import { lineChart } from "./chart.js";
-import { choice, parseWhole, slider } from "./controls.js";
+import { choice } from "./controls.js";
 import { debounce, element, note, section } from "./dom.js";
+import { headsGrid, rowOfBias } from "./heads_grid.js";
 import { heatmap } from "./heatmap.js";
-import { fixed } from "./numbers.js";
-import { reachTable } from "./reach_table.js";
+import { headWords, lossWords, openingHead, openingWords, placeOf, storyOfRow } from "./model_words.js";
+import { fixed, general } from "./numbers.js";
 import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
-import { grouped, scientific, slopeFraction } from "./scales.js";
+import { grouped, scientific } from "./scales.js";
+import { lossColumn } from "./token_losses.js";
 import { readableToken, tokenText } from "./token_text.js";
-import { reachOfRow, unpackWeights, weightsOfBias } from "./weights.js";
+import { unpackWeights } from "./weights.js";
 
-const MOST_BUTTONS = 12; // layers or heads of which each has a button
 const LEAST_SHOWN = 0.0005; // the weight from which on a key belongs to the linear chart
 
-export function mountModel(root, { model }, memory) {
-  const T = model.tokens.length;
-  const names = model.tokens.map((token, i) => `${i}\u2002${readableToken(token)}`);
-  const quoted = model.tokens.map((token, i) => `${i} \u201c${readableToken(token)}\u201d`);
-  const weights = unpackWeights(model);
-  const saved = {
-    layer: { is: wholeUpTo(model.num_layers - 1), start: 0 },
-    head: { is: wholeUpTo(model.num_heads - 1), start: 0 },
-    query: { is: wholeUpTo(T - 1), start: T - 1 },
-    log: { is: oneOf([0, 1]), start: false },
+export function mountModel(root, { model: data, methods }, memory) {
+  const { models, tokens } = data;
+  const names = tokens.map((token, i) => `${i} \u201c${readableToken(token)}\u201d`);
+  const labelOf = ({ method, name }) => methods[method]?.label ?? name;
+  const colourOf = ({ method }) => methods[method]?.colour ?? "var(--negative)";
+  const saved = (reading) => {
+    const { layer, head } = openingHead(reading);
+    return {
+      model: { is: wholeUpTo(models.length - 1), start: data.chosen },
+      layer: { is: wholeUpTo(reading.num_layers - 1), start: layer },
+      head: { is: wholeUpTo(reading.num_heads - 1), start: head },
+      // The last token that has a next one, where that is guessed.
+      query: { is: wholeUpTo(tokens.length - 1), start: Math.max(0, tokens.length - (reading.bits ? 2 : 1)) },
+      log: { is: oneOf([0, 1]), start: false },
+    };
   };
-  const state = readSaved(memory.read(), saved);
-  const layerControl = numberControl("Layer", model.num_layers, (layer) => change({ layer }));
-  const headControl = numberControl("Head", model.num_heads, (head) => change({ head }));
-  const text = tokenText({ ...model, names: quoted, onSelect: (query) => change({ query }) });
+  const first = readSaved(memory.read(), { model: saved(models[data.chosen]).model }).model;
+  const state = readSaved(memory.read(), saved(models[first]));
+  const reading = () => models[state.model];
+
+  const lede = element("p", { class: "lede" });
+  const noteOfModel = element("p", { class: "note" });
+  const attention = element("div", { class: "model-attention" });
+  const shown = choice({
+    label: "Position method",
+    options: models.map((one, i) => ({ value: i, label: labelOf(one) })),
+    value: state.model,
+    onChange: (model) => change({ model, ...openingOf(models[model]) }),
+  });
+  const guessing = models.filter(({ bits }) => bits !== null);
+  const columns = guessing.map((one) =>
+    lossColumn({ data, reading: one, label: labelOf(one), colour: colourOf(one), onSelect: (query) => change({ query }) }),
+  );
+  let panel = null;
+
+  root.append(
+    element("div", { class: "model-top" }, element("h2", {}, "Your model"), models.length > 1 && shown.element),
+    lede,
+    ...data.notes.map((words) => note(words)),
+    noteOfModel,
+    attention,
+    columns.length > 0 &&
+      section(
+        "Loss, token by token",
+        element("p", { class: "story" }, lossWords(guessing, labelOf, data.unit)),
+        note(
+          `Each token inked by its loss, the bits that it cost: \u2212log\u2082 of the probability that the model gave it. Full ink: ${general(data.blind)} ` +
+            "bits, those of a blind guess, or more. Choose a token to see what was expected in its place.",
+        ),
+        element("div", { class: columns.length > 1 ? "loss-columns" : "loss-columns single" }, columns.map((column) => column.element)),
+      ),
+    note("Weights are kept in 16 bits: what is shown is within 0.00001 of what the model computed. Nothing is sent anywhere."),
+  );
+
+  const later = debounce(() => memory.write(savedText(state, saved(reading()))), 80);
+
+  function openingOf(one) {
+    const { layer, head } = openingHead(one);
+    return { layer, head };
+  }
+
+  function change(changes) {
+    Object.assign(state, changes);
+    draw();
+    later();
+  }
+
+  function draw() {
+    if (panel?.reading !== reading()) build();
+    panel.update();
+    columns.forEach((column) => column.update(state.query));
+  }
+
+  function build() {
+    const one = reading();
+    const read = `${data.whole ? "" : "the first "}${count(one.num_tokens, "token")}`;
+    lede.textContent = `${one.name}: ${count(one.num_layers, "layer")} of ${count(one.num_heads, "head")}, reading ${read} of ${data.text}.`;
+    noteOfModel.textContent = one.note ?? "";
+    noteOfModel.hidden = one.note === null;
+    const open = (layer, head) => change({ layer, head });
+    const parts = one.weights === null ? withoutWeights(one) : attentionPanel({ data, reading: one, names, state, change });
+    panel = { reading: one, ...parts };
+    attention.replaceChildren(answer(one, open), panel.element);
+    panel.paint?.();
+  }
+
+  draw();
+}
+
+// The head on which the view opens and why, in a sentence that leads back to it.
+function answer(reading, open) {
+  const { layer, head } = openingHead(reading);
+  const { name, rest } = openingWords(reading);
+  const button = element("button", { type: "button", class: "in-words", on: { click: () => open(layer, head) } }, name);
+  return element("p", { class: "answer" }, button, rest);
+}
+
+function withoutWeights(reading) {
+  const words = `The weights of ${reading.name} do not fit into the page beside those of the others: linbias explore on its own folder shows them.`;
+  return { element: note(words), update() {} };
+}
+
+// The heads of one model, and where they look.
+function attentionPanel({ data, reading, names, state, change }) {
+  const { num_tokens: T } = reading;
+  const weights = unpackWeights(reading);
+  const rowNames = data.tokens.slice(0, T).map((token, i) => `${i}\u2002${readableToken(token)}`);
+  const hidden = weights.matrix(0, 0).map((weight) => Number(weight === -Infinity));
+  const open = (layer, head) => change({ layer, head });
+  const heads = headsGrid({ reading, weights, onSelect: open });
   const title = element("h3");
   const story = element("p", { class: "story" });
   const picture = heatmap({ onSelect: (query) => change({ query }) });
   const chart = lineChart();
+  const text = tokenText({
+    tokens: data.tokens,
+    separator: data.separator,
+    label: "Query",
+    marks: T < data.tokens.length ? { [T]: `no rows past ${T}` } : {},
+    onSelect: (query) => change({ query }),
+  });
   const scale = choice({
     label: "Scale",
     options: [
@@ -42,123 +145,68 @@ export function mountModel(root, { model }, memory) {
     value: state.log,
     onChange: (log) => change({ log }),
   });
-  const reach = reachTable({ model, onSelect: (layer, head) => change({ layer, head }) });
-  const hidden = weights.matrix(0, 0).map((weight) => Number(weight === -Infinity));
-  let shownMatrix = "";
+  const measured = reading.departure
+    ? "Departure is the share of a query\u2019s weight that lies elsewhere than the bias alone would put it (the total variation distance of the two). All numbers are " +
+      "means over the later half of the queries."
+    : "How far each head looks, in tokens, over the later half of the queries.";
+  let shownHead = "";
   let matrix = null;
 
-  root.append(
-    element("h2", {}, "A trained model"),
-    element(
-      "p",
-      { class: "lede" },
-      `${model.name}: ${count(model.num_layers, "layer")} of ${count(model.num_heads, "head")}, reading ${count(T, "token")} of ${model.text}.`,
-    ),
-    ...[model.note, model.cut].filter(Boolean).map((words) => note(words)),
-    element("div", { class: "abreast" }, layerControl.element, headControl.element),
-    element(
-      "section",
-      {},
-      title,
-      note("The text, each token coloured by the weight that the framed one gives it. Choose another by click or arrow keys."),
-      text.element,
-      story,
-    ),
-    element(
-      "section",
-      { class: "beside" },
-      element("div", {}, element("h3", {}, "All queries"), picture.element),
-      element("div", {}, element("h3", {}, "This query"), scale.element, chart.element),
-    ),
-    section(
-      "Reach",
-      note(
-        "How far each head looks, in tokens, over the later half of the queries" +
-          (model.alone ? "; below, how far its bias alone would make it look." : "."),
+  return {
+    element: element(
+      "div",
+      { class: "attention-parts" },
+      element("section", {}, element("h3", {}, "Every head"), heads.element, note(measured)),
+      element(
+        "section",
+        { class: "query-part" },
+        title,
+        note("Each token inked by the weight that the framed one, the query, gives it. Choose another by click or arrow keys."),
+        text.element,
+        story,
+        scale.element,
+        chart.element,
       ),
-      reach.element,
+      element("section", {}, element("h3", {}, "All queries of this head"), picture.element),
     ),
-    note("Weights are kept in 16 bits: what is shown is within 0.00001 of what the model computed. Nothing is sent anywhere."),
-  );
-
-  const later = debounce(() => memory.write(savedText(state, saved)), 80);
-
-  function change(changes) {
-    Object.assign(state, changes);
-    draw();
-    later();
-  }
-
-  function draw() {
-    const { layer, head, query } = state;
-    const row = weights.row(layer, head, query);
-    const slope = model.slopes?.[head] ?? null;
-    layerControl.set(layer);
-    headControl.set(head);
-    title.textContent = `Layer ${layer + 1}, head ${head + 1}${slope === null ? "" : `, slope ${slopeFraction(slope)}`}`;
-    text.update(row, query);
-    story.textContent = storyOfRow(row, query, quoted, model.causal);
-    if (shownMatrix !== `${layer} ${head}`) matrix = weights.matrix(layer, head);
-    shownMatrix = `${layer} ${head}`;
-    picture.update({
-      label: `Weights of layer ${layer + 1}, head ${head + 1}`,
-      rows: names,
-      columns: names,
-      values: matrix,
-      hidden,
-      text: (weight) => (weight === -Infinity ? "hidden" : fixed(weight)),
-      low: 0,
-      high: matrix.reduce((a, b) => Math.max(a, b), 0),
-      power: 0.5, // most weights are small
-      selected: query,
-    });
-    chart.update(rowChart(row, query, slope, quoted, state.log));
-    reach.choose(layer, head);
-  }
-
-  draw();
-}
-
-// Buttons for a few, a slider for many; readers count from 1.
-function numberControl(label, number, onChange) {
-  if (number > MOST_BUTTONS) {
-    const control = slider({
-      label,
-      min: 1,
-      max: number,
-      value: 1,
-      parse: (text) => parseWhole(text, 1, number),
-      onInput: (value) => onChange(value - 1),
-    });
-    return { element: control.element, set: (value) => control.set(value + 1) };
-  }
-  const options = Array.from({ length: number }, (_, value) => ({ value, label: String(value + 1) }));
-  return choice({ label, options, value: 0, onChange });
+    paint: heads.paint,
+    update() {
+      const { layer, head } = state;
+      const query = Math.min(state.query, T - 1);
+      const row = weights.row(layer, head, query);
+      const largest = row.reduce((a, b) => Math.max(a, b), 0);
+      title.textContent = headWords(reading, layer, head);
+      heads.choose(layer, head);
+      text.ink(data.tokens.map((_, s) => (s < row.length ? Math.sqrt(row[s] / largest) : null)));
+      text.choose(query, names[query]);
+      story.textContent = storyOfRow(row, query, names, reading.causal);
+      if (shownHead !== `${layer} ${head}`) matrix = weights.matrix(layer, head);
+      shownHead = `${layer} ${head}`;
+      picture.update({
+        label: `Weights of layer ${layer}, head ${head}`,
+        rows: rowNames,
+        columns: rowNames,
+        values: matrix,
+        hidden,
+        text: (weight) => (weight === -Infinity ? "hidden" : fixed(weight)),
+        low: 0,
+        high: matrix.reduce((a, b) => Math.max(a, b), 0),
+        power: 0.5, // most weights are small
+        selected: query,
+      });
+      const alone = reading.slopes && rowOfBias(reading, head, query);
+      chart.update(rowChart(row, query, alone, names, state.log));
+    },
+  };
 }
 
 function count(number, thing) {
   return `${grouped(number)} ${thing}${number === 1 ? "" : "s"}`;
 }
 
-function storyOfRow(row, query, names, causal) {
-  const { mean, within } = reachOfRow(row, query);
-  const most = row.reduce((best, weight, s) => (weight > row[best] ? s : best), 0);
-  const on = most === query ? "itself" : `${names[most]} (${placeOf(most, query)})`;
-  return (
-    `Token ${names[query]} looks ${mean.toFixed(1)} tokens ${causal ? "back" : "away"} on average; ` +
-    `90% of its weight lies within ${within}. Most is on ${on}: ${fixed(row[most])}.`
-  );
-}
-
-function placeOf(key, query) {
-  if (key === query) return "itself";
-  return key < query ? `${query - key} before` : `${key - query} after`;
-}
-
-function rowChart(row, query, slope, names, log) {
+function rowChart(row, query, alone, names, log) {
   const floor = 1e-5; // what 16 bits can tell from 0
   const line = (values) => [...values].map((y, x) => ({ x, y: log && y < floor ? null : y }));
-  const alone = slope === null ? null : weightsOfBias(slope, query, row.length);
   const seen = (x) => Math.max(row[x], alone?.[x] ?? 0) >= (log ? floor : LEAST_SHOWN);
   const [low, high] = [[...row].findIndex((_, x) => seen(x)), [...row].findLastIndex((_, x) => seen(x))];
   return {

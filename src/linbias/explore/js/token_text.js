@@ -1,32 +1,41 @@
-// A text whose tokens are coloured by the weight that one of them gives to the others.
+// A text whose tokens are inked, each by a share from 0 to 1. To assistive technology it is a slider over the tokens.
 
 import { element, walked } from "./dom.js";
 
-// A token in one line: blanks can be seen, and its own direction does not reach the words around it.
-export function readableToken(token) {
-  const seen = token.replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5").replaceAll(" ", "\u2423");
-  return `\u2068${seen}\u2069`;
+// Line ends, blanks and control characters as they can be seen.
+function visible(token) {
+  const control = (sign) => ({ "\n": "\u21b5", "\t": "\u21e5", "\x7f": "\u2421" })[sign] ?? String.fromCharCode(0x2400 + sign.charCodeAt(0));
+  return token.replace(/[\x00-\x1f\x7f]/g, control);
 }
 
-// tokenText({ tokens, names, separator, onSelect(query) }) -> { element, update(row, query) }
-// To assistive technology it is a slider over the tokens.
-export function tokenText({ tokens, names, separator, onSelect }) {
+// A token in one line: its own direction does not reach the words around it.
+export function readableToken(token) {
+  return `\u2068${visible(token).replaceAll(" ", "\u2423") || "\u2205"}\u2069`;
+}
+
+// tokenText({ tokens, separator, label, marks, onSelect(token) }) -> { element, ink(shares), choose(token, words) }
+// marks: { 128: "words" } stand before these tokens. A share of null: the token takes no part. words: what the token is.
+export function tokenText({ tokens, separator, label, marks = {}, onSelect }) {
   const spans = tokens.map((token, i) =>
-    element("span", { class: "token", "data-token": i }, token.replaceAll("\n", "\u21b5") || "\u2205"),
+    element("span", { class: "token", "data-token": i }, visible(token) || "\u2205"),
   );
   const box = element(
     "div",
-    { class: "token-text", tabindex: "0", role: "slider", "aria-label": "Query", "aria-valuemin": 0, "aria-valuemax": tokens.length - 1 },
-    spans.flatMap((span, i) => [span, tokens[i].endsWith("\n") ? "\n" : separator]),
+    { class: "token-text", dir: "ltr", tabindex: "0", role: "slider", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": tokens.length - 1 },
+    spans.flatMap((span, i) => [
+      marks[i] && element("span", { class: "token-mark" }, marks[i]),
+      span,
+      tokens[i].endsWith("\n") ? "\n" : separator,
+    ]),
   );
-  let chosen = 0;
+  let at = 0;
 
   box.addEventListener("click", (event) => {
     const span = event.target.closest("[data-token]");
     if (span) onSelect(Number(span.dataset.token));
   });
   box.addEventListener("keydown", (event) => {
-    const to = walked(event, chosen, tokens.length - 1);
+    const to = walked(event, at, tokens.length - 1);
     if (to !== null) onSelect(to);
   });
 
@@ -36,20 +45,23 @@ export function tokenText({ tokens, names, separator, onSelect }) {
     if (box.scrollTop > offsetTop || box.scrollTop < lowest) box.scrollTop = offsetTop - box.clientHeight / 2;
   }
 
+  new ResizeObserver(() => reveal(spans[at])).observe(box);
+
   return {
     element: box,
-    update(row, query) {
-      chosen = query;
-      const largest = row.reduce((a, b) => Math.max(a, b), 0);
-      spans.forEach((span, s) => {
-        const share = s < row.length ? Math.sqrt(row[s] / largest) : 0;
-        span.style.setProperty("--share", `${Math.round(70 * share)}%`);
-        span.classList.toggle("unseen-key", s >= row.length);
-        span.classList.toggle("chosen-token", s === query);
+    ink(shares) {
+      spans.forEach((span, i) => {
+        span.style.setProperty("--share", `${Math.round(100 * (shares[i] ?? 0))}%`);
+        span.classList.toggle("without-part", shares[i] === null);
       });
-      reveal(spans[query]);
-      box.setAttribute("aria-valuenow", query);
-      box.setAttribute("aria-valuetext", names[query]);
+    },
+    choose(token, words) {
+      spans[at].classList.remove("chosen-token");
+      at = token;
+      spans[at].classList.add("chosen-token");
+      reveal(spans[at]);
+      box.setAttribute("aria-valuenow", at);
+      box.setAttribute("aria-valuetext", words);
     },
   };
 }

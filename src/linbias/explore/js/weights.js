@@ -1,11 +1,10 @@
-// The attention weights of a trained model as linbias.explore.model packs them: 16 bits each, row after row.
+// The attention weights of a trained model as linbias.explore.reading packs them: 16 bits each, row after row.
 
-// -> { row(layer, head, query), matrix(layer, head) }; keys that a causal query does not see are absent from its
-// row, and -Infinity in the matrix.
-export function unpackWeights({ weights, tokens, num_heads: numHeads, causal }) {
+// -> { row(layer, head, query), matrix(layer, head), small(layer, head, size) }; keys that a causal query does not see are
+// absent from its row, and -Infinity in the matrix. `small` is size x size: of each block of cells the largest.
+export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {
   const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
   const packed = new DataView(bytes.buffer);
-  const T = tokens.length;
   const size = causal ? (T * (T + 1)) / 2 : T * T;
   const startOf = (query) => (causal ? (query * (query + 1)) / 2 : query * T);
   const lengthOf = (query) => (causal ? query + 1 : T);
@@ -21,7 +20,21 @@ export function unpackWeights({ weights, tokens, num_heads: numHeads, causal }) 
     return values;
   }
 
-  return { row, matrix };
+  return { row, matrix, small: (layer, head, side) => shrunk(T, side, (query) => row(layer, head, query)) };
+}
+
+// A picture of `side` x `side` of a matrix whose rows `rowOf` gives: of each block of cells the largest.
+export function shrunk(numRows, side, rowOf) {
+  const values = new Float64Array(side * side);
+  const place = (i) => Math.floor((i * side) / numRows);
+  for (let t = 0; t < numRows; t++) {
+    const start = place(t) * side;
+    rowOf(t).forEach((weight, s) => {
+      const at = start + place(s);
+      if (weight > values[at]) values[at] = weight;
+    });
+  }
+  return values;
 }
 
 // Of one row: the mean distance of its weight, and the smallest distance within which `share` of it lies.
@@ -38,9 +51,11 @@ export function reachOfRow(row, query, share = 0.9) {
   return { mean: mean / total, within };
 }
 
-// The weights that a query would give if all its keys were alike, so that the bias alone decided.
-export function weightsOfBias(slope, query, numKeys) {
-  const parts = Float64Array.from({ length: numKeys }, (_, s) => Math.exp(-slope * Math.abs(query - s)));
+// The weights that a query would give if all its keys were alike, so that the bias alone decided. A slope that is null
+// hides its side; where `right` is undefined, both sides have one slope.
+export function weightsOfBias({ left, right = left }, query, numKeys) {
+  const weightAt = (slope, distance) => (slope === null ? Number(distance === 0) : Math.exp(-slope * distance));
+  const parts = Float64Array.from({ length: numKeys }, (_, s) => (s > query ? weightAt(right, s - query) : weightAt(left, query - s)));
   const total = parts.reduce((a, b) => a + b, 0);
   return parts.map((part) => part / total);
 }

@@ -1,0 +1,666 @@
+"""The explorer's view of trained models: its data against NumPy and PyTorch, and its numbers in a real browser."""
+
+import base64
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+import linbias
+from linbias import explore
+from linbias.data.dictionary import Dictionary
+from linbias.data.tokenizers import byte_tokenizer, character_tokenizer, train_bpe
+from linbias.data.words import save_word_tokenizer
+from linbias.explore import model, reading
+from linbias.lm import TrainSettings, evaluate, extrapolate
+from linbias.lm.settings import ExtrapolateSettings
+from linbias.methods import METHODS
+from linbias.models import (
+    LinbiasConfig,
+    LinbiasForCausalLM,
+    LinbiasForMaskedLM,
+    PaperConfig,
+    PaperForCausalLM,
+    fuse,
+    load,
+    load_tokenizer,
+)
+from linbias.variants import variant_slopes
+from test_cli import run
+
+T = 40  # tokens that are shown
+CONTENT = '<b>"a" &amp;</b>\n\u05e9\u05dc\u05d5\u05dd e\u0301\tmore and more words'
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def save(folder: Path, tokenizer: Any = None, **settings: Any) -> Path:
+    """A model whose weights are large, or all heads and predictions would be alike."""
+    torch.manual_seed(0)
+    tokenizer = tokenizer or byte_tokenizer()
+    config = LinbiasConfig(
+        **{**SMALL, "initializer_range": 0.4, "vocab_size": tokenizer.vocab_size, **settings}
+    )
+    kind = LinbiasForMaskedLM if config.encoder_position else LinbiasForCausalLM
+    kind(config).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "<i>text.txt"
+    path.write_text(CONTENT, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three methods trained on 24 tokens, beside models that are not to be shown with them."""
+    folder = tmp_path_factory.mktemp("run") / "run" / "models"
+    for method in ("rotary", "learned", "alibi"):
+        save(folder / f"{method}-L24-s0", position=method, train_length=24)
+    save(folder / "sinusoidal-L48-s0", position="sinusoidal")
+    save(folder / "none-L24-s1", position="none")
+    (folder / "t5-L24-s0" / "checkpoints").mkdir(parents=True)
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
+def shown_model(model_folder, text_file) -> dict[str, Any]:
+    return model.read(model_folder, text_file, limit_tokens=T)
+
+
+@pytest.fixture(scope="module")
+def shown_run(run_folder, text_file) -> dict[str, Any]:
+    return model.read(run_folder, text_file, limit_tokens=T)
+
+
+def truth(folder: Path, num_tokens: int = T) -> tuple[np.ndarray, np.ndarray]:
+    """What a model of bytes makes of the text: weights [L, H, T, T], and the probabilities [T, 256] of next tokens."""
+    ids = torch.tensor([list(CONTENT.encode()[:num_tokens])])
+    with torch.no_grad():
+        found = load(folder, device="cpu")(ids, output_attentions=True)
+    return torch.cat(found.attentions).numpy(), found.logits[0].double().softmax(-1).numpy()
+
+
+def page_of(shown: dict[str, Any], folder: Path) -> Path:
+    path = folder / "page.html"
+    path.write_text(explore.page(model=shown), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_file(shown_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return page_of(shown_model, tmp_path_factory.mktemp("explore"))
+
+
+@pytest.fixture(scope="module")
+def run_file(shown_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return page_of(shown_run, tmp_path_factory.mktemp("explore"))
+
+
+def open_model(visit, file: Path, state: str = "", **options: Any) -> Any:
+    """The panel of the view."""
+    page = visit(file, "&".join(filter(None, ["view=model", state])), **options)
+    return page.locator("[role=tabpanel]:not([hidden])")
+
+
+def unpacked(one: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(one["weights"]), "<u2") / 65535
+
+
+# Weights, reach and departure
+
+
+def test_a_model_is_packed_within_16_bits(shown_model, model_folder):
+    [one] = shown_model["models"]
+    weights, _ = truth(model_folder)
+    rows, columns = np.tril_indices(T)
+    np.testing.assert_allclose(
+        unpacked(one), weights[..., rows, columns].ravel(), rtol=0, atol=0.5 / 65535 + 1e-7
+    )
+    assert one["slopes"] == linbias.slopes(4).tolist()
+    assert (one["causal"], one["note"], one["method"]) == (True, None, "alibi")
+    assert (shown_model["whole"], shown_model["notes"]) == (False, [])
+    assert shown_model["tokens"][:5] == ["<", "b", ">", '"', "a"]
+    assert shown_model["tokens"][17] == "\\xd7"  # half a letter
+
+
+def test_reach_is_measured_over_the_later_half_of_the_rows():
+    bands = np.zeros((1, 2, 8, 8))
+    for t in range(8):
+        bands[0, 0, t, t] = 1.0  # looks at itself
+        bands[0, 1, t, max(0, t - 3)] = 0.8
+        bands[0, 1, t, t] += 0.2
+    assert reading.reach(bands) == {"mean": [[0.0, pytest.approx(0.8 * 3)]], "within": [[0, 3]]}
+
+
+def test_departure_is_the_share_of_weight_that_lies_elsewhere(shown_model, model_folder):
+    weights, _ = truth(model_folder)
+    expected = np.zeros((2, 4))
+    for layer in range(2):
+        for head, slope in enumerate(linbias.slopes(4)):
+            for t in range(T // 2, T):
+                bias = np.exp(-slope * (t - np.arange(t + 1)))
+                moved = np.abs(weights[layer, head, t, : t + 1] - bias / bias.sum())
+                expected[layer, head] += moved.sum() / 2 / (T - T // 2)
+    np.testing.assert_allclose(shown_model["models"][0]["departure"], expected, atol=1e-6)
+    # Weights that lie where the bias puts none depart wholly, and the bias itself not at all.
+    none, first = np.zeros((2, 1, 1, 8, 8))
+    first[..., 0] = 1
+    none[..., range(8), range(8)] = 1
+    assert reading.departure(first, none[0]) == 1
+    assert reading.departure(first, first[0]) == 0
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "falcon"])
+def test_slopes_of_other_families_are_those_of_their_attention(kind):
+    sizes = {"vocab_size": 64, "hidden_size": 48, "d_model": 48}
+    counts = {"num_hidden_layers": 1, "n_layers": 1, "num_attention_heads": 6, "n_heads": 6}
+    extra = {"falcon": {"alibi": True}}.get(kind, {})
+    config = AutoConfig.for_model(kind, **sizes, **counts, **extra)
+    torch.manual_seed(0)
+    network = fuse(AutoModelForCausalLM.from_config(config).eval())
+    for name, parameter in network.named_parameters():
+        if "query_key_value" in name or "Wqkv" in name:
+            torch.nn.init.zeros_(parameter)  # then the bias alone decides
+    found, logits = reading.run(network, np.arange(12))
+    assert logits.shape == (12, 64)
+    left, right = reading.slopes_of(network, 12)
+    assert right is None
+    expected = reading.weights_of_bias(left, right, 12, causal=True)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", ["symmetric", "directional", "asymmetric", "random"])
+def test_slopes_of_masked_models_are_those_of_their_attention(tmp_path, position):
+    network = load(save(tmp_path, encoder_position=position), device="cpu")
+    for name, parameter in network.named_parameters():
+        if "proj" in name or "qkv" in name:
+            torch.nn.init.zeros_(parameter)
+    found, _ = reading.run(network, np.arange(12))
+    sides = reading.slopes_of(network, 12)
+    np.testing.assert_allclose(found[0], reading.weights_of_bias(*sides, 12, causal=False), rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("position", ["littlebird", "window"])
+def test_a_bias_that_is_more_than_slopes_has_none_to_show(tmp_path, position):
+    network = load(save(tmp_path, encoder_position=position, window=4), device="cpu")
+    assert reading.slopes_of(network, 12) is None
+
+
+# Losses and guesses
+
+
+def test_losses_and_guesses_are_those_of_the_model(shown_run, run_folder):
+    """Of all methods of the run; a table of 24 positions ends there."""
+    ids = np.frombuffer(CONTENT.encode()[:T], np.uint8)
+    assert shown_run["unit"] == "byte"
+    assert shown_run["blind"] == 8
+    for one in shown_run["models"]:
+        folder = run_folder / "models" / one["name"]
+        num = 24 if one["method"] == "learned" else T
+        assert one["num_tokens"] == num
+        _, p = truth(folder, num)
+        bits = -np.log2(p[np.arange(num - 1), ids[1:num]])
+        assert one["bits"][0] is None
+        np.testing.assert_allclose(one["bits"][1:], bits, atol=1e-4)
+        within, beyond = bits[:24].mean(), bits[24:].mean() if num > 25 else None
+        expected = {"all": bits.mean(), "within": within, "beyond": beyond}
+        assert one["losses"] == pytest.approx(expected, abs=1e-4)
+        nll = evaluate(load(folder, device="cpu"), ids[:num], length=num - 1).nll
+        assert one["losses"]["all"] == pytest.approx(nll / np.log(2), abs=1e-4)
+
+        best = np.argsort(-p, axis=-1)[:, :5]
+        names = [[shown_run["vocabulary"][at] for at, _ in row] for row in one["guesses"]]
+        assert names == [[byte_name(i) for i in row] for row in best]
+        probabilities = [[probability for _, probability in row] for row in one["guesses"]]
+        np.testing.assert_allclose(probabilities, np.take_along_axis(p, best, -1), atol=1e-5)
+    assert [shown_run["vocabulary"][at] for at in shown_run["places"]] == shown_run["tokens"]
+
+
+def byte_name(byte: int) -> str:
+    return bytes([byte]).decode("utf-8", "backslashreplace")
+
+
+def test_losses_are_per_byte_of_the_scored_tokens():
+    bits = np.array([2.0, 4.0, 6.0])
+    expected = {"all": 12 / 6, "within": 6 / 3, "beyond": 6 / 3}
+    assert reading.losses(bits, [9, 1, 2, 3], 2) == expected
+    assert reading.losses(bits, [9, 1, 2, 3], None) == {
+        "all": 2.0,
+        "within": None,
+        "beyond": None,
+    }
+    assert reading.losses(bits[:0], [9], 2) == {"all": None, "within": None, "beyond": None}
+
+
+# Which models
+
+
+def test_a_run_is_shown_with_its_methods(shown_run, run_folder, text_file):
+    names = ["alibi-L24-s0", "learned-L24-s0", "rotary-L24-s0"]
+    assert [one["name"] for one in shown_run["models"]] == names
+    assert shown_run["chosen"] == 0
+    assert shown_run["notes"] == ["t5-L24-s0 is left out: its training has not finished."]
+    assert [one["slopes"] is None for one in shown_run["models"]] == [False, True, True]
+    other = model.read(run_folder / "models" / "rotary-L24-s0", text_file, limit_tokens=T)
+    assert other["chosen"] == 2
+    for ours, theirs in zip(other["models"], shown_run["models"], strict=True):
+        assert (ours["weights"], ours["bits"]) == (theirs["weights"], theirs["bits"])
+    # Of the learned table the text ends where the table does, if it was asked for itself.
+    learned = model.read(run_folder / "models" / "learned-L24-s0", text_file, limit_tokens=T)
+    assert len(learned["tokens"]) == 24
+    assert learned["notes"][0] == (
+        "The page shows the first 24 tokens: the model has no rows for later positions."
+    )
+    alone = model.read(run_folder / "models" / "none-L24-s1", text_file, limit_tokens=T)
+    assert [one["name"] for one in alone["models"]] == ["none-L24-s1"]
+
+
+def test_a_run_without_a_finished_model_is_refused(tmp_path, text_file):
+    (tmp_path / "models" / "alibi-L24-s0").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"^explore: model must be a run with a finished model, got {tmp_path}$"):  # fmt: skip
+        model.read(tmp_path, text_file)
+
+
+def test_what_stands_beside_a_model_and_does_not_fit_is_left_out(run_folder, text_file, tmp_path, monkeypatch):  # fmt: skip
+    folder = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    save(folder / "models" / "rotary-L24-s0", character_tokenizer(sorted(set(CONTENT))))
+    (folder / "models" / "learned-L24-s0" / "model.safetensors").write_bytes(b"")
+    shown = model.read(folder, text_file, limit_tokens=T)
+    assert [one["name"] for one in shown["models"]] == ["alibi-L24-s0"]
+    learned, rotary, _ = shown["notes"]
+    assert rotary == "rotary-L24-s0 is left out: its tokenizer makes other tokens of the text."
+    assert learned.startswith("learned-L24-s0 is left out: ")
+    assert str(tmp_path) not in json.dumps(shown)
+
+    monkeypatch.setattr(model, "MAX_WEIGHTS", 2 * 8 * T * (T + 1) // 2 - 1)
+    shown = model.read(run_folder, text_file, limit_tokens=T)
+    assert [one["weights"] is None for one in shown["models"]] == [False, False, True]
+    assert len(shown["models"][2]["bits"]) == T  # losses take no room
+
+
+def test_the_page_holds_so_many_weights():
+    for matrices, causal in ((24, True), (384, True), (1000, False), (10**9, True)):
+        fitting = model.most_tokens(matrices, causal)
+        cost = [t * (t + 1) / 2 if causal else t * t for t in (fitting, fitting + 1)]
+        fits = matrices * cost[0] <= model.MAX_WEIGHTS < matrices * cost[1]
+        assert fits or fitting == 1
+
+
+# Texts and tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "limit", "rule"),
+    [
+        (None, 8, "text must be a file that can be read"),
+        (b"", 8, "text must hold at least one token"),
+        (b"ok \xff", 8, "text must be UTF-8"),
+        (b"text", 0, r"limit_tokens must be in \[1, 1024\]"),
+        (b"text", 1025, r"limit_tokens must be in \[1, 1024\]"),
+    ],
+)
+def test_what_a_model_cannot_read_is_refused(tmp_path, model_folder, content, limit, rule):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^explore: {rule}"):
+        model.read(model_folder, path, limit_tokens=limit)
+
+
+def test_tokens_of_characters_and_byte_pairs(tmp_path):
+    content = "na na na na \U0001f642 \u05e9\u05dc"
+    (tmp_path / "text").write_text(content, "utf-8")
+    characters = save(tmp_path / "characters", character_tokenizer(sorted(set(content))))
+    shown = model.read(characters, tmp_path / "text")
+    assert shown["tokens"] == list(content)
+    assert (shown["whole"], shown["unit"]) == (True, "byte")
+    sizes = [len(character.encode()) for character in content]
+    bits = shown["models"][0]["bits"][1:]
+    assert shown["models"][0]["losses"]["all"] == pytest.approx(sum(bits) / sum(sizes[1:]), abs=1e-4)  # fmt: skip
+
+    pairs = save(tmp_path / "bpe", train_bpe(b"na na na na", 260))
+    shown = model.read(pairs, tmp_path / "text")
+    assert "".join(shown["tokens"]).startswith("na na na na ")
+    assert "na" in [token.strip() for token in shown["tokens"]]
+    assert shown["tokens"][-4:] == ["\\xd7", "\\xa9", "\\xd7", "\\x9c"]
+    bits, sizes = shown["models"][0]["bits"][1:], len(content.encode()) - len(shown["tokens"][0])
+    assert shown["models"][0]["losses"]["all"] == pytest.approx(sum(bits) / sizes, abs=1e-4)
+
+
+def test_tokens_of_other_tokenizers():
+    pieces = ["\u2581the", "\u2581cat", "<0xE2>", "s"]
+    backend = tokenizers.Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, "s"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    sentences = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert model.token_bytes(sentences, range(4)) == [b" the", b" cat", b"\xe2", b"s"]
+    pieces = ["the", "##se", "[UNK]"]
+    backend = tokenizers.Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    words = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert model.token_bytes(words, [0, 1])[0] == b"the"
+    assert model.token_bytes(byte_level_with_a_word(), [256]) == ["<\uff5cend\uff5c>".encode()]
+
+
+def byte_level_with_a_word() -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend)
+    tokenizer.add_special_tokens({"eos_token": "<\uff5cend\uff5c>"})
+    return tokenizer
+
+
+def test_the_words_of_a_paper_model(tmp_path):
+    words = Dictionary.from_counts({"a": 2, "b": 1}, padding_factor=8)
+    sizes = {"vocab_size": 8, "cutoffs": (4,), "hidden_size": 16, "num_hidden_layers": 1}
+    config = PaperConfig(**sizes, num_attention_heads=2, intermediate_size=16)
+    PaperForCausalLM(config).save_pretrained(tmp_path)
+    words.write(tmp_path / "dict.txt")
+    save_word_tokenizer(words, tmp_path)
+    (tmp_path / "text").write_text("b a\nnew\n")
+    shown = model.read(tmp_path, tmp_path / "text")
+    assert shown["tokens"] == ["b", "a", "\n", "<unk>", "\n"]
+    assert (shown["separator"], shown["whole"], shown["unit"]) == (" ", True, "token")
+    [one] = shown["models"]
+    assert one["slopes"] == linbias.slopes(2).tolist()
+    assert one["losses"]["all"] == pytest.approx(np.mean(one["bits"][1:]), abs=1e-4)
+
+
+# The page
+
+
+def assert_head(panel, layer: int, head: int) -> None:
+    assert panel.get_by_role("heading", name=f"Layer {layer}, head {head}").is_visible()
+    chosen = panel.get_by_role("radio", checked=True).and_(panel.locator(".head-cell"))
+    assert chosen.get_attribute("aria-label").startswith(f"Layer {layer}, head {head}")
+
+
+def test_it_opens_on_the_head_that_departs_most(visit, model_file, shown_model):
+    panel = open_model(visit, model_file)
+    [one] = shown_model["models"]
+    departure = np.array(one["departure"])
+    layer, head = np.unravel_index(departure.argmax(), departure.shape)
+    slope = f"1/{round(1 / linbias.slopes(4)[head])}"
+    answer = panel.locator(".answer").inner_text()
+    assert answer.startswith(
+        f"Layer {layer}, head {head} (slope {slope}) departs most from its bias: {departure.max():.0%} of"
+    )
+    assert f"looks {one['reach']['mean'][layer][head]:.1f} tokens back" in answer
+    assert f"it would look {one['alone']['mean'][head]:.1f}" in answer
+    assert f"depart by {departure.mean():.0%} on average" in answer
+    assert_head(panel, layer, head)
+    panel.get_by_role("radio", name="Layer 1, head 1").click()
+    panel.get_by_role("button", name=f"Layer {layer}, head {head}").click()
+    assert_head(panel, layer, head)
+
+
+def test_a_models_numbers_are_those_of_the_model(visit, model_file, shown_model, model_folder):
+    panel = open_model(visit, model_file, "layer=0&head=0&query=39")
+    weights, _ = truth(model_folder)
+    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
+    alone = linbias.attention_weights(np.zeros((4, T, 1)), np.zeros((4, T, 1)))
+
+    def check(layer: int, head: int, query: int) -> None:
+        row = weights[layer, head, query, : query + 1]
+        distance = query - np.arange(query + 1)
+        within = int((np.bincount(distance, row).cumsum() < 0.9).sum())
+        story = panel.locator(".query-part .story").inner_text()
+        assert f"{row @ distance:.1f} tokens back on average" in story
+        assert f"lies within {within}." in story
+        assert float(story.rstrip(".").rpartition(": ")[2]) == pytest.approx(row.max(), abs=1e-4)
+        assert_head(panel, layer, head)
+        chart.press("End")
+        text = chart.get_attribute("aria-valuetext")
+        found = [float(part) for part in re.findall(r" (\d\.\d+)", text)]
+        expected = [row[query], alone[head, query, query]]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+    check(0, 0, 39)
+    panel.get_by_role("radio", name="Layer 1, head 2").click()
+    check(1, 2, 39)
+    text = panel.get_by_role("slider", name="Query", exact=True)
+    text.locator("[data-token='25']").click()
+    check(1, 2, 25)
+    text.press("ArrowLeft")
+    assert text.get_attribute("aria-valuenow") == "24"
+    check(1, 2, 24)
+    panel.get_by_role("grid").get_by_role("row").nth(1).focus()
+    panel.page.keyboard.press("ArrowDown")
+    check(1, 2, 25)
+    panel.get_by_role("radio", name="Layer 0, head 3").click()
+    panel.get_by_role("radio", name="logarithmic").click()
+    check(0, 3, 25)
+
+
+def test_every_head_is_reached_by_keys(visit, model_file, shown_model):
+    panel = open_model(visit, model_file, "layer=0&head=0")
+    [one] = shown_model["models"]
+    panel.get_by_role("radio", name="Layer 0, head 0").focus()
+    keys = panel.page.keyboard
+    for key, layer, head in (("ArrowRight", 0, 1), ("End", 0, 3), ("ArrowDown", 1, 3), ("ArrowDown", 1, 3), ("ArrowLeft", 1, 2), ("ArrowUp", 0, 2)):  # fmt: skip
+        keys.press(key)
+        assert_head(panel, layer, head)
+        assert panel.page.evaluate("document.activeElement.getAttribute('aria-checked')") == "true"
+    for label, values, alone, form in (
+        ("departure", one["departure"], None, "{:.0%}"),
+        ("mean distance", one["reach"]["mean"], one["alone"]["mean"], "{:.1f}"),
+        ("holds 90%", one["reach"]["within"], one["alone"]["within"], "{}"),
+    ):
+        panel.get_by_role("radio", name=label, exact=True).check()
+        heads = panel.locator("button.head-cell")
+        assert heads.all_inner_texts() == [form.format(x) for row in values for x in row]
+        below = panel.locator(".head-cell.alone").all_inner_texts()
+        assert below == ([""] * 4 if alone is None else [form.format(x) for x in alone])
+
+
+def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
+    panel = open_model(visit, run_file, "query=10")
+    page = panel.page
+    alibi, learned, rotary = shown_run["models"]
+    for one in shown_run["models"]:
+        column = panel.get_by_role("region", name=METHODS[one["method"]].label, exact=True)
+        assert column.locator(".loss-total").inner_text() == f"{one['losses']['all']:.3f} bits per byte"  # fmt: skip
+        assert f"{one['losses']['within']:.3f} within 24 tokens" in column.inner_text() or one is learned  # fmt: skip
+        assert f"came 11 \u201c\u2068;\u2069\u201d: {one['bits'][11]:.2f} bits" in column.inner_text()  # fmt: skip
+        swatch = column.locator(".swatch").evaluate("node => getComputedStyle(node).backgroundColor")  # fmt: skip
+        assert "#{:02X}{:02X}{:02X}".format(*map(int, re.findall(r"\d+", swatch))) == METHODS[one["method"]].colour  # fmt: skip
+        rows = column.locator("tbody tr").all_inner_texts()
+        expected = [f"{100 * p:.1f}%" for _, p in one["guesses"][10]]
+        assert [row.split()[-1] for row in rows[:5]] == expected
+        came = 2 ** -one["bits"][11]
+        assert column.locator(".came").inner_text().split()[0].split("\u2069")[0] == "\u2068;"
+        assert column.locator(".came").inner_text().split()[-1] == f"{100 * came:.1f}%"
+        # The darkest token is the dearest.
+        shares = column.locator(".token").evaluate_all("tokens => tokens.map((token) => token.style.getPropertyValue('--share'))")  # fmt: skip
+        expected = [f"{min(100, round(100 * (bits or 0) / 8))}%" for bits in one["bits"]]
+        assert shares[: one["num_tokens"]] == expected
+    words = panel.locator(".story").last.inner_text()
+    assert words == (
+        f"Past the 24 tokens of training, the loss goes from {alibi['losses']['within']:.2f} to "
+        f"{alibi['losses']['beyond']:.2f} bits per byte with ALiBi, from {rotary['losses']['within']:.2f} to "
+        f"{rotary['losses']['beyond']:.2f} with rotary; learned table cannot read on."
+    )
+    # A token of the loss is the one that follows the query.
+    losses = panel.get_by_role("slider", name="Token to be guessed, ALiBi")
+    losses.locator("[data-token='20']").click()
+    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "19"  # fmt: skip
+    losses.press("ArrowRight")
+    assert losses.get_attribute("aria-valuetext").endswith(f": {alibi['bits'][21]:.2f} bits")
+
+    panel.get_by_role("group", name="Position method").get_by_label("rotary").check()
+    mean = np.array(rotary["reach"]["mean"])
+    layer, head = np.unravel_index(mean.argmax(), mean.shape)
+    assert panel.locator(".answer").inner_text().startswith(f"Layer {layer}, head {head} looks farthest: {mean.max():.1f} tokens back")  # fmt: skip
+    assert_head(panel, layer, head)
+    page.wait_for_url(re.compile(r"model=2.*query=20"))
+    panel.get_by_role("group", name="Position method").get_by_label("learned table").check()
+    panel.get_by_role("slider", name="Query", exact=True).press("End")
+    assert "Nothing is guessed after token 23" in panel.get_by_role("region", name="learned table").inner_text()  # fmt: skip
+    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "23"  # fmt: skip
+
+
+def test_a_model_without_room_says_so(visit, run_folder, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "MAX_WEIGHTS", 8 * T * (T + 1) // 2)
+    panel = open_model(visit, page_of(model.read(run_folder, text_file, limit_tokens=T), tmp_path), "model=2")  # fmt: skip
+    assert "weights of rotary-L24-s0 do not fit" in panel.inner_text()
+    assert "looks farthest" in panel.locator(".answer").inner_text()
+    panel.get_by_role("group", name="Position method").get_by_label("ALiBi").check()
+    assert panel.get_by_role("radiogroup", name="Heads").is_visible()
+
+
+def test_a_model_that_looks_ahead_and_has_no_slopes_is_shown_with_a_note(visit, text_file, model_folder, tmp_path, monkeypatch):  # fmt: skip
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=256, **sizes, intermediate_size=16, max_position_embeddings=24)
+    network = BertLMHeadModel(config).eval()
+    monkeypatch.setattr(model, "load", lambda *_, **__: network)
+    shown = model.read(model_folder, text_file)
+    [one] = shown["models"]
+    assert one["causal"] is False
+    assert one["slopes"] is one["alone"] is one["departure"] is one["bits"] is one["losses"] is None  # fmt: skip
+    assert re.search(r"\(bert\) has no linear biases.* not causal.* no next token", one["note"])
+    assert "no rows for later positions" in shown["notes"][0]
+    packed = unpacked(one).reshape(2, 24, 24)
+    np.testing.assert_allclose(packed.sum(-1), 1.0, atol=24 / 65535)
+
+    panel = open_model(visit, page_of(shown, tmp_path))
+    assert panel.get_by_text(one["note"]).is_visible()
+    assert panel.locator(".loss-column").count() == 0
+    panel.locator("[data-token='3']").click()
+    panel.get_by_role("radio", name="Layer 0, head 0").click()
+    row = packed[0, 3]
+    away = row @ np.abs(3 - np.arange(24))
+    assert f"looks {away:.1f} tokens away on average" in panel.locator(".query-part .story").inner_text()  # fmt: skip
+    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
+    chart.press("End")  # a key after the query
+    assert chart.get_attribute("aria-valuetext").endswith(f"20 after: weight {row[23]:.4f}")
+
+
+def test_a_masked_model_with_slopes_of_both_sides(visit, text_file, tmp_path):
+    folder = save(tmp_path / "masked", encoder_position="directional")
+    shown = model.read(folder, text_file, limit_tokens=T)
+    [one] = shown["models"]
+    left, right = variant_slopes("test", "directional", 4)
+    assert one["slopes"] == [None if np.isinf(slope) else slope for slope in left]
+    assert one["right_slopes"] == [None if np.isinf(slope) else slope for slope in right]
+    assert (one["causal"], one["bits"], one["method"]) == (False, None, "directional")
+    panel = open_model(visit, page_of(shown, tmp_path), "layer=1&head=3&query=20")
+    assert panel.get_by_role("heading", name="Layer 1, head 3, slope 1/256 after").is_visible()
+    assert "there is no next token" in panel.inner_text()
+    alone = reading.weights_of_bias(np.array(left), np.array(right), T, causal=False)
+    chart = panel.get_by_role("slider", name=re.compile("^Weights of query"))
+    chart.press("End")
+    assert chart.get_attribute("aria-valuetext").endswith(f"bias alone {alone[3, 20, T - 1]:.4f}")
+
+
+def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_path):
+    torch.manual_seed(0)
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    shown = model.read(folder, text_file)
+    panel = open_model(visit, page_of(shown, tmp_path))
+    assert re.match(r"Layer 0, head \d looks farthest: [\d.]+ tokens back on average\.", panel.locator(".answer").inner_text())  # fmt: skip
+    assert "gpt2) has no linear biases" in panel.inner_text()
+    ids = torch.tensor([load_tokenizer(folder)(CONTENT)["input_ids"]])
+    with torch.no_grad():
+        nll = GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
+    total = panel.locator(".loss-total").inner_text()
+    assert float(total.split()[0]) == pytest.approx(float(nll) / np.log(2), abs=1e-3)
+
+
+def test_a_text_is_shown_as_text(visit, model_file):
+    panel = open_model(visit, model_file)
+    text = panel.get_by_role("slider", name="Query", exact=True)
+    assert text.inner_text().startswith('<b>"a" &amp;</b>\u21b5\n\\xd7')
+    assert "<i>text.txt" in panel.locator(".lede").inner_text()
+    assert panel.locator(".token-text :not(span), .lede *, b, script").count() == 0
+
+
+@pytest.mark.parametrize("content", ["a", "\0\r\n", "\U0001f642", "\u202e\u05e9\u05dc <script>alert(1)</script>"])  # fmt: skip
+def test_texts_of_all_kinds_leave_the_page_usable(visit, model_folder, tmp_path, content):
+    (tmp_path / "text").write_bytes(content.encode())
+    shown = model.read(model_folder, tmp_path / "text")
+    assert shown["whole"]
+    panel = open_model(visit, page_of(shown, tmp_path), viewport={"width": 320, "height": 700})
+    assert panel.page.evaluate("document.documentElement.scrollWidth") == 320
+    text = panel.get_by_role("slider", name="Query", exact=True)
+    text.press("End")
+    text.press("Home")
+    assert text.get_attribute("aria-valuenow") == "0"
+    losses = panel.get_by_role("slider", name="Token to be guessed, ALiBi")
+    losses.press("End")
+    if len(content) == 1 and content.isascii():
+        assert panel.locator(".loss-total").inner_text() == "\u2013 bits per byte"
+        assert "the shown text ends" in panel.locator(".guess-heading").inner_text()
+    assert panel.locator(".guesses tbody tr").count() >= 5
+    assert all(token.strip("\0\r\n") for token in panel.locator(".token").all_inner_texts())
+
+
+def test_the_command_puts_models_and_results_into_the_page(text_file, model_folder, tmp_path):
+    training = TrainSettings({"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}, steps=1)  # fmt: skip
+    settings = ExtrapolateSettings(methods=("alibi", "rotary"), train_lengths=(16,), test_lengths=(32,), max_bytes=20_000, limit_tokens=64, training=training)  # fmt: skip
+    folder, output = tmp_path / "<b>run", tmp_path / "page.html"
+    extrapolate(settings, folder, progress=False)
+    fixed = ["explore", "--no-open", "-o", output, "--text", text_file]
+
+    def content(*words: Any) -> dict[str, Any]:
+        assert run(*fixed, *words).exit_code == 0
+        data = '<script type="application/json" id="data">(.*?)</script>'
+        return json.loads(re.search(data, output.read_text("utf-8"))[1])
+
+    whole = content(folder)  # a run brings its results
+    assert [one["name"] for one in whole["results"]["runs"]] == ["<b>run"]
+    names = ["alibi-L16-s0", "rotary-L16-s0"]
+    assert [one["name"] for one in whole["model"]["models"]] == names
+    one = content(model_folder, "--results", folder)
+    assert [one["name"] for one in one["results"]["runs"]] == ["<b>run"]
+    assert one["model"]["text"] == text_file.name
+    assert [one["name"] for one in one["model"]["models"]] == ["model"]  # not where it lies
+    for arguments in (["explore", model_folder], ["explore", "--text", text_file]):
+        failed = run(*arguments, "--no-open", "-o", output)
+        assert failed.exit_code == 2
+        assert "MODEL and --text must come together" in failed.output
+
+
+def test_a_link_shows_what_its_sender_saw(visit, model_file):
+    panel = open_model(visit, model_file, "layer=1&head=2&query=25&log=1")
+    assert_head(panel, 1, 2)
+    text = panel.get_by_role("slider", name="Query", exact=True)
+    assert text.get_attribute("aria-valuenow") == "25"
+    assert panel.get_by_role("radio", name="logarithmic").is_checked()
+    panel = open_model(visit, model_file, "model=7&layer=9&head=-1&query=x")
+    assert panel.get_by_role("slider", name="Query", exact=True).get_attribute("aria-valuenow") == "38"  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [320, 360])
+def test_it_is_no_wider_than_a_phone(visit, run_file, width):
+    panel = open_model(visit, run_file, viewport={"width": width, "height": 700})
+    assert panel.page.evaluate("document.documentElement.scrollWidth") == width
+    for slider in panel.get_by_role("slider").all():
+        box = slider.bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= width
