@@ -4,6 +4,7 @@ import { onThemeChange, paintCells, ramp } from "./colours.js";
 import { choice } from "./controls.js";
 import { element, setText, walked } from "./dom.js";
 import { headWords, wholePercent, slopeName } from "./model_words.js";
+import { revealWithin } from "./token_text.js";
 import { shrunk, weightsOfBias } from "./weights.js";
 
 const MOST_PIXELS = 48; // of a picture's side
@@ -45,6 +46,7 @@ export function headsGrid({ reading, weights, onSelect }) {
       ...alone.map(({ canvas, number }) => element("span", { class: "head-cell alone" }, canvas, number)),
     ],
   );
+  const box = element("div", { class: "scroll head-box", role: "radiogroup", "aria-label": "Heads" }, grid);
   const control = choice({
     label: "Below each picture",
     options: measures,
@@ -87,14 +89,17 @@ export function headsGrid({ reading, weights, onSelect }) {
     alone?.forEach(({ number }, head) => setText(number, measure.value in reading.alone ? measure.text(reading.alone[measure.value][head]) : ""));
   }
 
+  const reveal = () => revealWithin(box, buttons[chosen.layer][chosen.head]);
+
   onThemeChange(paint);
+  new ResizeObserver(reveal).observe(box);
   write();
   return {
     element: element(
       "div",
       { class: "heads-of-model" },
       measures.length > 1 && control.element,
-      element("div", { class: "scroll head-box", role: "radiogroup", "aria-label": "Heads" }, grid),
+      box,
     ),
     paint, // once it stands in the page, whose colours it takes
     choose(layer, head) {
@@ -106,6 +111,7 @@ export function headsGrid({ reading, weights, onSelect }) {
           button.tabIndex = here ? 0 : -1;
         }),
       );
+      reveal();
     },
   };
 }

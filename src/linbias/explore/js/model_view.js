@@ -6,13 +6,14 @@ import { debounce, element, note, section } from "./dom.js";
 import { headsGrid, rowOfBias } from "./heads_grid.js";
 import { heatmap } from "./heatmap.js";
 import { headWords, lossWords, openingHead, openingWords, placeOf, storyOfRow } from "./model_words.js";
-import { fixed, general } from "./numbers.js";
+import { fixed } from "./numbers.js";
 import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 import { grouped, scientific } from "./scales.js";
 import { lossColumn } from "./token_losses.js";
 import { readableToken, tokenText } from "./token_text.js";
 import { unpackWeights } from "./weights.js";
 
+const MOST_BESIDE = 12; // heads whose pictures fit beside the text
 const LEAST_SHOWN = 0.0005; // the weight from which on a key belongs to the linear chart
 
 export function mountModel(root, { model: data, methods }, memory) {
@@ -61,7 +62,7 @@ export function mountModel(root, { model: data, methods }, memory) {
         "Loss, token by token",
         element("p", { class: "story" }, lossWords(guessing, labelOf, data.unit)),
         note(
-          `Each token inked by its loss, the bits that it cost: \u2212log\u2082 of the probability that the model gave it. Full ink: ${general(data.blind)} ` +
+          `Each token inked by its loss, the bits that it cost: \u2212log\u2082 of the probability that the model gave it. Full ink: ${Number(data.blind.toFixed(1))} ` +
             "bits, those of a blind guess, or more. Choose a token to see what was expected in its place.",
         ),
         element("div", { class: columns.length > 1 ? "loss-columns" : "loss-columns single" }, columns.map((column) => column.element)),
@@ -155,8 +156,8 @@ function attentionPanel({ data, reading, names, state, change }) {
   return {
     element: element(
       "div",
-      { class: "attention-parts" },
-      element("section", {}, element("h3", {}, "Every head"), heads.element, note(measured)),
+      { class: reading.num_heads > MOST_BESIDE ? "attention-parts wide" : "attention-parts" },
+      element("section", { class: "heads-part" }, element("h3", {}, "Every head"), heads.element, note(measured)),
       element(
         "section",
         { class: "query-part" },

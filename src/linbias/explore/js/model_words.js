@@ -7,13 +7,18 @@ import { reachOfRow } from "./weights.js";
 // "1/8"; of heads whose two sides differ "1/8 before, 1/4 after", and "1/8 after" where one is hidden; null without slopes.
 export function slopeName({ slopes, right_slopes: rightSlopes }, head) {
   if (slopes === null) return null;
-  if (rightSlopes === null) return slopeFraction(slopes[head]);
+  if (rightSlopes === null) return shortSlope(slopes[head]);
   const sides = [
     [slopes[head], "before"],
     [rightSlopes[head], "after"],
   ];
   const seen = sides.filter(([slope]) => slope !== null);
-  return seen.map(([slope, side]) => `${slopeFraction(slope)} ${side}`).join(", ");
+  return seen.map(([slope, side]) => `${shortSlope(slope)} ${side}`).join(", ");
+}
+
+function shortSlope(slope) {
+  const fraction = slopeFraction(slope);
+  return fraction.includes("/") ? fraction : String(Number(slope.toPrecision(2)));
 }
 
 // "Layer 0, head 3, slope 1/64"

@@ -13,6 +13,12 @@ export function readableToken(token) {
   return `\u2068${visible(token).replaceAll(" ", "\u2423") || "\u2205"}\u2069`;
 }
 
+// Scrolls a box, and not the page around it, to what stands in it.
+export function revealWithin(box, { offsetTop: top, offsetHeight: height, offsetLeft: left, offsetWidth: width }) {
+  if (box.scrollTop > top || box.scrollTop < top + height - box.clientHeight) box.scrollTop = top - box.clientHeight / 2;
+  if (box.scrollLeft > left || box.scrollLeft < left + width - box.clientWidth) box.scrollLeft = left - box.clientWidth / 2;
+}
+
 // tokenText({ tokens, separator, label, marks, onSelect(token) }) -> { element, ink(shares), choose(token, words) }
 // marks: { 128: "words" } stand before these tokens. A share of null: the token takes no part. words: what the token is.
 export function tokenText({ tokens, separator, label, marks = {}, onSelect }) {
@@ -39,13 +45,7 @@ export function tokenText({ tokens, separator, label, marks = {}, onSelect }) {
     if (to !== null) onSelect(to);
   });
 
-  // Scrolls the box, and not the page, to the token.
-  function reveal({ offsetTop, offsetHeight }) {
-    const lowest = offsetTop + offsetHeight - box.clientHeight;
-    if (box.scrollTop > offsetTop || box.scrollTop < lowest) box.scrollTop = offsetTop - box.clientHeight / 2;
-  }
-
-  new ResizeObserver(() => reveal(spans[at])).observe(box);
+  new ResizeObserver(() => revealWithin(box, spans[at])).observe(box);
 
   return {
     element: box,
@@ -59,7 +59,7 @@ export function tokenText({ tokens, separator, label, marks = {}, onSelect }) {
       spans[at].classList.remove("chosen-token");
       at = token;
       spans[at].classList.add("chosen-token");
-      reveal(spans[at]);
+      revealWithin(box, spans[at]);
       box.setAttribute("aria-valuenow", at);
       box.setAttribute("aria-valuetext", words);
     },

@@ -1,18 +1,20 @@
 // The attention weights of a trained model as linbias.explore.reading packs them: 16 bits each, row after row.
 
-// -> { row(layer, head, query), matrix(layer, head), small(layer, head, size) }; keys that a causal query does not see are
-// absent from its row, and -Infinity in the matrix. `small` is size x size: of each block of cells the largest.
+// -> { row(layer, head, query), matrix(layer, head), small(layer, head, side) }; keys that a causal query does not see are
+// absent from its row, and -Infinity in the matrix. `small` is a picture of `side` x `side`, whose values have a scale of their own.
 export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {
   const bytes = Uint8Array.from(atob(weights), (letter) => letter.charCodeAt(0));
-  const packed = new DataView(bytes.buffer);
+  const packed = Uint16Array.from({ length: bytes.length / 2 }, (_, i) => bytes[2 * i] + 256 * bytes[2 * i + 1]);
   const size = causal ? (T * (T + 1)) / 2 : T * T;
   const startOf = (query) => (causal ? (query * (query + 1)) / 2 : query * T);
   const lengthOf = (query) => (causal ? query + 1 : T);
 
-  function row(layer, head, query) {
+  function integers(layer, head, query) {
     const start = (layer * numHeads + head) * size + startOf(query);
-    return Float64Array.from({ length: lengthOf(query) }, (_, s) => packed.getUint16(2 * (start + s), true) / 65535);
+    return packed.subarray(start, start + lengthOf(query));
   }
+
+  const row = (layer, head, query) => Float64Array.from(integers(layer, head, query), (integer) => integer / 65535);
 
   function matrix(layer, head) {
     const values = new Float64Array(T * T).fill(-Infinity);
@@ -20,19 +22,19 @@ export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, cau
     return values;
   }
 
-  return { row, matrix, small: (layer, head, side) => shrunk(T, side, (query) => row(layer, head, query)) };
+  return { row, matrix, small: (layer, head, side) => shrunk(T, side, (query) => integers(layer, head, query)) };
 }
 
 // A picture of `side` x `side` of a matrix whose rows `rowOf` gives: of each block of cells the largest.
 export function shrunk(numRows, side, rowOf) {
   const values = new Float64Array(side * side);
-  const place = (i) => Math.floor((i * side) / numRows);
+  const places = Uint16Array.from({ length: numRows }, (_, i) => Math.floor((i * side) / numRows));
   for (let t = 0; t < numRows; t++) {
-    const start = place(t) * side;
-    rowOf(t).forEach((weight, s) => {
-      const at = start + place(s);
-      if (weight > values[at]) values[at] = weight;
-    });
+    const [start, row] = [places[t] * side, rowOf(t)];
+    for (let s = 0; s < row.length; s++) {
+      const at = start + places[s];
+      if (row[s] > values[at]) values[at] = row[s];
+    }
   }
   return values;
 }
