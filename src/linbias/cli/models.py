@@ -276,7 +276,7 @@ def evaluate(
             "the same ones at every length"
         )
         columns += [
-            f"bits per {_TOKEN[task]}",
+            f"bits per\n{_TOKEN[task]}",
             "accuracy",
             "masked" if spans is None else "scored",
         ]
