@@ -436,12 +436,12 @@ def test_the_command_line_trains_and_scores(
     words += ["--length", 16, "--steps", 2, "--batch-size", 4, "-o", folder]
     result = run(*words, "-q")
     assert result.exit_code == 0, result.stderr
-    assert f"nats per {said} token" in result.stdout
+    assert f"bits per {said} token" in result.stdout
     score = ("evaluate", folder, "--corpus", text, "--split", "train", "-q")
     short, long = json.loads(run(*score, "--length", "16,64", "--json").stdout)
     assert short["num_scored"] == long["num_scored"] > 30 and short["nll"] != long["nll"]
     shown = run(*score, "--length", "16").stdout
-    assert table in shown and "accuracy" in shown
+    assert table in shown and f"{said} token" in shown and "accuracy" in shown
     assert "is for causal models, got a Linbias" in run(*score, "--slope-scale", "0.5").stderr
     refused = run("generate", folder, "-p", "a")
     assert refused.exit_code == 2 and refusal in refused.stderr
