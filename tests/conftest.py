@@ -210,12 +210,14 @@ def explorer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_state(visit, explorer_file):
-    """Open the explorer in a state, given as in its address, in a window with options of its own."""
+    """Open the explorer's view "How" in a state, given as in its address, in a window with options of its own."""
     from urllib.parse import urlencode
 
     from explorer_page import Explorer
 
     def opened(options: dict[str, object] | None = None, **state: object) -> Explorer:
-        return Explorer(visit(explorer_file, urlencode(state), **(options or {})))
+        return Explorer(
+            visit(explorer_file, urlencode({"view": "how", **state}), **(options or {}))
+        )
 
     return opened

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import numpy as np
+
 import linbias
 from linbias import explore
 from linbias.explore.data import WORDS
@@ -17,7 +19,8 @@ def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
         right = [slope / 4 for slope in right]
     for side, slopes in (("left", left), ("right", right)):
         for head, slope in re.findall(r"(\d+):(\S+)", state.get(side, "")):
-            slopes[int(head) - 1] = float(slope)
+            if slopes[int(head)] != np.inf:  # a side that is hidden stays so
+                slopes[int(head)] = float(slope)
     if variant == "symmetric":
         right = left
     tokens = state.get("text", " ".join(WORDS[:5])).split()
@@ -28,38 +31,51 @@ def explained(state: dict[str, Any]) -> tuple[linbias.Explanation, list[str]]:
     ), tokens
 
 
+def printed(value: float, digits: int = 4) -> str:
+    """A number as the page prints it: a true minus sign, none on 0, and the sign of infinity."""
+    text = f"{value:.{digits}f}"
+    if not text.strip("-0."):
+        text = text.lstrip("-")
+    return text.replace("-", "\u2212").replace("inf", "\u221e")
+
+
 class Explorer:
-    """The bias explorer, open in a browser."""
+    """The view "How", open in a browser: matrices 0 to 2 are scaled q . k, bias and weights."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
 
-    def cells(self, grid: int = 0) -> list[list[str]]:
-        """The numbers that stand in the matrix, each row after its name."""
+    def cells(self, grid: int = 2) -> list[list[str]]:
+        """The numbers that stand in a matrix, each row after its name."""
         rows = self.page.get_by_role("grid").nth(grid).locator(".heat-row")
         return rows.evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
         )
 
     def choose(self, legend: str, option: str) -> None:
+        self.fold("More to change: words, sides, slopes, heads")
         group = self.page.get_by_role("group", name=legend, exact=True)
         group.get_by_role("radio", name=option, exact=True).check()
 
-    def choose_head(self, name: str) -> None:
-        self.page.get_by_role("group", name="Head", exact=True).get_by_label(name).check()
+    def choose_head(self, head: int) -> None:
+        heads = self.page.get_by_role("group", name="Head", exact=True)
+        heads.get_by_role("radio", name=f"Head {head}, ").check()
 
     def choose_row(self, token: str) -> None:
-        self.page.get_by_role("grid").first.get_by_role(
-            "rowheader", name=token, exact=True
-        ).first.click()
+        row = self.page.get_by_role("grid").first.get_by_role("rowheader", name=token, exact=True)
+        row.first.click()
 
-    def bars(self) -> dict[str, tuple[str, str]]:
-        """The chosen query's weights, with the bias and without."""
-        rows = self.page.locator(".bars tbody tr")
-        shown = rows.evaluate_all(
-            "rows => rows.map(({ cells }) => [cells[0].querySelector('bdi'), cells[2], cells[3]].map((x) => x.textContent))"
-        )
-        return {token: (with_bias, without) for token, with_bias, without in shown}
+    def title(self) -> str:
+        return self.page.locator(".row-panel h3").inner_text()
+
+    def row(self) -> dict[str, list[str]]:
+        """The chosen query's row, key by key: q . k, scaled, bias, scores, weights, and weights without bias."""
+        return {
+            key: numbers
+            for key, *numbers in self.page.locator(".row-table tbody tr").evaluate_all(
+                "rows => rows.map(({ cells }) => [cells[0].querySelector('bdi'), ...[...cells].slice(1, 7)].map((x) => x.textContent))"
+            )
+        }
 
     def fold(self, title: str) -> Any:
         """A part below the picture, unfolded."""
@@ -79,6 +95,3 @@ class Explorer:
         return tables.first.evaluate(
             "table => [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.textContent))"
         )
-
-    def after_steps(self) -> str:
-        return self.fold("Step by step").locator(".after").first.inner_text()

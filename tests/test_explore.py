@@ -8,7 +8,7 @@ import pytest
 
 import linbias
 from chapter import HEADS, OUTPUT, SCALED, chapters_table
-from explorer_page import explained
+from explorer_page import explained, printed
 from linbias import explore
 from linbias.explore import data
 from linbias.explore.bundle import bundle, read_module
@@ -44,57 +44,62 @@ mat -2.000 -0.793 -0.293 -0.500 0.707
 """
 
 
+def rounded(rows, digits):
+    return [[name, *(f"{float(x):.{digits}f}" for x in row)] for name, *row in rows]
+
+
+def ascii_rows(rows):
+    """With hyphens, as Python prints numbers."""
+    return [[cell.replace("\u2212", "-") for cell in row] for row in rows]
+
+
 def test_the_chapters_weights_and_outputs_are_in_the_page(open_state):
     page = open_state()
-    for head, table in zip(
-        ("Head 1", "Head 2", "Mean of all heads"), HEADS.split("\n\n"), strict=True
-    ):
+    *heads, mean = (chapters_table(table) for table in HEADS.split("\n\n"))
+    for head, table in enumerate(heads):
         page.choose_head(head)
-        assert page.cells() == chapters_table(table)
-        assert page.table("The matrix as a table") == chapters_table(table)
-    assert page.table("Outputs") == chapters_table(OUTPUT)
-    # For the mean, the steps are the weights that it is made of.
-    rows = [chapters_table(table)[0] for table in HEADS.split("\n\n")]
-    columns = zip(WORDS[:5], *(row[1:] for row in rows), strict=True)
-    assert page.table("Step by step") == [list(column) for column in columns]
+        assert page.cells() == rounded(table, 2)
+        assert page.table("Weights as a table") == table
+    assert page.table("Mean of all heads") == mean
+    assert ascii_rows(page.table("Outputs")) == chapters_table(OUTPUT)
 
 
 def test_the_chapters_steps_are_in_the_page(open_state):
-    page = open_state()
+    page = open_state(row=0)
+    tokens = WORDS[:5]
+    assert ascii_rows(page.cells(0)) == rounded(chapters_table(SCALED), 2)
     distance = abs(np.subtract.outer(np.arange(5), np.arange(5)))
-    for quantity, table in (("scaled", SCALED), ("scores", SCORES)):
-        page.choose("Show", quantity)
-        for row, wanted in zip(page.cells(), chapters_table(table), strict=True):
-            places = len(wanted[1].split(".")[1])
-            assert [f"{float(cell):.{places}f}" for cell in row[1:]] == wanted[1:]
-    for head, slope in (("Head 1", 0.5), ("Head 2", 0.25)):
-        page.choose("Show", "bias")
+    for head, slope in enumerate((0.5, 0.25)):
         page.choose_head(head)
-        bias = [[float(cell) for cell in row[1:]] for row in page.cells()]
-        np.testing.assert_array_equal(bias, -slope * distance)
-    # Rows "The" and "cat" step by step: the bias, and the weights with and without the bias.
-    page.choose_head("Head 1")
-    assert page.bars() == {
+        assert page.cells(1) == [
+            [token, *(printed(-slope * d, 2) for d in row)]
+            for token, row in zip(tokens, distance, strict=True)
+        ]
+    page.choose_head(0)
+    for row in chapters_table(SCORES):
+        page.choose_row(row[0])
+        scores = [numbers[3].replace("\u2212", "-") for numbers in page.row().values()]
+        assert [f"{float(x):.3f}" for x in scores] == row[1:]
+    # Row "The": the weights with the bias, and without.
+    page.choose_row("The")
+    assert {key: tuple(numbers[4:]) for key, numbers in page.row().items()} == {
         "The": ("0.2879", "0.1237"),
         "cat": ("0.3541", "0.2509"),
         "sat": ("0.2148", "0.2509"),
         "on": ("0.0642", "0.1237"),
         "mat": ("0.0790", "0.2509"),
     }
-    page.choose_row("cat")
-    bias = [row[3] for row in page.table("Step by step")]
-    assert bias == ["-0.5000", "0.0000", "-0.5000", "-1.0000", "-1.5000"]
 
 
 def test_the_chapters_slopes_are_in_the_page(open_state):
     page = open_state(heads=8)
     rows = page.table("Slopes")
     assert [row[:5] for row in (*rows[:4], rows[7])] == [
-        ["1", "0.5", "1/2", "-5", "Ultra-local"],
-        ["2", "0.25", "1/4", "-2.5", "Local"],
-        ["3", "0.125", "1/8", "-1.25", "Medium-range"],
-        ["4", "0.0625", "1/16", "-0.625", "Broad"],
-        ["8", "0.00390625", "1/256", "-0.0390625", "Near-global"],
+        ["0", "0.5", "1/2", "\u22125", "Ultra-local"],
+        ["1", "0.25", "1/4", "\u22122.5", "Local"],
+        ["2", "0.125", "1/8", "\u22121.25", "Medium-range"],
+        ["3", "0.0625", "1/16", "\u22120.625", "Broad"],
+        ["7", "0.00390625", "1/256", "\u22120.0390625", "Near-global"],
     ]
 
 
@@ -111,12 +116,12 @@ def test_the_chapters_inputs_are_in_the_page(open_state):
 
 STATES = [
     {},
-    {"variant": "causal", "schedule": "paper", "heads": 3, "head": 3, "row": 4, "text": " ".join(WORDS[:9])},
-    {"variant": "directional", "schedule": "mpt", "heads": 6, "head": 5, "row": 2, "text": " ".join(WORDS[:7])},
-    {"variant": "asymmetric", "schedule": "geometric", "heads": 5, "head": 2, "left": "2:0.3", "right": "2:1.7"},
+    {"variant": "causal", "schedule": "paper", "heads": 3, "head": 2, "row": 3, "text": " ".join(WORDS[:9])},
+    {"variant": "directional", "schedule": "mpt", "heads": 6, "head": 4, "row": 1, "text": " ".join(WORDS[:7])},
+    {"variant": "asymmetric", "schedule": "geometric", "heads": 5, "head": 1, "left": "1:0.3", "right": "1:1.7"},
     # These repeat a variant; the last has thousands of cells.
-    pytest.param({"variant": "symmetric", "left": "1:0 2:0", "row": 3}, marks=pytest.mark.thorough),
-    pytest.param({"variant": "causal", "schedule": "paper", "heads": 16, "head": 7, "row": 64, "text": " ".join(WORDS)}, marks=pytest.mark.thorough),
+    pytest.param({"variant": "symmetric", "left": "0:0 1:0", "row": 2}, marks=pytest.mark.thorough),
+    pytest.param({"variant": "causal", "schedule": "paper", "heads": 16, "head": 6, "row": 63, "text": " ".join(WORDS)}, marks=pytest.mark.thorough),
 ]  # fmt: skip
 
 
@@ -124,38 +129,42 @@ STATES = [
 def test_numbers_equal_explain(open_state, state):
     page = open_state(**state)
     trace, tokens = explained(state)
-    head, row = state.get("head", 1) - 1, state.get("row", 1) - 1
-    printed = trace.table(query=row, head=head, tokens=tokens).splitlines()
-    assert page.table("Step by step") == [line.split() for line in printed[3:-1]]
-    assert printed[-1].strip() in page.after_steps()
+    head, row = state.get("head", 0), state.get("row", 1)
+    plain, _ = explained({**state, "left": slopes_of_0(trace), "right": slopes_of_0(trace)})
+    columns = [trace.raw, trace.scaled, trace.bias, trace.scores, trace.weights, plain.weights]
+    rows = zip(*(values[head, row] for values in columns), strict=True)
+    shown = page.page.locator(".row-table tbody tr").evaluate_all(
+        "rows => rows.map(({ cells }) => [...cells].slice(1, 7).map((cell) => cell.textContent))"
+    )
+    assert shown == [[printed(x) for x in numbers] for numbers in rows]
+    after = page.page.locator(".row-panel .after").inner_text()
+    outputs = "\u2002".join(printed(x) for x in trace.output[head, row])
+    assert f"output [{outputs}]" in after
+    assert f"log-sum-exp {printed(trace.lse[head, row])}" in after
     code = page.fold("In Python").locator("code").inner_text()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, {})
-    assert out.getvalue().splitlines() == printed
+    assert out.getvalue() == trace.table(query=row, head=head, tokens=tokens) + "\n"
     outputs = np.concatenate(list(trace.output), axis=1)
-    assert page.table("Outputs") == [
-        [t, *map("{:.4f}".format, row)] for t, row in zip(tokens, outputs, strict=True)
-    ]
-    wanted = {
-        "q \u00b7 k": trace.raw,
-        "scaled": trace.scaled,
-        "bias": trace.bias,
-        "scores": trace.scores,
-        "weights": trace.weights,
-    }
-    if len(tokens) > 10:  # thousands of cells: two of the five will do
-        wanted = {name: wanted[name] for name in ("scores", "weights")}
-    for quantity, values in wanted.items():
-        page.choose("Show", quantity)
-        shown = page.table("The matrix as a table")
-        assert shown == [
-            [t, *map("{:.4f}".format, row)] for t, row in zip(tokens, values[head], strict=True)
+    for title, values in (
+        ("Outputs", outputs),
+        ("Weights as a table", trace.weights[head]),
+        ("Mean of all heads", trace.weights.mean(0)),
+    ):
+        assert page.table(title) == [
+            [token, *map(printed, row)] for token, row in zip(tokens, values, strict=True)
         ]
-    page.choose_head("Mean of all heads")
-    mean = trace.weights.mean(0)
-    assert [row[1:] for row in page.table("The matrix as a table")] == [
-        [f"{x:.4f}" for x in row] for row in mean
-    ]
+    if len(tokens) <= 10:
+        for grid, matrix in enumerate((trace.scaled, trace.bias, trace.weights)):
+            assert page.cells(grid) == [
+                [token, *(printed(x, 2) for x in row)]
+                for token, row in zip(tokens, matrix[head], strict=True)
+            ]
+
+
+def slopes_of_0(trace):
+    """In the form of the address; sides that are hidden stay so."""
+    return " ".join(f"{head}:0" for head in range(len(trace.slopes)))
 
 
 def test_slope_0_is_standard_attention(open_state):
@@ -164,11 +173,11 @@ def test_slope_0_is_standard_attention(open_state):
     q, k, _ = explore.vectors(WORDS[:5], 2)
     scores = np.exp(q[0] @ k[0].T / np.sqrt(2))
     standard = scores / scores.sum(1, keepdims=True)
-    assert [row[1:] for row in page.cells()] == [[f"{x:.4f}" for x in row] for row in standard]
-    assert {with_bias == without for with_bias, without in page.bars().values()} == {True}
+    assert [row[1:] for row in page.cells()] == [[f"{x:.2f}" for x in row] for row in standard]
+    assert all(numbers[4] == numbers[5] for numbers in page.row().values())
     assert page.table("Slopes")[0][1:5] == ["0", "", "0", "Global"]
     page.choose_row("on")
-    assert page.bars()["mat"] == ("0.2000", "0.2000")
+    assert page.row()["mat"][4:] == ["0.2000", "0.2000"]
 
 
 def test_numbers_are_rounded_as_python_rounds(functions):

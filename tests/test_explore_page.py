@@ -7,11 +7,14 @@ from xml.etree import ElementTree
 import pytest
 
 import linbias
-from chapter import HEADS, OUTPUT, SCALED, chapters_table
+from chapter import HEADS, OUTPUT, chapters_table
 from explorer_page import Explorer, explained
 from linbias import explore
 from linbias.explore.data import WORDS
+from linbias.explore.results import default
 from test_cli import run
+
+MORE = "More to change: words, sides, slopes, heads"
 
 
 def test_the_slider_overrides_the_slope_of_one_head(open_state):
@@ -21,14 +24,11 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
     slope = 2 ** (-1 - 1 / 8)
     assert slider.get_attribute("aria-valuetext") == f"{slope:g}"
     assert [row[1] for row in page.table("Slopes")] == [f"{slope:g}", "0.25"]
-    page.choose_head("Head 2")
+    page.choose_head(1)
     assert slider.get_attribute("aria-valuetext") == "0.25"
+    page.fold(MORE)
     page.page.get_by_role("button", name="Back to the schedule").click()
     assert [row[1] for row in page.table("Slopes")] == ["0.5", "0.25"]
-    page.page.get_by_role("switch", name="One slope for all heads").check()
-    assert [row[1] for row in page.table("Slopes")] == ["0.25", "0.25"]
-    slider.press("End")
-    assert [row[1] for row in page.table("Slopes")] == ["2", "2"]
 
 
 TYPED = [
@@ -69,18 +69,10 @@ def test_a_message_of_any_length_leaves_the_slider_free(open_state):
     assert message["y"] >= slider["y"] + slider["height"]
 
 
-def test_the_mean_of_heads_has_a_slope_where_they_share_one(open_state):
-    page = open_state()
-    page.choose_head("Mean of all heads")
-    assert page.page.get_by_role("slider", name="Slope").count() == 0
-    page.page.get_by_role("switch", name="One slope for all heads").check()
-    assert page.page.get_by_role("slider", name="Slope").is_enabled()
-
-
 def test_paper_keeps_the_colours_that_are_data(open_state):
     page = open_state()
     page.page.emulate_media(media="print")
-    for mark in (".bars .track", ".legend .positive", ".heat-area canvas"):
+    for mark in (".row-table .track", ".legend .positive", ".heat-area canvas"):
         style = page.page.locator(mark).first.evaluate(
             "mark => getComputedStyle(mark).printColorAdjust"
         )
@@ -99,35 +91,35 @@ def test_what_is_being_typed_stays_as_it_is_typed(open_state):
 
 
 def test_sides_schedule_and_number_of_heads(open_state):
-    page = open_state()
+    page = open_state(row=0)
     page.choose("Sides", "causal")
     # The first query sees itself alone: the last one is shown.
-    assert page.page.locator(".row-panel h3").inner_text() == "Query mat"
+    assert page.title().startswith("What \u201cmat\u201d looks at")
     page.choose("Slope schedule", "paper")
     page.page.get_by_role("textbox", name="Number of heads, exact").fill("3")
     assert [row[1] for row in page.table("Slopes")] == [f"{x:g}" for x in linbias.slopes(3)]
-    page.choose("Show", "bias")
-    assert page.cells()[0][1:] == ["0.0000", *["-inf"] * 4]
+    assert page.cells(1)[0][1:] == ["0.00", *["\u2212\u221e"] * 4]
     page.choose("Sides", "directional")  # which asks for an even number
-    assert [row[0] for row in page.table("Slopes")] == ["1 left", "2 left", "3 right", "4 right"]
-    page.choose_head("Head 3")
-    assert page.cells()[4][1:] == [*["-inf"] * 4, "0.0000"]
+    assert [row[0] for row in page.table("Slopes")] == ["0 left", "1 left", "2 right", "3 right"]
+    page.choose_head(2)
+    assert page.cells(1)[4][1:] == [*["\u2212\u221e"] * 4, "0.00"]
     assert page.page.get_by_role("slider", name="Slope to the right").count() == 1
     page.choose("Sides", "asymmetric")
     page.page.get_by_role("textbox", name="Slope to the right, exact").fill("2")
     page.page.get_by_role("textbox", name="Slope to the left, exact").fill("1")
-    assert page.cells()[2][1:] == ["-2.0000", "-1.0000", "0.0000", "-2.0000", "-4.0000"]
+    assert page.cells(1)[2][1:] == ["\u22122.00", "\u22121.00", "0.00", "\u22122.00", "\u22124.00"]
 
 
 def test_tokens_are_edited_counted_and_cut(open_state):
     page = open_state()
+    page.fold(MORE)
     text = page.page.get_by_role("textbox", name=re.compile("^Text"))
     length = page.page.get_by_role("textbox", name="Tokens, exact")
     length.fill("10")
     assert text.input_value().split() == WORDS[:10]
     # The chapter's vectors stay; what Python makes of the others, the page makes, too.
     trace, _ = explained({"text": " ".join(WORDS[:10])})
-    assert page.cells()[1][1:] == [f"{x:.4f}" for x in trace.weights[0, 1]]
+    assert page.cells()[1][1:] == [f"{x:.2f}" for x in trace.weights[0, 1]]
     assert "linbias.explore.vectors" in page.page.locator(".text .note").inner_text()
     # Words of one's own come back when the slider that took them away gives more.
     text.fill("one two three four")
@@ -145,7 +137,7 @@ def test_tokens_are_edited_counted_and_cut(open_state):
     assert length.input_value() == "64"
     text.fill("\U0001f642" * 33)
     assert message.inner_text() == "Tokens longer than 32 characters are cut."
-    assert page.table("The matrix as a table") == [["\U0001f642" * 32, "1.0000"]]
+    assert page.table("Weights as a table") == [["\U0001f642" * 32, "1.0000"]]
 
 
 NAUGHTY = [
@@ -161,23 +153,23 @@ NAUGHTY += ["e\u0301\u0301\u0301", "$data"]
 def test_tokens_are_text_and_never_markup(open_state):
     tokens = NAUGHTY
     page = open_state(text=" ".join(tokens))
+    page.fold(MORE)
     text = page.page.get_by_role("textbox", name=re.compile("^Text"))
     for _ in range(2):
-        assert [row[0] for row in page.table("The matrix as a table")] == tokens
+        assert [row[0] for row in page.table("Weights as a table")] == tokens
         assert page.page.get_by_role("columnheader", name=tokens[0], exact=True).count() > 0
         page.choose_row(tokens[1])
-        assert page.page.locator(".row-panel h3").inner_text() == f"Query {tokens[1]}"
+        assert f"\u201c{tokens[1]}\u201d" in page.title()
         tokens = tokens[::-1]
         text.fill(" ".join(tokens))
-    own = page.page.locator("img, b:not(.track b), script:not(#data)")
+    own = page.page.locator("img, b, script:not(#data)")
     assert own.count() == 1  # the page's script
 
 
 def test_data_cannot_leave_their_element(visit, tmp_path):
-    results = {
-        "name": "</script><script>document.title = 'broken'</script><!--",
-        "other": "\u2028 \\u003c",
-    }
+    results = default()
+    results["runs"][0]["name"] = "</script><script>document.title = 'broken'</script><!--"
+    results["other"] = "\u2028 \\u003c"
     text = explore.page(results=results)
     path = tmp_path / "page.html"
     path.write_text(text, encoding="utf-8")
@@ -189,27 +181,16 @@ def test_data_cannot_leave_their_element(visit, tmp_path):
         explore.page(results={"loss": float("nan")})
 
 
-def test_with_and_without_bias_stand_side_by_side(open_state):
-    page = open_state()
-    page.page.get_by_role("switch", name="Without bias beside it").check()
-    assert page.page.get_by_role("grid").count() == 2
-    assert page.cells(1)[3][1:] == ["0.2000"] * 5  # the chapter: a query of zeros
-    page.choose("Show", "scores")
-    assert page.cells(1) == chapters_table(SCALED)
-    page.page.get_by_role("grid").nth(1).get_by_role("row").nth(5).click()
-    assert page.page.locator(".row-panel h3").inner_text() == "Query mat"
-
-
 def test_the_matrix_is_walked_by_keyboard(open_state):
-    page = open_state()
-    rows = page.page.get_by_role("grid").get_by_role("row")
+    page = open_state(row=0)
+    rows = page.page.get_by_role("grid").nth(2).get_by_role("row")
     rows.nth(1).focus()
     said = page.page.get_by_role("status")
     page.page.keyboard.press("ArrowDown")
     page.page.keyboard.press("ArrowDown")
     assert rows.nth(3).get_attribute("aria-selected") == "true"
     assert rows.nth(3).evaluate("row => row === document.activeElement")
-    assert "Query sat, Head 1: most weight on sat, 0.5527" in said.all_inner_texts()
+    assert "Query sat, head 0: most weight on sat, 0.5527" in said.all_inner_texts()
     page.page.keyboard.press("ArrowRight")
     page.page.keyboard.press("ArrowRight")
     assert "sat to cat: 0.1653" in said.all_inner_texts()
@@ -225,8 +206,9 @@ def test_the_matrix_is_walked_by_keyboard(open_state):
 
 def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
     page = open_state()
+    page.fold(MORE)
     found = []
-    for _ in range(40):
+    for _ in range(60):
         page.page.keyboard.press("Tab")
         name = page.page.evaluate(
             """() => {
@@ -240,18 +222,9 @@ def test_every_control_is_reached_by_tab_and_has_a_name(open_state):
             break
         found.append(name)
     assert [name for name in found if len(name.split()) < 2] == []
-    wanted = (
-        "Bias",
-        "Text",
-        "Tokens",
-        "Slope",
-        "One slope",
-        "symmetric",
-        "halving",
-        "Number of heads",
-    )
-    wanted += ("weights", "Without bias", "Step by step", "Outputs", "Slopes", "In Python")
-    wanted += ("The matrix", "Inputs")
+    wanted = ("How", "Copy link", "Scores plus bias", "Slope 0", "head 0", "Slope", "Slope, exact")
+    wanted += ("cat: largest", "Copy code", "More to change", "Outputs", "Slopes", "In Python")
+    wanted += ("Text", "Tokens", "symmetric", "halving", "Number of heads", "Weights as", "Inputs")
     for words in wanted:
         assert any(words in name for name in found), (words, found)
 
@@ -260,26 +233,29 @@ def test_the_state_stands_in_the_address(open_state, visit, explorer_file):
     page = open_state()
     page.choose("Sides", "asymmetric")
     page.page.get_by_role("textbox", name=re.compile("^Text")).fill("a & b=c # d%")
-    page.choose_head("Head 2")
+    page.choose_head(1)
     page.page.get_by_role("textbox", name="Slope to the right, exact").fill("0.3")
-    page.choose("Show", "bias")
     page.choose_row("#")
-    shown = page.cells()
+    shown, page_title = page.cells(), page.title()
     page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
     again = Explorer(visit(explorer_file, page.page.evaluate("location.hash.slice(1)")))
     assert again.cells() == shown
-    assert again.page.locator(".row-panel h3").inner_text() == "Query #"
+    assert again.title() == page_title
     # Another address shows another state, and leaves nothing of the first that could fail.
-    again.page.evaluate("location.hash = 'head=2'")
-    again.page.get_by_role("heading", name="Weights, head 2").wait_for()
-    assert again.cells() == chapters_table(HEADS.split("\n\n")[1])
-    again.choose("Theme", "dark")
-    assert open_state(left="1:1/8").table("Slopes")[0][1] == "0.125"
+    again.page.evaluate("location.hash = 'view=how&head=1'")
+    again.page.get_by_role("heading", name="What \u201ccat\u201d looks at, head 1").wait_for()
+    assert again.table("Weights as a table") == chapters_table(HEADS.split("\n\n")[1])
+    again.page.get_by_role("radio", name="dark").check()
+    assert open_state(left="0:1/8").table("Slopes")[0][1] == "0.125"
     # A state that makes no sense shows the start.
     again = open_state(
-        text=" ", heads="99", head="7", row="x", variant="up", left="1:-3 2:nan", quantity="?"
+        text=" ", heads="99", head="7", row="x", variant="up", left="0:-3 1:nan 9:1", step="?"
     )
-    assert again.cells() == chapters_table(HEADS.split("\n\n")[0])
+    assert again.table("Weights as a table") == chapters_table(HEADS.split("\n\n")[0])
+
+
+def theme(page, name):
+    page.page.get_by_role("group", name="Theme").get_by_role("radio", name=name).check()
 
 
 def test_light_and_dark(open_state):
@@ -287,15 +263,15 @@ def test_light_and_dark(open_state):
     ground = "getComputedStyle(document.querySelector('.explore')).backgroundColor"
     picture = "document.querySelector('.heatmap canvas').toDataURL()"
     dark, dark_picture = page.page.evaluate(ground), page.page.evaluate(picture)
-    page.choose("Theme", "light")
+    theme(page, "light")
     assert page.page.evaluate(ground) != dark
     assert page.page.evaluate(picture) != dark_picture
-    page.choose("Theme", "auto")
+    theme(page, "auto")
     assert page.page.evaluate(picture) == dark_picture
     page.page.emulate_media(color_scheme="light")
     assert page.page.evaluate(ground) != dark
     # It is kept, under the name of the documentation's own pages, and follows them.
-    page.choose("Theme", "dark")
+    theme(page, "dark")
     assert page.page.evaluate("localStorage.theme") == "dark"
     page.page.reload()
     assert page.page.evaluate(ground) == dark
@@ -321,7 +297,7 @@ SHIFT = """() => new Promise((done) => {
 
 def test_the_page_fits_every_width_and_nothing_jumps(open_state):
     phone = {"viewport": {"width": 360, "height": 800}}
-    page = open_state(phone, text=" ".join(WORDS[:20]), heads=16, compare="true")
+    page = open_state(phone, text=" ".join(WORDS[:20]), heads=16)
     assert page.page.evaluate(SHIFT) == 0
     page.page.evaluate(
         "() => document.querySelectorAll('details').forEach((fold) => (fold.open = true))"
@@ -356,7 +332,11 @@ def test_without_scripts_a_picture_and_the_tables_remain(visit, explorer_file):
 def test_the_page_is_one_small_file():
     text = explore.page()
     assert len(text.encode()) < 1_000_000
-    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    # Addresses are those of links, and of what a name in a picture means.
+    assert set(re.findall(r"https?://[^\"\s]+", text)) == {
+        "https://arxiv.org/abs/2108.12409",
+        "http://www.w3.org/2000/svg",
+    }
 
 
 # In a notebook
@@ -376,7 +356,7 @@ MODEL = """({ data, style, state }) => {
 
 def test_the_widget_draws_itself_and_shares_its_state(chromium):
     pytest.importorskip("anywidget")
-    widget = explore.widget(state="head=2")
+    widget = explore.widget(state="view=how&head=1")
     page = chromium.new_page()
     page.add_script_tag(
         content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
@@ -388,12 +368,13 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     )
     shown = Explorer(page)
     heads = [chapters_table(table) for table in HEADS.split("\n\n")]
-    assert shown.cells() == heads[1]
+    assert shown.table("Weights as a table") == heads[1]
     shown.choose_row("sat")
-    page.wait_for_function("() => model.saved.state === 'head=2&row=3'")
-    page.evaluate("model.set('state', 'row=2')")
-    assert shown.cells() == heads[0]
-    assert page.locator(".row-panel h3").inner_text() == "Query cat"
+    page.wait_for_function("() => model.saved.state === 'head=1&row=2&view=how'")
+    assert page.get_by_role("button", name="Copy link").count() == 0  # there is no address
+    page.evaluate("model.set('state', 'view=how&row=0')")
+    assert shown.table("Weights as a table") == heads[0]
+    assert shown.title().startswith("What \u201cThe\u201d looks at")
     # Keys stay in the widget: JupyterLab listens before it and heeds an attribute, other notebooks listen after it.
     page.evaluate("""() => {
       globalThis.heard = [];
@@ -402,7 +383,7 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
       document.addEventListener("keydown", ({ key }) => heard.push(key));
     }""")
     page.get_by_role("slider", name="Slope").press("a")
-    page.get_by_role("textbox", name=re.compile("^Text")).press("x")
+    page.get_by_role("textbox", name="Slope, exact").press("x")
     assert page.evaluate("heard") == []
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("b")

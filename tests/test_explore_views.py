@@ -140,7 +140,7 @@ def assert_shows(panel, length, position, left, tolerance, block, causal=True) -
 
 
 def test_every_control_of_near_to_far(visit, explorer_file):
-    page, panel = open_view(visit, explorer_file, "Near to far")
+    page, panel = open_view(visit, explorer_file, "Cost")
     left = linbias.slopes(8).tolist()
     assert_shows(panel, 2048, 2047, left, 2.0**-24, 16)
 
@@ -163,7 +163,7 @@ def test_every_control_of_near_to_far(visit, explorer_file):
     for _ in range(8):
         page.keyboard.press("ArrowLeft")
     assert_shows(panel, 512, 300, left, 2.0**-20, 32, causal=False)
-    panel.get_by_role("radio", name="Head 2, slope 1/16").click()
+    panel.get_by_role("radio", name="Head 1, slope 1/16").click()
     panel.get_by_label("Slope of the head, exact").fill("3/4")
     assert_shows(panel, 512, 300, [left[0], 0.75, *left[2:]], 2.0**-20, 32, causal=False)
     panel.get_by_label("Slope of the head, exact").fill("0")
@@ -175,7 +175,7 @@ def test_every_control_of_near_to_far(visit, explorer_file):
 
 
 def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, explorer_file):
-    _, panel = open_view(visit, explorer_file, "Near to far")
+    _, panel = open_view(visit, explorer_file, "Cost")
     field = panel.get_by_label("Tolerance, exact")
     for text in ("-1", "0.5", "2^9", "x", ""):
         field.fill("2^-24")
@@ -186,10 +186,10 @@ def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, explorer_file):
 
 
 def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
-    page, panel = open_view(visit, explorer_file, "Near to far")
-    panel.get_by_role("radio", name="Head 3").press("ArrowUp")
-    assert panel.get_by_role("radio", name="Head 2").get_attribute("aria-checked") == "true"
-    assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 2")
+    page, panel = open_view(visit, explorer_file, "Cost")
+    panel.get_by_role("radio", name="Head 2").press("ArrowUp")
+    assert panel.get_by_role("radio", name="Head 1").get_attribute("aria-checked") == "true"
+    assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 1")
     panel.get_by_text("Every step of this head").click()
     panel.locator("details tbody tr").first.wait_for()
     rows = panel.locator("details tbody tr").all()
@@ -212,7 +212,7 @@ def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
 
 
 def test_the_share_falls_as_the_text_grows(visit, explorer_file):
-    _, panel = open_view(visit, explorer_file, "Near to far")
+    _, panel = open_view(visit, explorer_file, "Cost")
     chart = panel.get_by_role("slider", name=re.compile("^Keys read by the last query"))
     for key, length in (("Home", 256), ("End", 4096)):
         chart.press(key)
@@ -234,12 +234,12 @@ def test_the_package_holds_the_run_of_the_readme():
     for line in group["lines"]:
         found = {point["x"]: f"{point['y']:.3f}" for point in line["lengths"]}
         cells = [found.get(length, "-") for length in group["test_lengths"]]
-        assert f"| {line['method']} | {' | '.join(cells)} |" in table
+        assert f"| {METHODS[line['method']].label} | {' | '.join(cells)} |" in table
     assert {line["method"]: line["limit"] for line in group["lines"]}["learned"] == 128
 
 
 def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_file):
-    page, panel = open_view(visit, explorer_file, "Lengths")
+    page, panel = open_view(visit, explorer_file, "Results")
     (group,) = results.default()["runs"][0]["groups"]
     chart, positions = (
         panel.get_by_role("slider", name=re.compile(f"^Loss by {what}"))
@@ -286,7 +286,7 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_fil
 
 
 def test_the_table_of_losses(visit, explorer_file):
-    _, panel = open_view(visit, explorer_file, "Lengths")
+    _, panel = open_view(visit, explorer_file, "Results")
     (group,) = results.default()["runs"][0]["groups"]
     rows = panel.get_by_role("row").all()[1:]
     for row, line in zip(rows, group["lines"], strict=True):
@@ -357,7 +357,7 @@ def test_several_runs_are_chosen_by_name(visit, run_folder, tmp_path):
     path.write_text(
         explore.page(results=explore.read_results([run_folder, run_folder])), encoding="utf-8"
     )
-    _, panel = open_view(visit, path, "Lengths")
+    _, panel = open_view(visit, path, "Results")
     names = panel.get_by_role("group", name="Run").get_by_role("radio").all()
     assert len(names) == 2
     assert panel.get_by_text("<b>run").count() == 2  # text, never markup
@@ -393,7 +393,7 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
 
 def test_a_link_shows_what_its_sender_saw(visit, explorer_file):
     link = (
-        "view=reach&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
+        "view=cost&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
     )
     page = visit(explorer_file, link)
     panel = page.get_by_role("tabpanel")
@@ -405,11 +405,11 @@ def test_a_link_shows_what_its_sender_saw(visit, explorer_file):
     page.wait_for_url(lambda address: "slope" not in address)
     assert set(page.evaluate("location.hash.slice(1)").split("&")) == set(link.split("&")[:-1])
 
-    bad = "view=reach&length=3&heads=x&tolerance=5&query=-1&head=99&slope=&both=2"
+    bad = "view=cost&length=3&heads=x&tolerance=5&query=-1&head=99&slope=&both=2"
     assert_shows(visit(explorer_file, bad).get_by_role("tabpanel"), 2048, 2047, linbias.slopes(8).tolist(), 2.0**-24, 16)  # fmt: skip
 
 
-@pytest.mark.parametrize("view", ["Near to far", "Lengths"])
+@pytest.mark.parametrize("view", ["Why", "How", "Results", "Cost"])
 def test_no_view_is_wider_than_a_phone(visit, explorer_file, view):
     page, panel = open_view(visit, explorer_file, view, viewport={"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") == 360

@@ -35,12 +35,18 @@ if TYPE_CHECKING:
 __all__ = ["page", "read_model", "read_results", "vectors", "widget"]
 
 
-def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> str:
+def page(
+    results: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    *,
+    docs: str | None = None,
+) -> str:
     """Write the explorer as one HTML file: text, data, style and script, with nothing left to load.
 
     Args:
         results: What the comparison of methods shows, from `read_results`; None shows the README's.
         model: What the view of a trained model shows, from `read_model`; None leaves that view out.
+        docs: Address of the documentation, for a page that stands in it.
 
     Returns:
         The page, below 1 MB without a model.
@@ -60,7 +66,7 @@ def page(results: dict[str, Any] | None = None, model: dict[str, Any] | None = N
         script=script,
         # The page may run this script and no other, and can load nothing.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=_data(results, model),
+        data=_data(results, model, docs),
     )
 
 
@@ -71,7 +77,7 @@ def widget(
 
     Args:
         results, model: As for `page`.
-        state: What to show first, as it stands behind # in the page's address: "head=2&variant=causal".
+        state: What to show first, as it stands behind # in the page's address: "view=how&head=1".
 
     Returns:
         A widget that draws itself; its `state` follows what its reader does, and may be set. Pages made of the notebook show
@@ -81,8 +87,8 @@ def widget(
         ModuleNotFoundError: anywidget is not installed.
 
     Example:
-        >>> widget(state="head=2").state
-        'head=2'
+        >>> widget(state="view=how&head=1").state
+        'view=how&head=1'
     """
     _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
@@ -122,10 +128,17 @@ def _to_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _data(results: dict[str, Any] | None, model: dict[str, Any] | None) -> str:
-    shown = default() if results is None else results
+def _data(
+    results: dict[str, Any] | None, model: dict[str, Any] | None, docs: str | None = None
+) -> str:
     return _to_json(
-        {"example": data.example(), "methods": data.methods(), "results": shown, "model": model}
+        {
+            "example": data.example(),
+            "links": data.links(docs),
+            "methods": data.methods(),
+            "results": default() if results is None else results,
+            "model": model,
+        }
     )
 
 

@@ -51,10 +51,11 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
 
 
 def style() -> str:
-    """The page's look: of all of it, then of the views."""
+    """The page's look: of all of it, of the story that it opens with, of the views."""
     folder = resources.files("linbias.explore")
     return "\n".join(
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "views.css")
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("style.css", "story.css", "views.css")
     )
 
 

@@ -1,5 +1,6 @@
-"""What Python puts into the page: the book chapter's example, and rules that page and terminal share."""
+"""What Python puts into the page: the book chapter's example, links, and rules that page and terminal share."""
 
+from importlib import metadata
 from typing import Any
 
 from linbias.example import TOKENS, K, Q, V
@@ -52,7 +53,7 @@ def methods() -> dict[str, dict[str, Any]]:
 
 
 def example() -> dict[str, Any]:
-    """The start of the bias explorer: five tokens, and two heads of q, k and v side by side in each row."""
+    """What the page starts with: five tokens, and two heads of q, k and v side by side in each row."""
     return {
         "tokens": TOKENS,
         "q": Q,
@@ -64,3 +65,26 @@ def example() -> dict[str, Any]:
         "max_tokens": MAX_TOKENS,
         "max_heads": MAX_HEADS,
     }
+
+
+# Where the page leads to: the paper, and what the package's own metadata name.
+_PAPER = "https://arxiv.org/abs/2108.12409"
+_URLS = {
+    "docs": "documentation",
+    "code": "source",
+}  # as the labels of a project's addresses are written
+
+
+def links(docs: str | None = None) -> dict[str, str]:
+    """The addresses behind "The paper", "Documentation" and "Code", those that are known.
+
+    Args:
+        docs: Address of the documentation, where the page stands in it.
+    """
+    urls = dict(
+        line.split(", ", 1) for line in metadata.metadata("linbias").get_all("Project-URL") or []
+    )
+    known = {label.lower(): url for label, url in urls.items()}
+    found = {"docs": docs} if docs else {}
+    found = {name: known[label] for name, label in _URLS.items() if label in known} | found
+    return {"paper": _PAPER, **found}

@@ -34,7 +34,7 @@ export function attend({ q, k, v, left, right, scale = 1 / Math.sqrt(q[0].length
   const T = q.length;
   const S = k.length;
   const E = v[0].length;
-  const [raw, scaled, bias, biased, weight] = Array.from({ length: 5 }, () => new Float64Array(T * S));
+  const [raw, scaled, bias, scores, weights] = Array.from({ length: 5 }, () => new Float64Array(T * S));
   const output = new Float64Array(T * E);
   const lse = new Float64Array(T);
   for (let t = 0; t < T; t += 1) {
@@ -45,22 +45,22 @@ export function attend({ q, k, v, left, right, scale = 1 / Math.sqrt(q[0].length
       raw[row + s] = dot(q[t], k[s]);
       scaled[row + s] = scale * raw[row + s];
       bias[row + s] = biasAt(p, s, left, right);
-      biased[row + s] = scaled[row + s] + bias[row + s];
-      highest = Math.max(highest, biased[row + s]);
+      scores[row + s] = scaled[row + s] + bias[row + s];
+      highest = Math.max(highest, scores[row + s]);
     }
     const pivot = highest === -Infinity ? 0 : highest; // a row that sees no key gets weights of exactly 0
     let sum = 0;
     for (let s = 0; s < S; s += 1) {
-      weight[row + s] = Math.exp(biased[row + s] - pivot);
-      sum += weight[row + s];
+      weights[row + s] = Math.exp(scores[row + s] - pivot);
+      sum += weights[row + s];
     }
     for (let s = 0; s < S; s += 1) {
-      weight[row + s] /= sum || 1;
-      for (let e = 0; e < E; e += 1) output[t * E + e] += weight[row + s] * v[s][e];
+      weights[row + s] /= sum || 1;
+      for (let e = 0; e < E; e += 1) output[t * E + e] += weights[row + s] * v[s][e];
     }
     lse[t] = pivot + Math.log(sum);
   }
-  return { T, S, E, raw, scaled, bias, biased, weight, output, lse };
+  return { T, S, E, raw, scaled, bias, scores, weights, output, lse };
 }
 
 function dot(a, b) {

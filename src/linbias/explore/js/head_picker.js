@@ -1,12 +1,11 @@
-// The choice of a head: a small picture of each head's weights, and one of their mean.
+// The choice of a head: a small picture of each head's weights over its number and slope.
 
 import { onThemeChange, paintCells, ramp } from "./colours.js";
 import { element, setText, uniqueId } from "./dom.js";
-import { headName } from "./numbers.js";
 
-// headPicker({ mean, onChange(head) }) -> { element, update({ matrices, slopes, size, power, chosen }) }
-// matrices: the weights of each head, and last their mean; slopes: a text for each head.
-export function headPicker({ mean, onChange }) {
+// headPicker({ onChange(head) }) -> { element, update({ matrices, slopes, size, chosen }) }
+// matrices: the weights of each head; slopes: a text for each, such as "slope 1/2".
+export function headPicker({ onChange }) {
   const box = element("div", { class: "heads" });
   const name = uniqueId("head");
   let items = [];
@@ -14,31 +13,30 @@ export function headPicker({ mean, onChange }) {
   let colours = null;
 
   function build(numHeads) {
-    items = Array.from({ length: numHeads + 1 }, (_, h) => {
-      const head = h < numHeads ? h : mean;
+    items = Array.from({ length: numHeads }, (_, head) => {
       const canvas = element("canvas", { "aria-hidden": "true" });
-      const words = element("span", { class: "unseen" });
+      const slope = element("small");
       const input = element("input", { type: "radio", name, value: head, on: { change: () => onChange(head) } });
-      const label = element("span", { "aria-hidden": "true" }, h < numHeads ? String(h + 1) : "mean");
-      const whole = element("label", { class: "option" }, input, canvas, label, words);
-      return { head, canvas, words, input, element: whole };
+      const whole = element("label", { class: "option" }, input, canvas, element("span", {}, `head ${head}`, slope));
+      return { canvas, slope, input, element: whole };
     });
     box.replaceChildren(...items.map((item) => item.element));
   }
 
   function paint({ canvas }, matrix) {
-    const { size, power } = shown;
+    const { size } = shown;
     colours ??= ramp(box, "--surface", "--accent");
     const high = matrix.reduce((a, b) => Math.max(a, b), 0);
-    paintCells(canvas, size, size, (i) => colours[Math.round(255 * (matrix[i] / high) ** power)]);
+    paintCells(canvas, size, size, (i) => colours[Math.round(255 * Math.sqrt(matrix[i] / high))]);
   }
 
   function draw(changed) {
     const { matrices, slopes, chosen } = shown;
     items.forEach((item, h) => {
       if (changed(h)) paint(item, matrices[h]);
-      item.input.checked = item.head === chosen;
-      setText(item.words, h < slopes.length ? `${headName(h)}, ${slopes[h]}` : "Mean of all heads");
+      item.input.checked = h === chosen;
+      setText(item.slope, slopes[h]);
+      item.input.ariaLabel = `Head ${h}, ${slopes[h]}`;
     });
   }
 
@@ -53,7 +51,7 @@ export function headPicker({ mean, onChange }) {
       const before = shown;
       shown = next;
       const rebuilt = items.length !== next.matrices.length;
-      if (rebuilt) build(next.matrices.length - 1);
+      if (rebuilt) build(next.matrices.length);
       draw((h) => rebuilt || before.matrices[h] !== next.matrices[h]);
     },
   };

@@ -12,10 +12,11 @@ export const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
 const LEAST_WIDTH = 40; // pixels of a cell below which a number would be too small to read
 
-// heatmap({ onSelect(row) }) -> { element, update({ label, rows, columns, values, text, ... selected }) }
-// values: [rows * columns]; text(value) -> as printed; low <= 0 <= high: the colours' range; power: below 1 it
-// spreads small values over more colours; hidden: [rows * columns] or null, cells that take no part.
-export function heatmap({ onSelect }) {
+// heatmap({ onSelect(row), onPoint(row, at) }) -> { element, update({ label, rows, columns, values, text, ... selected }), point }
+// values: [rows * columns]; text(value) -> as printed in a cell, exact(value) -> elsewhere; low <= 0 <= high: the colours'
+// range; power: below 1 it spreads small values over more colours; hidden: [rows * columns] or null, cells that take no part.
+// point(row, at) puts the cursor on a cell; whoever gives onPoint does that for all pictures that belong together.
+export function heatmap({ onSelect, onPoint = null }) {
   const canvas = element("canvas", { "aria-hidden": "true" });
   const cursor = element("div", { class: "heat-cursor", hidden: true, "aria-hidden": "true" });
   const columnHeads = element("div", { class: "heat-columns", role: "row" });
@@ -25,6 +26,7 @@ export function heatmap({ onSelect }) {
   const spoken = announcer();
   const readout = element("span", { class: "readout", "aria-hidden": "true" });
   const legend = scaleLegend();
+  const pointAt = onPoint ?? point;
   let shown = null;
   let names = "";
   let ramps = null;
@@ -89,22 +91,23 @@ export function heatmap({ onSelect }) {
   }
 
   function markRows() {
-    const { rows, columns, values, text, selected } = shown;
+    const { rows, columns, values, text, exact = text, selected } = shown;
     [...rowBox.children].forEach((row, t) => {
       const start = t * columns.length;
       let best = 0;
       for (let s = 1; s < columns.length; s += 1) if (values[start + s] > values[start + best]) best = s;
       row.ariaSelected = String(t === selected);
       row.tabIndex = t === selected ? 0 : -1;
-      row.ariaLabel = `${rows[t]}: largest ${text(values[start + best])} at ${columns[best]}`;
+      row.ariaLabel = `${rows[t]}: largest ${exact(values[start + best])} at ${columns[best]}`;
     });
   }
 
   // Puts the cursor on a cell, or takes it away, and gives the cell in words.
   function point(row, at) {
-    const { rows, columns, values, text } = shown;
+    const { rows, columns, values, text, exact = text } = shown;
     cursor.hidden = at < 0;
-    const number = at < 0 ? "" : text(values[row * columns.length + at]);
+    [...rowBox.children].forEach((line, t) => line.classList.toggle("pointed", at >= 0 && t === row));
+    const number = at < 0 ? "" : exact(values[row * columns.length + at]);
     setText(readout, at < 0 ? "" : `${rows[row]} \u2192 ${columns[at]}  ${number}`);
     cursor.style.setProperty("--row", row);
     cursor.style.setProperty("--at", at);
@@ -126,10 +129,10 @@ export function heatmap({ onSelect }) {
   area.addEventListener("click", (event) => select(cellAt(event).row));
   area.addEventListener("pointermove", (event) => {
     const { row, at } = cellAt(event);
-    point(row, at);
+    pointAt(row, at);
   });
-  area.addEventListener("pointerleave", () => point(shown.selected, -1));
-  area.addEventListener("focusout", () => point(shown.selected, -1));
+  area.addEventListener("pointerleave", () => pointAt(shown.selected, -1));
+  area.addEventListener("focusout", () => pointAt(shown.selected, -1));
   grid.addEventListener("keydown", (event) => {
     const { rows, columns, selected } = shown;
     const down = { ArrowDown: 1, ArrowUp: -1, Home: -rows.length, End: rows.length }[event.key];
@@ -138,8 +141,8 @@ export function heatmap({ onSelect }) {
     event.preventDefault();
     if (down !== undefined) select(Math.min(Math.max(selected + down, 0), rows.length - 1));
     else column = Math.min(Math.max(column + along, -1), columns.length - 1);
-    const words = point(shown.selected, column);
-    if (along !== undefined) spoken.say(words);
+    pointAt(shown.selected, column);
+    if (along !== undefined) spoken.say(point(shown.selected, column));
   });
   onThemeChange(() => {
     ramps = null;
@@ -148,6 +151,7 @@ export function heatmap({ onSelect }) {
   new ResizeObserver(measure).observe(area);
 
   return {
+    point,
     element: element(
       "div",
       { class: "heatmap" },
@@ -156,12 +160,14 @@ export function heatmap({ onSelect }) {
       spoken.element,
     ),
     update(next) {
+      const before = shown;
       shown = next;
       const wanted = JSON.stringify([next.rows, next.columns]);
-      if (wanted !== names) build(next);
+      const rebuilt = wanted !== names;
+      if (rebuilt) build(next);
       names = wanted;
       grid.ariaLabel = next.label;
-      paint();
+      if (rebuilt || ["values", "hidden", "low", "high", "power"].some((name) => before[name] !== next[name])) paint();
       markRows();
       legend.update(next);
     },

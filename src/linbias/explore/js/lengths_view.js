@@ -3,6 +3,7 @@
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
 import { element, note, section } from "./dom.js";
+import { signedPercent } from "./length_story.js";
 import { grouped } from "./scales.js";
 import { dataTable } from "./table.js";
 
@@ -158,10 +159,4 @@ function tableRow(line, group, methods) {
     return line.limit !== null && length > line.limit ? "no rows" : "\u2013";
   });
   return { head: methods[line.method].label, cells: [...cells, change] };
-}
-
-function signedPercent(share) {
-  const text = `${(100 * Math.abs(share)).toFixed(1)}%`;
-  if (text === "0.0%") return text;
-  return `${share < 0 ? "\u2212" : "+"}${text}`;
 }

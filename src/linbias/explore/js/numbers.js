@@ -51,7 +51,7 @@ function special(x) {
   return x > 0 ? "inf" : "-inf";
 }
 
-// Heads are counted from 1 for readers, as in the paper, and from 0 in Python.
-export function headName(head) {
-  return `Head ${head + 1}`;
+// The same for readers: a true minus sign, none on what is rounded to 0, and the sign of infinity.
+export function printed(x, digits = 4) {
+  return fixed(x, digits).replace(/^-(?=[0.]*$)/, "").replace("-", "\u2212").replace("inf", "\u221e");
 }

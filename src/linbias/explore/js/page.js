@@ -1,49 +1,58 @@
-// The page: a header with tabs and the choice of light or dark, and a view for each tab.
+// The page: a header with tabs, a link to what is shown and the choice of light or dark, and a view for each tab.
 
-import { mountBias } from "./bias_view.js";
 import { choice } from "./controls.js";
+import { copyButton } from "./copy.js";
 import { element, uniqueId } from "./dom.js";
+import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
 import { mountReach } from "./reach_view.js";
 import { tabs } from "./tabs.js";
+import { mountWhy } from "./why_view.js";
 
 // A view is shown where the page's data have what it needs.
 const VIEWS = [
-  { id: "bias", label: "Bias", mount: mountBias, needs: "example" },
-  { id: "reach", label: "Near to far", mount: mountReach, needs: "example" },
-  { id: "lengths", label: "Lengths", mount: mountLengths, needs: "results" },
-  { id: "model", label: "Model", mount: mountModel, needs: "model" },
+  { id: "why", label: "Why", mount: mountWhy, needs: "example" },
+  { id: "how", label: "How", mount: mountHow, needs: "example" },
+  { id: "results", label: "Results", mount: mountLengths, needs: "results" },
+  { id: "cost", label: "Cost", mount: mountReach, needs: "example" },
+  { id: "model", label: "Your model", mount: mountModel, needs: "model" },
 ];
 
 const THEMES = ["auto", "light", "dark"];
 const NO_THEMES = { read: () => null, write() {}, watch() {} };
 
 // Builds the page in `root`, a `.explore` element. Views are made when they are first looked at. `memory` keeps what
-// is shown as a text such as "view=bias&head=2": { read() -> text, write(text), watch(callback) }. `themes` does the same for
-// the reader's choice of light or dark.
+// is shown as a text such as "view=how&head=1": { read() -> text, write(text), watch(callback) }, and link(), the address that
+// brings it back, where there is one. `themes` keeps the reader's choice of light or dark likewise.
 export function startPage(root, data, memory, themes = NO_THEMES) {
   const views = VIEWS.filter((view) => data[view.needs]).map((view) => ({
     ...view,
-    panel: element("section", { id: uniqueId(view.id), class: "view", hidden: true }),
-    text: "",
+    panel: element("section", { id: uniqueId(view.id), class: `view view-${view.id}`, hidden: true }),
   }));
   let current = null;
 
   function show(id) {
-    current = views.find((view) => view.id === id) ?? views[0];
+    current = views.find((view) => view.id === id);
     if (current.panel.childElementCount === 0) {
       const view = current;
-      view.text = memory.read();
-      view.mount(view.panel, data, {
+      const own = {
         read: () => view.text,
         write(text) {
           view.text = text;
           remember();
         },
-      });
+      };
+      view.mount(view.panel, data, own, go);
     }
     bar.set(current.id);
+  }
+
+  function go(id) {
+    show(id);
+    remember();
+    root.scrollIntoView();
+    bar.focus(id);
   }
 
   function remember() {
@@ -54,8 +63,14 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
   }
 
   function start() {
-    for (const view of views) view.panel.replaceChildren();
-    show(new URLSearchParams(memory.read()).get("view"));
+    const text = memory.read();
+    const wanted = new URLSearchParams(text).get("view");
+    const first = views.find(({ id }) => id === wanted) ?? views[0];
+    for (const view of views) {
+      view.panel.replaceChildren();
+      view.text = view === first ? text : ""; // names mean different things in different views
+    }
+    show(first.id);
   }
 
   const bar = tabs({
@@ -67,7 +82,18 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
     },
   });
   root.append(
-    element("header", { class: "top" }, element("h1", {}, "linbias"), bar.element, themeChoice(root, themes)),
+    element(
+      "header",
+      { class: "top" },
+      element("h1", {}, "linbias"),
+      bar.element,
+      element(
+        "div",
+        { class: "tools" },
+        memory.link && copyButton({ label: "Copy link", says: "Link copied", text: memory.link }),
+        themeChoice(root, themes),
+      ),
+    ),
     element("main", {}, views.map((view) => view.panel)),
   );
   start();

@@ -83,7 +83,7 @@ export function mountReach(root, data, memory) {
     sum.textContent = `of the work remains: this query reads ${grouped(read)} of ${grouped(visible)} keys in ${heads}.`;
     rows.update({
       rows: results.map((result, head) => ({
-        name: `Head ${head + 1}`,
+        name: `Head ${head}`,
         slope: slopeFraction(all[head]),
         visit: result.found,
         count: `${grouped(result.read)} of ${grouped(result.visible)}`,
@@ -99,7 +99,7 @@ export function mountReach(root, data, memory) {
   }
 
   function drawHead(result, slope) {
-    title.textContent = `Head ${state.head + 1}, slope ${slopeFraction(slope)}`;
+    title.textContent = `Head ${state.head}, slope ${slopeFraction(slope)}`;
     story.textContent = storyOf(result, slope, toleranceOf(state));
     certificate.update(certificateChart(result.found, toleranceOf(state)));
     drawTrace();

@@ -9,6 +9,7 @@ const address = {
     history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
   },
   watch: (callback) => addEventListener("hashchange", callback),
+  link: () => location.href,
 };
 
 // Under the name that the documentation's own pages use, so that the page in their frame follows them. Browsers may

@@ -48,5 +48,6 @@ export function tabs({ label, items, onChange }) {
   return {
     element: element("div", { role: "tablist", "aria-label": label, class: "tabs" }, buttons),
     set: show,
+    focus: (id) => buttons[items.findIndex((item) => item.id === id)].focus(),
   };
 }

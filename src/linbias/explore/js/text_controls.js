@@ -1,8 +1,8 @@
 // The text and its length: tokens are what stands between spaces.
 
-import { readTokens } from "./bias_state.js";
 import { parseWhole, slider } from "./controls.js";
 import { element, setText, uniqueId } from "./dom.js";
+import { readTokens } from "./tokens.js";
 import { areChapters } from "./vectors.js";
 
 export function textControls(example, change) {

@@ -1,0 +1,170 @@
+// The tables below the picture: each in a part that can be folded, and filled only while it is open.
+
+import { mean } from "./attention.js";
+import { element, note, setText } from "./dom.js";
+import { openSides } from "./how_state.js";
+import { general, printed } from "./numbers.js";
+import { slopeFraction } from "./scales.js";
+import { dataTable } from "./table.js";
+
+// howTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes }.
+export function howTables(example, view) {
+  const parts = [slopePart(example), outputPart(), matrixPart(), meanPart(), inputPart(), pythonPart()];
+  const folds = parts.map(({ title, body }) =>
+    element(
+      "details",
+      { class: "fold", on: { toggle: update } },
+      element("summary", {}, element("h3", {}, title)),
+      body,
+    ),
+  );
+
+  function update() {
+    const current = view();
+    parts.forEach((part, i) => folds[i].open && part.fill(current));
+  }
+
+  return { elements: folds, update };
+}
+
+function outputPart() {
+  const table = dataTable({ caption: "All heads side by side, a row for each query", corner: "query" });
+  return {
+    title: "Outputs",
+    body: table.element,
+    fill({ state, heads }) {
+      const columns = heads.flatMap((head) => Array.from({ length: head.with.E }));
+      table.update(
+        columns.map((_, i) => `dim\u2011${i}`),
+        state.tokens.map((token, t) => ({
+          head: token,
+          cells: heads.flatMap(({ with: { E, output } }) =>
+            Array.from(output.slice(t * E, (t + 1) * E), (value) => printed(value)),
+          ),
+        })),
+        state.row,
+      );
+    },
+  };
+}
+
+function slopePart({ characters }) {
+  const table = dataTable({ caption: "The bias of a key at distance 10, and how far a weight reaches", corner: "head" });
+  const rule = characters
+    .map(([least, name], i) => (i === characters.length - 1 ? `${name} less` : `${name} at least ${least}`))
+    .join(", ");
+  return {
+    title: "Slopes",
+    body: element(
+      "div",
+      {},
+      table.element,
+      note(`Characters by what a key at distance 10 loses: ${rule}; without a slope, Global.`),
+    ),
+    fill({ state, heads, slopes }) {
+      const rows = heads.flatMap((_, h) =>
+        openSides(state, slopes, h).map(({ side, slope }) => ({
+          head: side === "both" || state.variant === "causal" ? String(h) : `${h} ${side}`,
+          cells: [
+            general(slope),
+            powerText(slope),
+            slope === 0 ? "0" : `\u2212${general(10 * slope)}`,
+            slope === 0 ? "Global" : characters.find(([least]) => 10 * slope >= least)[1],
+            slope === 0 ? "never" : `${Number((Math.LN2 / slope).toPrecision(3))} tokens`,
+          ],
+        })),
+      );
+      const columns = ["slope", "fraction", "bias at distance 10", "character", "weight halves every"];
+      const numSides = rows.length / heads.length;
+      table.update(columns, rows, numSides !== 1 ? -1 : state.head);
+    },
+  };
+}
+
+// 1/256 for 2^-8, 2^-0.5 for what is no whole power.
+function powerText(slope) {
+  if (slope === 0) return "";
+  const power = Math.log2(slope);
+  if (Number.isInteger(power) && power <= 0 && power >= -16) return power === 0 ? "1" : `1/${2 ** -power}`;
+  return Number.isInteger(2 * power) ? `2^${power}` : "";
+}
+
+function matrixPart() {
+  return weightsPart("Weights as a table", ({ state, heads }) => ({
+    caption: `Weights of head ${state.head}`,
+    weights: heads[state.head].with.weights,
+  }));
+}
+
+function meanPart() {
+  return weightsPart("Mean of all heads", ({ heads }) => ({
+    caption: "Only to look at: a layer does not average its heads, it puts their outputs side by side",
+    weights: mean(heads.map((head) => head.with.weights)),
+  }));
+}
+
+function weightsPart(title, of) {
+  const table = dataTable({ caption: title, corner: "query" });
+  return {
+    title,
+    body: table.element,
+    fill(view) {
+      const { tokens, row } = view.state;
+      const { caption, weights } = of(view);
+      const S = tokens.length;
+      table.setCaption(caption);
+      table.update(
+        tokens,
+        tokens.map((token, t) => ({
+          head: token,
+          cells: Array.from(weights.slice(t * S, (t + 1) * S), (value) => printed(value)),
+        })),
+        row,
+      );
+    },
+  };
+}
+
+function inputPart() {
+  const tables = ["q", "k", "v"].map((role) => ({ role, table: dataTable({ caption: role, corner: "token" }) }));
+  return {
+    title: "Inputs",
+    body: element("div", { class: "traces" }, tables.map(({ table }) => table.element)),
+    fill({ state, heads }) {
+      for (const { role, table } of tables) {
+        const columns = heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`));
+        table.update(
+          columns,
+          state.tokens.map((token, t) => ({ head: token, cells: heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))) })),
+          state.row,
+        );
+      }
+    },
+  };
+}
+
+function pythonPart() {
+  const code = element("code");
+  return {
+    title: "In Python",
+    body: element("pre", { class: "scroll", tabindex: "0", "aria-label": "Python code" }, code),
+    fill: (view) => setText(code, pythonOf(view)),
+  };
+}
+
+// The same numbers in Python.
+export function pythonOf({ state, slopes }) {
+  const list = (values) => `[${values.map((value) => (value === Infinity ? "np.inf" : String(value))).join(", ")}]`;
+  const infinite = [...slopes.left, ...slopes.right].includes(Infinity) && state.variant !== "causal";
+  const both = `, causal=False, right_slopes=${list(slopes.right)}`;
+  const right = { causal: "", symmetric: ", causal=False" }[state.variant] ?? both;
+  return [
+    ...(infinite ? ["import numpy as np"] : []),
+    "from linbias import explain, explore",
+    "",
+    `tokens = ${JSON.stringify(state.tokens)}`,
+    `q, k, v = explore.vectors(tokens, num_heads=${state.numHeads})`,
+    `trace = explain(q, k, v, ${list(slopes.left)}${right})`,
+    `print(trace.table(query=${state.row}, head=${state.head}, tokens=tokens))`,
+  ].join("\n");
+}

@@ -1,0 +1,288 @@
+"""The story that the explorer opens with, and the steps of the view "How", in a real browser."""
+
+import re
+from urllib.parse import urlencode
+
+import pytest
+
+import linbias
+from explorer_page import Explorer, printed
+from linbias import explore
+from linbias.explore import data
+from linbias.explore.results import default
+from linbias.methods import METHODS
+
+WORDS = "The cat sat on the mat and the dog ran home".split()
+(GROUP,) = default()["runs"][0]["groups"]
+
+
+def explained(words, slope):
+    """What the last word gives to each word."""
+    q, k, v = explore.vectors(words, num_heads=2)
+    return linbias.explain(q[1:], k[1:], v[1:], [slope], causal=True).weights[0, -1]
+
+
+def ink(page):
+    """The words and the numbers under them."""
+    return page.locator(".ink-word").evaluate_all(
+        "words => words.map(({ children }) => [children[1].textContent, children[2].textContent])"
+    )
+
+
+def assert_ink(page, words, slope):
+    weights = explained(words, slope)
+    assert ink(page) == [[w, printed(x, 2)] for w, x in zip(words, weights, strict=True)]
+    shares = page.locator(".ink-word").evaluate_all(
+        "words => words.map((word) => Number(word.style.getPropertyValue('--ink-share')))"
+    )
+    assert shares == pytest.approx(list((weights / weights.max()) ** 0.5))
+
+
+def test_the_ink_of_the_words_is_their_weight(visit, explorer_file):
+    page = visit(explorer_file)
+    assert page.get_by_role("tab", name="Why").get_attribute("aria-selected") == "true"
+    assert page.locator(".lede").first.inner_text().startswith("ALiBi ")
+    assert_ink(page, WORDS, 0.5)
+    slider = page.get_by_role("slider", name="slope")
+    assert slider.get_attribute("aria-valuetext") == "0.5: most weight on \u201cdog\u201d, 0.29"
+    slider.press("Home")
+    assert_ink(page, WORDS, 0.0)
+    says = page.locator(".ink-says").first
+    back = sum(weight * (10 - s) for s, weight in enumerate(explained(WORDS, 0.0)))
+    assert f"plain attention: content alone decides. \u201chome\u201d looks {back:.1f} words back" in says.inner_text()  # fmt: skip
+    slider.press("ArrowRight")
+    assert_ink(page, WORDS, 0.01)
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + 11, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 1, box["y"] + box["height"] / 2)
+    page.mouse.up()
+    assert_ink(page, WORDS, 1.0)
+    assert says.inner_text().endswith("most at itself.")
+    page.wait_for_url(lambda address: address.endswith("#slope=1"))
+
+
+SIZES = [(1440, 900), (390, 844)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_idea_is_seen_without_scrolling(visit, explorer_file, size):
+    page = visit(explorer_file, viewport={"width": size[0], "height": size[1]})
+    for part in (".lede", ".links a", ".slope-story input", ".ink", ".slope-story .ink-says"):
+        box = page.locator(part).last.bounding_box() if part == ".ink" else page.locator(part).first.bounding_box()  # fmt: skip
+        assert box["y"] + box["height"] <= size[1], part
+
+
+def loss(method, length):
+    line = next(line for line in GROUP["lines"] if line["method"] == method)
+    return next((p["y"] for p in line["lengths"] if p["x"] == length), None)
+
+
+def tips(page):
+    """The names and losses at the ends of the lines."""
+    texts = page.locator(".tip text").all_text_contents()
+    return {text for text in texts if text}
+
+
+def expected_tips(length):
+    found = {line["method"]: loss(line["method"], length) for line in GROUP["lines"]}
+    return {f"{METHODS[name].label} {y:.3f}" for name, y in found.items() if y is not None}
+
+
+def test_the_losses_draw_themselves_along_the_length(visit, explorer_file):
+    page = visit(explorer_file)
+    slider = page.get_by_role("slider", name="length of the text")
+    lengths = GROUP["test_lengths"]
+    assert tips(page) == expected_tips(lengths[0])
+    drawn = page.locator(".length-drawing clipPath rect")
+    widths = []
+    for length in lengths[1:]:
+        slider.press("ArrowRight")
+        assert page.locator(".length-story output").inner_text() == f"{length:,} tokens"
+        assert tips(page) == expected_tips(length)
+        words = slider.get_attribute("aria-valuetext")
+        assert words == page.locator(".length-says").inner_text()
+        assert words.startswith(f"At {length:,} tokens, {length // 128} times the training length")
+        for line in GROUP["lines"]:
+            label, now = METHODS[line["method"]].label, loss(line["method"], length)
+            if now is None:
+                assert f"{label}: no rows left" in words
+            else:
+                change = 100 * (now / loss(line["method"], 128) - 1)
+                found = re.search(rf"{label} ([+\u2212]?)([\d.]+)%", words)
+                assert float(found[2]) * (-1 if found[1] == "\u2212" else 1) == pytest.approx(change, abs=0.051)  # fmt: skip
+        widths.append(float(drawn.get_attribute("width")))
+    assert widths == sorted(set(widths))
+    ending = page.locator(".ending text").all_text_contents()
+    assert ending == ["learned table: its table ends here, at 128"]
+    # Between two lengths the numbers are those of the last one that was measured.
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + 0.6 * box["width"], box["y"] + box["height"] / 2)
+    assert 512 < int(slider.evaluate("range => 128 * 2 ** (range.value / 32)")) < 1024
+    assert tips(page) == expected_tips(512)
+    slider.press("ArrowLeft")
+    assert page.locator(".length-story output").inner_text() == "512 tokens"
+    slider.press("Home")
+    assert tips(page) == expected_tips(128)
+
+
+def test_a_link_into_the_story(visit, explorer_file):
+    state = urlencode({"slope": 0.125, "words": "one two three", "length": 1024})
+    page = visit(explorer_file, state)
+    assert_ink(page, ["one", "two", "three"], 0.125)
+    assert tips(page) == expected_tips(1024)
+    # What makes no sense, an unknown view too, leaves the start; names of one view mean nothing to another.
+    page = visit(explorer_file, "view=?&slope=7&words=+&length=1")
+    assert_ink(page, WORDS, 0.5)
+    page = visit(explorer_file, "slope=0.125&length=1024&head=1")
+    page.get_by_role("tab", name="Cost").click()
+    assert "length" not in page.url
+    assert page.get_by_role("radio", name="2,048", exact=True).is_checked()
+
+
+UNUSUAL = [
+    ("<img/src=x/onerror=alert(1)> </script><b> &amp;", ""),
+    ("\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd \U0001f642\U0001f642 e\u0301", ""),
+    ("word " * 200, "Cut to the first 64 of 200 tokens."),
+    ("x" * 40 + " y", "Tokens longer than 32 characters are cut."),
+    ("alone", ""),
+]
+
+
+def test_the_words_may_be_anyones(visit, explorer_file):
+    page = visit(explorer_file, viewport={"width": 360, "height": 800})
+    page.get_by_text("Change the words").click()
+    field = page.get_by_role("textbox", name=re.compile("the last one looks back"))
+    message = page.locator(".view-why .message").first
+    for text, note in UNUSUAL:
+        field.fill(text)
+        words = [word[:32] for word in text.split()][:64]
+        assert_ink(page, words, 0.5)
+        assert message.inner_text() == note
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+    field.fill("  ")
+    assert message.inner_text() == "Needs at least one token."
+    assert ink(page) == [["alone", "1.00"]]
+    assert page.locator("img, b, script:not(#data)").count() == 1  # the page's script
+
+
+def test_links_lead_to_what_the_package_names(monkeypatch):
+    class Metadata:
+        def get_all(self, name):
+            assert name == "Project-URL"
+            return ["Source, https://example.org/code", "Documentation, https://example.org/docs"]
+
+    paper = "https://arxiv.org/abs/2108.12409"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: Metadata())
+    code = {"paper": paper, "code": "https://example.org/code"}
+    assert data.links() == {**code, "docs": "https://example.org/docs"}
+    assert data.links("index.html") == {**code, "docs": "index.html"}
+    monkeypatch.setattr(Metadata, "get_all", lambda self, name: None)
+    assert data.links() == {"paper": paper}
+
+
+def test_the_page_links_to_the_paper_and_its_own_documentation(visit, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(explore.page(docs="index.html"), encoding="utf-8")
+    links = visit(path).locator(".links a").all()
+    assert [link.get_attribute("href") for link in links] == ["https://arxiv.org/abs/2108.12409", "index.html"]  # fmt: skip
+    assert [link.inner_text() for link in links] == ["The paper", "Documentation"]
+
+
+# The steps of "How"
+
+
+def test_steps_lead_through_the_arithmetic(open_state, visit, explorer_file):
+    page = open_state()
+    seen = set()
+    for name, head, slopes, row in (
+        ("Slope 0 is plain attention", 0, ["0", "0.25"], "cat"),
+        ("One word\u2019s row", 0, ["0.5", "0.25"], "on"),
+        ("Hide the future", 0, ["0.5", "0.25"], "mat"),
+        ("A steep and a flat head", 0, [f"{x:g}" for x in linbias.slopes(8)], "dog"),
+        ("Scores plus bias", 0, ["0.5", "0.25"], "cat"),
+    ):
+        button = page.page.get_by_role("button", name=name)
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+        assert page.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
+        assert [cells[1] for cells in page.table("Slopes")] == slopes
+        seen.add(page.page.locator(".step-says").inner_text())
+        page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
+        again = Explorer(visit(explorer_file, page.page.url.partition("#")[2]))
+        assert again.page.locator("[aria-pressed=true]").inner_text().endswith(name)
+        assert again.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
+        page = again
+    assert len(seen) == 5
+    page.page.get_by_role("slider", name="Slope").press("ArrowLeft")
+    assert page.page.locator(".steps [aria-pressed=true]").count() == 0
+    assert page.page.locator(".step-says").inner_text().startswith("Head 0, slope 0.4585: ")
+    # Another head of a step is still that step.
+    page = open_state(step="heads", head=7)
+    assert page.title() == "What \u201cdog\u201d looks at, head 7, slope 1/256"
+    assert page.page.locator(".steps [aria-pressed=true]").count() == 1
+
+
+def test_what_a_step_says_of_its_numbers_is_so(open_state):
+    page = open_state(step="row")
+    weights = [float(numbers[4]) for numbers in page.row().values()]
+    assert {numbers[0] for numbers in page.row().values()} == {"0.0000"}
+    assert sorted(weights) == weights[:1] + sorted(weights[1:])
+    assert max(weights) == weights[3]
+    page = open_state(step="plain")
+    assert {cell for row in page.cells(1) for cell in row[1:]} == {"0.00"}
+    page = open_state(step="future")
+    assert page.cells()[1][3:] == ["0.00"] * 3
+
+
+def test_a_row_under_the_pointer_shows_in_all_three(open_state):
+    page = open_state()
+    grids = page.page.get_by_role("grid")
+    grids.nth(1).get_by_role("row").nth(3).get_by_role("gridcell").nth(1).hover()
+    assert page.page.locator(".heat-row.pointed").count() == 3
+    assert page.title().startswith("What \u201csat\u201d looks at")
+    readouts = page.page.locator(".view-how .readout").all_inner_texts()
+    assert readouts == ["sat \u2192 cat  0.7071", "sat \u2192 cat  \u22120.5000", "sat \u2192 cat  0.1653"]  # fmt: skip
+    page.page.mouse.move(5, 5)
+    assert page.page.locator(".heat-row.pointed").count() == 0
+    assert page.title().startswith("What \u201ccat\u201d looks at")
+
+
+def test_links_and_code_are_copied(open_state, explorer_file):
+    page = open_state({"permissions": ["clipboard-read", "clipboard-write"]}, head=1)
+    link, code = (
+        page.page.get_by_role("button", name=f"Copy {name}") for name in ("link", "code")
+    )
+    link.press("Enter")
+    page.page.get_by_role("button", name="Link copied").wait_for()
+    copied = "navigator.clipboard.readText()"
+    assert page.page.evaluate(copied) == f"{explorer_file.resolve().as_uri()}#view=how&head=1"
+    code.click()
+    page.page.get_by_role("button", name="Code copied").wait_for()
+    assert page.page.evaluate(copied) == page.fold("In Python").locator("code").inner_text()
+    # Where the clipboard is refused, the text stands there, selected.
+    page.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.page.get_by_role("button", name="Link copied").click()
+    by_hand = page.page.get_by_role("textbox", name="To copy by hand")
+    assert by_hand.evaluate("field => field.value.slice(field.selectionStart, field.selectionEnd)") == page.page.url  # fmt: skip
+    page.page.get_by_role("button", name="Selected: copy it by hand").wait_for()
+
+
+# Phones
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_no_view_is_wider_than_the_window(visit, explorer_file, width):
+    page = visit(explorer_file, viewport={"width": width, "height": 800})
+    for name in ("Why", "How", "Results", "Cost"):
+        page.get_by_role("tab", name=name).click()
+        assert page.evaluate("document.documentElement.scrollWidth") == width, name
+
+
+def test_on_a_phone_the_slider_stays_with_what_it_moves(open_state):
+    page = open_state({"viewport": {"width": 390, "height": 844}})
+    page.page.get_by_role("grid").nth(2).evaluate("grid => grid.scrollIntoView({ block: 'end' })")
+    slider = page.page.get_by_role("slider", name="Slope").bounding_box()
+    matrix = page.page.get_by_role("grid").nth(2).bounding_box()
+    assert 0 <= slider["y"] < matrix["y"]
+    assert matrix["y"] + matrix["height"] <= 845
