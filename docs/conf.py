@@ -128,6 +128,9 @@ def _without_unknown(
 
 
 def _write_explorer(app: Sphinx, error: Exception | None) -> None:
-    """What `linbias explore` opens, which explore.md shows in a frame."""
+    """What `linbias explore` opens, which explore.md shows in a frame, and its slope, which index.md shows."""
     if error is None:
-        (Path(app.outdir) / "explorer.html").write_text(explore.page(), encoding="utf-8")
+        folder = Path(app.outdir)
+        page = explore.page(docs="index.html")
+        (folder / "explorer.html").write_text(page, encoding="utf-8")
+        (folder / "_static" / "slope.js").write_text(explore.slope_card("slope"), encoding="utf-8")

@@ -159,6 +159,7 @@ def test_the_words_may_be_anyones(visit, explorer_file):
         words = [word[:32] for word in text.split()][:64]
         assert_ink(page, words, 0.5)
         assert message.inner_text() == note
+        assert page.get_by_role("status").filter(has_text=words[-1]).count() == 1
         assert page.evaluate("document.documentElement.scrollWidth") == 360
     field.fill("  ")
     assert message.inner_text() == "Needs at least one token."
@@ -208,6 +209,7 @@ def test_steps_lead_through_the_arithmetic(open_state, visit, explorer_file):
         assert page.title().startswith(f"What \u201c{row}\u201d looks at, head {head}")
         assert [cells[1] for cells in page.table("Slopes")] == slopes
         seen.add(page.page.locator(".step-says").inner_text())
+        assert page.page.locator(".step-says").inner_text() in page.page.get_by_role("status").all_inner_texts()  # fmt: skip
         page.page.wait_for_timeout(90)  # the address follows the picture after 60 ms
         again = Explorer(visit(explorer_file, page.page.url.partition("#")[2]))
         assert again.page.locator("[aria-pressed=true]").inner_text().endswith(name)
@@ -286,3 +288,43 @@ def test_on_a_phone_the_slider_stays_with_what_it_moves(open_state):
     matrix = page.page.get_by_role("grid").nth(2).bounding_box()
     assert 0 <= slider["y"] < matrix["y"]
     assert matrix["y"] + matrix["height"] <= 845
+
+
+# In the documentation
+
+
+def test_the_documentations_first_page_has_the_slope(visit, tmp_path):
+    path = tmp_path / "index.html"
+    script = explore.slope_card("place")
+    path.write_text(
+        f'<!DOCTYPE html><div id="place"><img alt="slope"></div><script>{script}</script>', "utf-8"
+    )
+    page = visit(path)
+    assert page.locator("img").count() == 0
+    assert_ink(page, WORDS, 0.5)
+    page.get_by_role("slider", name="slope").press("End")
+    assert_ink(page, WORDS, 1.0)
+
+
+FRAME = """<!DOCTYPE html><iframe src="explorer.html" style="width: 700px; height: 50px"></iframe><script>
+  addEventListener("message", ({ data }) => (globalThis.told = data.linbiasHeight));
+</script>"""
+
+
+def test_a_frame_is_told_its_height_and_follows_the_theme(visit, tmp_path):
+    (tmp_path / "explorer.html").write_text(explore.page(), encoding="utf-8")
+    path = tmp_path / "frame.html"
+    path.write_text(FRAME, encoding="utf-8")
+    page = visit(path)
+    frame = page.frame_locator("iframe")
+    page.wait_for_function("() => globalThis.told > 500")
+    assert page.evaluate("told") == frame.locator("#app").evaluate("app => app.offsetHeight")
+    before = page.evaluate("told")
+    frame.get_by_text("Change the words").click()
+    page.wait_for_function("before => globalThis.told > before", arg=before)
+    frame.get_by_text("Change the words").click()
+    page.wait_for_function("before => globalThis.told === before", arg=before)
+    for theme in ("dark", "light"):
+        page.evaluate("theme => localStorage.setItem('theme', theme)", theme)
+        frame.locator(f"#app[data-theme={theme}]").wait_for()
+    page.evaluate("localStorage.clear()")

@@ -25,7 +25,7 @@ pytest.importorskip("jupyterlab", reason="pip install jupyterlab, with anywidget
 pytest.importorskip("anywidget")
 pytestmark = pytest.mark.processes
 
-CELLS = ["from linbias import explore\nexplore.widget()", "1 + 1", "2 + 2"]
+CELLS = ["from linbias import explore\nexplore.widget(state='view=how')", "1 + 1", "2 + 2"]
 
 
 EXPLANATION = """import linbias
@@ -115,7 +115,7 @@ def run_first_cell(chromium, lab):
 
 def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
     notebook = run_first_cell(CELLS)
-    notebook.get_by_role("grid", name="Weights").first.wait_for()
+    notebook.get_by_role("grid", name="weights").first.wait_for()
     cells = notebook.locator(".jp-Notebook .jp-CodeCell")
     assert cells.count() == len(CELLS)
     shown = Explorer(notebook)
@@ -123,6 +123,7 @@ def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
     notebook.get_by_role("grid").first.get_by_role("row").nth(2).click()
     notebook.keyboard.type("addx")
     assert cells.count() == len(CELLS)
+    shown.fold("More to change: words, sides, slopes, heads")
     text = notebook.get_by_role("textbox", name="Text")
     text.click()
     text.press("End")

@@ -6,11 +6,12 @@ Its files, each with one task:
     results.py   runs of `linbias extrapolate`; results.json is the README's
     model.py     trained models on a text; reading.py: what is measured of one
     bundle.py    the modules of js/ as one script
-    page.html    the frame; style.css and views.css its look, light and dark
+    page.html    the frame; style.css, story.css and views.css its look, light and dark
     static.py    what is left of it without scripts
     vectors.py   q, k and v for texts of the reader's
     notebook.py  the page inside a notebook
-    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views
+    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views; card.js is
+                 the first view's slope alone, for the documentation
 """
 
 import base64
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from linbias import _extras
 from linbias.explore import data
-from linbias.explore.bundle import bundle, style
+from linbias.explore.bundle import bundle, read_style, style
 from linbias.explore.results import default
 from linbias.explore.results import read as read_results
 from linbias.explore.static import static_part
@@ -121,6 +122,12 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
     from linbias.explore.model import read
 
     return read(model, text, limit_tokens=limit_tokens)
+
+
+def slope_card(place: str) -> str:
+    """A script that puts the slope over its line of words into the element of this id; the documentation's first page."""
+    given = f"document.getElementById({_to_json(place)}), {_to_json(data.example())}, {_to_json(read_style('story.css'))}"
+    return f'"use strict";\n(() => {{\n{bundle("card.js")}startCard({given});\n}})();\n'
 
 
 def _to_json(value: Any) -> str:

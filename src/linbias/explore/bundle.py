@@ -52,11 +52,12 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
 
 def style() -> str:
     """The page's look: of all of it, of the story that it opens with, of the views."""
-    folder = resources.files("linbias.explore")
-    return "\n".join(
-        folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("style.css", "story.css", "views.css")
-    )
+    return "\n".join(map(read_style, ("style.css", "story.css", "views.css")))
+
+
+def read_style(name: str) -> str:
+    """The text of a style sheet of the package."""
+    return resources.files("linbias.explore").joinpath(name).read_text(encoding="utf-8")
 
 
 def read_module(name: str) -> str:

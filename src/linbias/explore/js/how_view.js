@@ -29,7 +29,7 @@ export function mountHow(root, { example }, memory) {
   const after = element("p", { class: "note after" });
   const tables = howTables(example, currentView);
   const spoken = announcer();
-  const says = element("p", { class: "step-says", "aria-live": "polite" });
+  const says = element("p", { class: "step-says" });
   const steps = STEPS.map(({ id, label }, i) =>
     element(
       "button",
@@ -92,7 +92,8 @@ export function mountHow(root, { example }, memory) {
     pointed = null;
     draw();
     later();
-    if (before.row !== state.row || before.head !== state.head) spoken.say(rowInWords());
+    if (parts.step) spoken.say(says.textContent);
+    else if (before.row !== state.row || before.head !== state.head) spoken.say(rowInWords());
   }
 
   function currentView() {

@@ -17,7 +17,7 @@ function lastWordsWeights(words, example) {
   return (slope) => attend({ q: [q.at(-1)], k, v, left: slope, right: Infinity }).weights;
 }
 
-// slopeStory({ example, onInput(slope) }) -> { element, update({ words, slope }) }
+// slopeStory({ example, onInput(slope) }) -> { element, update({ words, slope }), inWords() }
 export function slopeStory({ example, onInput }) {
   const value = element("output", { class: "story-slope" });
   const range = element("input", {
@@ -107,5 +107,6 @@ export function slopeStory({ example, onInput }) {
       if (!same) build(words);
       draw(slope);
     },
+    inWords: () => says.textContent,
   };
 }

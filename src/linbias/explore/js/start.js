@@ -32,4 +32,11 @@ const themes = {
   watch: (callback) => addEventListener("storage", (event) => event.key === "theme" && callback(event.newValue)),
 };
 
-startPage(document.getElementById("app"), JSON.parse(document.getElementById("data").textContent), address, themes);
+const app = document.getElementById("app");
+startPage(app, JSON.parse(document.getElementById("data").textContent), address, themes);
+
+// In a frame it has no height of its own: the page around it is told how much room all of it takes.
+if (parent !== window) {
+  app.classList.add("framed");
+  new ResizeObserver(() => parent.postMessage({ linbiasHeight: app.offsetHeight }, "*")).observe(app);
+}

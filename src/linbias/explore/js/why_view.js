@@ -1,6 +1,6 @@
 // Why: what ALiBi is in a sentence, one slope to move, and what it is good for.
 
-import { debounce, element, note, setText, uniqueId } from "./dom.js";
+import { announcer, debounce, element, note, setText, uniqueId } from "./dom.js";
 import { lengthStory } from "./length_story.js";
 import { grouped } from "./scales.js";
 import { grouped } from "./scales.js";
@@ -26,6 +26,7 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
     "aria-describedby": message.id,
     on: { input: read },
   });
+  const spoken = announcer();
   field.value = state.words.join(" ");
   const later = debounce(() => memory.write(whyText(state, group)), 60);
 
@@ -41,6 +42,7 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
       setText(message, cut);
       change({ words: tokens });
       story.update(state);
+      spoken.say(story.inWords());
     } catch (error) {
       field.ariaInvalid = "true";
       setText(message, error.message);
@@ -70,6 +72,7 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
       ),
     ),
     story.element,
+    spoken.element,
     element(
       "details",
       {},

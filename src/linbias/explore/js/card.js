@@ -1,0 +1,11 @@
+// The slope and its line of words alone, in a page that is not the explorer.
+
+import { element } from "./dom.js";
+import { STORY_SLOPE, STORY_WORDS, slopeStory } from "./slope_story.js";
+
+// Puts them in the place of what `root` holds.
+export function startCard(root, example, style) {
+  const story = slopeStory({ example, onInput() {} });
+  root.replaceChildren(element("style", {}, style), story.element);
+  story.update({ words: STORY_WORDS, slope: STORY_SLOPE });
+}
