@@ -2,12 +2,13 @@
 
     python runs/explore_speed.py
 
-In Debian's Chromium without a GPU, 1280 x 900 pixels:
+In Debian's Chromium without a GPU, 1280 x 900 pixels, and again with the processor slowed to a quarter (_slowed):
 
     first_view   from the start of the navigation until the first frame is drawn and the page takes input
-    redraw       64 tokens: from the slider's event until matrix, heads and bars are drawn and laid out; what the page
+    story        the first view's slope: from the slider's event until words and bars are drawn and laid out; what the page
                  itself does, without waiting for the screen's next refresh
-    frame        redraw, and the browser's own work on the frame: style, layout, painting
+    redraw       the same of "How" with 64 tokens: three matrices, the heads, and the row of one query
+    frame        either, and the browser's own work on the frame: style, layout, painting
 """
 
 import json
@@ -28,23 +29,25 @@ from linbias.explore.data import WORDS  # noqa: E402
 
 RECORD = ROOT / "records" / "explore_speed.json"
 LOADS, MOVES = 20, 200
+SLOWER = 4
 
-# Runs before the page's own script: when was the first frame with a matrix in it done?
+# Runs before the page's own script: when was the first frame with the words' weights in it done?
 FIRST_VIEW = """
 globalThis.firstView = new Promise((done) => addEventListener("DOMContentLoaded", () =>
   requestAnimationFrame(() => {
     const after = new MessageChannel();
-    after.port1.onmessage = () => done(document.querySelector("canvas") ? performance.now() : NaN);
+    after.port1.onmessage = () => done(document.querySelector(".ink-number") ? performance.now() : NaN);
     after.port2.postMessage(0);
   })));
 """
 SLIDE = """async (moves) => {
-  const slider = [...document.querySelectorAll("input[type=range]")].find((range) => range.max === "89");
+  const slider = document.querySelector("[role=tabpanel]:not([hidden]) :is(.story-control, .how-slopes) input[type=range]");
+  const positions = Math.round((slider.max - slider.min) / slider.step) + 1;
   const [redraw, frame] = [[], []];
   for (let i = 0; i < moves; i += 1) {
     await new Promise((done) => requestAnimationFrame(done));
     const start = performance.now();
-    slider.value = (i * 7) % 90;
+    slider.value = ((i * 7) % positions) * slider.step;
     slider.dispatchEvent(new Event("input"));
     document.body.getBoundingClientRect(); // asks for the layout now
     redraw.push(performance.now() - start);
@@ -63,10 +66,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser.started() as chromium:
         path = Path(folder) / "explore.html"
         path.write_text(explore.page(), encoding="utf-8")
-        measured = {"first_view": spread([first_view(chromium, path) for _ in range(LOADS)])}
-        for heads in (2, 16):
-            times = slide(chromium, path, heads)
-            measured |= {f"{name}_{heads}_heads": spread(ms) for name, ms in times.items()}
+        measured = {}
+        for name, slower in (("", 1), ("_slowed", SLOWER)):
+            loads = [first_view(chromium, path, slower) for _ in range(LOADS)]
+            measured[f"first_view{name}"] = spread(loads)
+            times = slide(chromium, path, {}, slower)
+            measured[f"story{name}"] = spread(times["redraw"])
+            measured[f"frame_story{name}"] = spread(times["frame"])
+            for heads in (2, 16):
+                state = {"view": "how", "heads": heads, "text": " ".join(WORDS)}
+                times = slide(chromium, path, state, slower)
+                measured |= {f"{of}_{heads}_heads{name}": spread(ms) for of, ms in times.items()}
         record = {
             "milliseconds": measured,
             "machine": _machine.processor(),
@@ -80,8 +90,16 @@ def main() -> None:
     print(RECORD.read_text())
 
 
-def first_view(chromium: Any, path: Path) -> float:
+def slowed_tab(chromium: Any, slower: int) -> Any:
     page = browser.open_tab(chromium)
+    page.set_default_timeout(60_000)
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Emulation.setCPUThrottlingRate", {"rate": slower})
+    return page
+
+
+def first_view(chromium: Any, path: Path, slower: int) -> float:
+    page = slowed_tab(chromium, slower)
     page.add_init_script(FIRST_VIEW)
     page.goto(path.as_uri())
     milliseconds = page.evaluate("() => firstView")
@@ -89,9 +107,9 @@ def first_view(chromium: Any, path: Path) -> float:
     return float(milliseconds)
 
 
-def slide(chromium: Any, path: Path, heads: int) -> dict[str, list[float]]:
-    page = browser.open_tab(chromium)
-    page.goto(f"{path.as_uri()}#{urlencode({'heads': heads, 'text': ' '.join(WORDS)})}")
+def slide(chromium: Any, path: Path, state: dict[str, Any], slower: int) -> dict[str, list[float]]:
+    page = slowed_tab(chromium, slower)
+    page.goto(f"{path.as_uri()}#{urlencode(state)}")
     times: dict[str, list[float]] = page.evaluate(SLIDE, MOVES)
     page.context.close()
     return times
