@@ -187,7 +187,7 @@ def test_a_tolerance_that_cannot_be_is_refused_in_words(visit, explorer_file):
 
 def test_the_steps_of_a_head_are_the_oracles(visit, explorer_file):
     page, panel = open_view(visit, explorer_file, "Cost")
-    panel.get_by_role("radio", name="Head 2").press("ArrowUp")
+    panel.get_by_role("radio", name="Head 2, ").press("ArrowUp")
     assert panel.get_by_role("radio", name="Head 1").get_attribute("aria-checked") == "true"
     assert page.evaluate("document.activeElement.ariaLabel").startswith("Head 1")
     panel.get_by_text("Every step of this head").click()
@@ -392,9 +392,7 @@ def test_a_folder_without_results_is_refused(tmp_path, name, content, reason):
 
 
 def test_a_link_shows_what_its_sender_saw(visit, explorer_file):
-    link = (
-        "view=cost&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
-    )
+    link = "view=cost&length=512&heads=4&tolerance=-12&block=32&both=1&query=300&head=1&slope=0.75"
     page = visit(explorer_file, link)
     panel = page.get_by_role("tabpanel")
     left = linbias.slopes(4).tolist()
