@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import browser
 import linbias
 from linbias import explore
 from linbias.data.dictionary import Dictionary
@@ -664,3 +665,11 @@ def test_it_is_no_wider_than_a_phone(visit, run_file, width):
     for slider in panel.get_by_role("slider").all():
         box = slider.bounding_box()
         assert 0 <= box["x"] <= box["x"] + box["width"] <= width
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_breaks_no_rule_of_accessibility(visit, run_file, theme):
+    panel = open_model(visit, run_file, color_scheme=theme, bypass_csp=True)
+    for method in ("ALiBi", "learned table"):
+        panel.get_by_role("group", name="Position method").get_by_label(method).check()
+        assert browser.violations(panel.page) == []
