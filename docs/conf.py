@@ -3,9 +3,12 @@
 Nothing is fetched, while it is built or while it is read: formulas are MathML, fonts are the system's.
 """
 
+import ast
+import inspect
 import logging
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ myst_heading_anchors = 4
 
 # The reference: what a docstring says, in its order
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say dtype, shape and meaning
+autodoc_typehints = "none"  # _as_written adds them
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 72
@@ -74,8 +77,10 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (_visit_math, None), (_visit_math, None))
     app.connect("autodoc-process-docstring", _process_docstring, priority=400)  # napoleon: 500
     app.connect("autodoc-process-docstring", _with_colons, priority=600)
-    app.connect("autodoc-process-signature", _without_unknown)
+    app.connect("autodoc-process-signature", _as_written)
     app.connect("build-finished", _write_explorer)
+    app.connect("doctree-read", _add_dark_twins)
+    app.connect("build-finished", _mend_pages)
 
 
 def _visit_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
@@ -88,6 +93,20 @@ def _visit_math(translator: Any, node: nodes.math | nodes.math_block) -> None:
         raise nodes.SkipNode from error
     translator.body.append(f'<div class="formula">{markup}</div>' if block else markup)
     raise nodes.SkipNode
+
+
+def _add_dark_twins(app: Sphinx, document: nodes.document) -> None:
+    """A picture that has a twin for dark pages (chart-dark.svg beside chart.svg) gives way to it there."""
+    for image in list(document.findall(nodes.image)):
+        path = Path(image["uri"])
+        twin = path.with_stem(f"{path.stem}-dark")
+        if (Path(app.srcdir) / twin).is_file():
+            dark = image.deepcopy()
+            dark["uri"], dark["candidates"] = twin.as_posix(), {"*": twin.as_posix()}
+            image["classes"].append("only-light")
+            dark["classes"].append("only-dark")
+            image.parent.insert(image.parent.index(image) + 1, dark)
+            app.env.images.add_file(app.env.docname, twin.as_posix())
 
 
 def _process_docstring(
@@ -120,11 +139,47 @@ def _with_colons(
     ]
 
 
-def _without_unknown(
-    app: Sphinx, what: str, name: str, thing: object, options: object, signature: str | None, returned: str | None
+def _as_written(
+    app: Sphinx, what: str, name: str, thing: Any, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:  # fmt: skip
-    """Leave out the parameter that only collects names to refuse."""
-    return signature and signature.replace(", **unknown", ""), returned
+    """A signature with its types as the source names them, without the parameter that only collects names to refuse."""
+    if what not in ("function", "method"):
+        return signature, returned
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))).body
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
+    if arguments.kwarg and arguments.kwarg.arg == "unknown":
+        arguments.kwarg = None
+    if what == "method":
+        del arguments.args[0]
+    types = function.returns and ast.unparse(function.returns).replace("npt.", "").strip("'")
+    return f"({ast.unparse(arguments).replace('npt.', '')})", types
+
+
+# What Sphinx and the theme write, and what it lacks for readers who do not see the page or use no mouse.
+MENDED = (
+    ('<p class="caption" role="heading">', '<p class="caption" role="heading" aria-level="2">'),
+    ('<aside class="sidebar-drawer">', '<aside class="sidebar-drawer" aria-label="All pages">'),
+    ('<aside class="toc-drawer">', '<aside class="toc-drawer" aria-label="This page">'),
+    ("<pre>", '<pre tabindex="0">'),  # it scrolls
+    ('\n<div id="search-results"></div>', '<h1>Search</h1><div id="search-results"></div>'),
+)
+
+
+def _mend_pages(app: Sphinx, error: Exception | None) -> None:
+    for path in Path(app.outdir).rglob("*.html"):
+        text = mended = path.read_text(encoding="utf-8")
+        for found, wanted in MENDED:
+            mended = mended.replace(found, wanted)
+        # The parameters of a signature are no list of definitions.
+        mended = re.sub(r"<dl>\s*(<dd>.*?)</dl>", _parameters, mended, flags=re.DOTALL)
+        if mended != text:
+            path.write_text(mended, encoding="utf-8")
+
+
+def _parameters(signature: re.Match[str]) -> str:
+    lines = signature[1].replace("<dd>", "<div>").replace("</dd>", "</div>")
+    return f'<div class="sig-params">{lines}</div>'
 
 
 def _write_explorer(app: Sphinx, error: Exception | None) -> None:

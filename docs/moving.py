@@ -9,15 +9,13 @@ from pathlib import Path
 
 import linbias
 from linbias import explore
+from linbias.methods import WEIGHTS
 
 FILE = Path(__file__).parent / "slope.svg"
 WORDS = "The cat sat on the mat and the dog ran home".split()
 SLOPES = [step / 20 for step in range(21)]  # 0 to 1
 SECONDS = 12
-INK, BAR = (
-    "#6e7a88",
-    "#3b74c4",
-)  # to be read on white and on black: a picture does not know its page
+INK = "#7a7367"  # to be read on white and on black: a picture does not know its page, only what its reader prefers
 WIDTH, LEFT, STEP, FLOOR, TALLEST = 760, 40, 62, 152, 100
 
 
@@ -45,7 +43,8 @@ def picture() -> str:
     by_slope = weights()
     most = max(map(max, by_slope))
     style = [
-        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.small{{font-size:12px}}.bar,.knob{{fill:{BAR}}}",
+        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.small{{font-size:12px}}.bar,.knob{{fill:{WEIGHTS[0]}}}",
+        f"@media(prefers-color-scheme:dark){{.bar,.knob{{fill:{WEIGHTS[1]}}}}}",
         f".moves{{animation-duration:{SECONDS}s;animation-iteration-count:infinite;animation-timing-function:linear}}",
         ".bar{transform-box:fill-box;transform-origin:bottom}",
         "@media(prefers-reduced-motion:reduce){.moves{animation-play-state:paused;animation-delay:-3s}}",

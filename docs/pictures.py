@@ -2,7 +2,8 @@
 
     python docs/pictures.py        # writes docs/ideas/*.svg; a test keeps what they say current
 
-They stand on white, so that a picture can be read on a dark page, and their letters stay letters.
+They stand on white, so that a picture can be read on any page, and their letters stay letters; the site turns light and
+dark round on a dark page (_static/linbias.css).
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from matplotlib.figure import Figure
 import linbias
 from linbias.definition import Float64
 from linbias.example import TOKENS, trace
-from linbias.methods import BIAS, WEIGHTS
+from linbias.methods import BIAS, METHODS, WEIGHTS
 from linbias.variants import variant_slopes
 
 FOLDER = Path(__file__).parent / "ideas"
 FAINT, HIDDEN = "#5b6773", "#f6f7f8"
-COLORS = ("#b3261e", "#c2571a", "#a37b00", "#3f7d20", "#00796b", "#1565c0", "#5e35b1", "#8e2463")
+SLOPES = LinearSegmentedColormap.from_list("slopes", [WEIGHTS[0], BIAS[0]])  # from steep to flat
 STYLE = {
     "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": FAINT, "xtick.color": FAINT,
@@ -87,7 +88,7 @@ def reach() -> Figure:
     figure, (ax,) = panels(1, 3.3)
     distance = np.geomspace(1, 2048, 89)
     for head, slope in enumerate(linbias.slopes(8)):
-        ax.semilogx(distance, np.exp(-slope * distance), color=COLORS[head], base=2,
+        ax.semilogx(distance, np.exp(-slope * distance), color=SLOPES(head / 7), base=2,
                     label=f"head {head}: 1/{round(1 / slope)}")  # fmt: skip
     ax.set(xlabel="distance (tokens)", ylabel="factor exp(-slope * distance)", xlim=(1, 2048))
     ax.xaxis.set_major_formatter("{x:,.0f}")
@@ -140,9 +141,7 @@ def sharing() -> Figure:
     """How many keys share a head's weight where no content stands out: exp(entropy) of the last query's weights."""
     figure, (ax,) = panels(1, 3.3)
     lengths = [2**i for i in range(6, 17)]
-    for color, slope in zip(
-        (COLORS[5], COLORS[3], COLORS[0]), (1 / 256, 1 / 4096, 0.0), strict=True
-    ):
+    for color, slope in zip(SLOPES([0.0, 0.5, 1.0]), (1 / 256, 1 / 4096, 0.0), strict=True):
         weights = [np.exp(-slope * np.arange(length)) for length in lengths]
         shares = [weight / weight.sum() for weight in weights]
         keys = [np.exp(-(share * np.log(share)).sum()) for share in shares]
@@ -160,13 +159,13 @@ def rotary() -> Figure:
     distance = np.arange(513)
     frequency = 10000.0 ** -(np.arange(16) / 16)
     figure, (ax,) = panels(1, 3.3)
-    ax.axvspan(0, 128, color="#eef3f9", label="seen in training")
+    ax.axvspan(0, 128, color="#f0ede5", label="seen in training")
     waves = 2 * np.cos(np.outer(distance, frequency)).sum(1) / np.sqrt(32)
-    ax.plot(distance, waves, color=COLORS[1], label="rotary: a sum of waves")
+    ax.plot(distance, waves, color=METHODS["rotary"].colour, label="rotary: a sum of waves")
     ax.plot(
         distance[:257],
         -distance[:257] / 64,
-        color=COLORS[5],
+        color=METHODS["alibi"].colour,
         label="bias, slope 1/64: a straight line",
     )
     ax.set(xlabel="distance (tokens)", ylabel="score", xlim=(0, 512), ylim=(-4, 6))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from markers import fill
+from matplotlib import rc_context
 
 from linbias._run.files import write_json, write_whole
 from linbias.explore import read_results
@@ -237,8 +238,8 @@ def keep_experiment(folder: Path) -> None:
     write_json(EXPERIMENT, {**read_results([folder])["runs"][0], "name": "the run of the README"})
 
 
-def experiment_figure() -> bytes:
-    """The plot of the run that was kept, as a PNG file's bytes."""
+def experiment_figure(*, dark: bool = False) -> bytes:
+    """The plot of the run that was kept, as an SVG file's bytes."""
     (group,) = json.loads(EXPERIMENT.read_text(encoding="utf-8"))["groups"]
     records = [
         EvaluationRecord(
@@ -252,7 +253,9 @@ def experiment_figure() -> bytes:
         for point in line["lengths"]
         if point["y"] is not None
     ]
-    return figures.png(figures.loss_by_length(records))
+    words = "Loss by test length"
+    with rc_context({"svg.hashsalt": "linbias"}):
+        return figures.svg_file(figures.loss_by_length(records), words, dark=dark).encode()
 
 
 def extrapolation_table() -> str:
@@ -299,7 +302,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.experiment:
         keep_experiment(options.experiment)
-    write_whole(ROOT / "docs" / "extrapolation.png", experiment_figure())
+    write_whole(ROOT / "docs" / "extrapolation.svg", experiment_figure())
+    write_whole(ROOT / "docs" / "extrapolation-dark.svg", experiment_figure(dark=True))
     for (document, part), content in written_parts().items():
         fill(document, {part: content})
 

@@ -13,6 +13,7 @@ import pytest
 import typer
 from sphinx.util.inventory import InventoryFile
 
+import browser
 from documents import DOCUMENTS, ROOT
 from linbias import cli, compat
 
@@ -140,6 +141,7 @@ def num_words(page):
     """Of the text, without navigation, code and tables."""
     text = re.search(r"<article.*?</article>", page.read_text(encoding="utf-8"), re.DOTALL)[0]
     text = re.sub(r"<(pre|table|svg|math)\b.*?</\1>", " ", text, flags=re.DOTALL)
+    text = re.sub(r'<dt class="sig .*?</dt>', " ", text, flags=re.DOTALL)
     return len(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
 
 
@@ -256,3 +258,41 @@ def test_docstrings_become_what_sphinx_reads(conf):
         "====== ==== ",
         "",
     ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_page_of_each_kind_breaks_no_rule_of_axe(chromium, site, theme):
+    pytest.importorskip("axe_playwright_python", reason="pip install 'linbias[dev]'")
+    tab = browser.open_tab(chromium, color_scheme=theme)
+    for name in ("index", "ideas/definition", "reference/attention", "search"):
+        tab.goto((site / f"{name}.html").as_uri())
+        tab.set_viewport_size({"width": 1280, "height": 900})
+        assert browser.violations(tab) == [], name
+        tab.set_viewport_size({"width": 320, "height": 700})
+        assert tab.evaluate("document.documentElement.scrollWidth") == 320, name
+    tab.context.close()
+
+
+def test_pictures_follow_the_theme(chromium, site):
+    tab = browser.open_tab(chromium)
+    for name, picture in (("index", "extrapolation"), ("ideas/definition", "steps")):
+        tab.goto((site / f"{name}.html").as_uri())
+        shown = tab.locator(f"article img[src*='{picture}']").filter(visible=True)
+        for theme, source, turned in (
+            ("light", f"{picture}.svg", False),
+            ("dark", f"{picture}{'-dark' * (name == 'index')}.svg", name != "index"),
+        ):
+            tab.evaluate("theme => { document.body.dataset.theme = theme; }", theme)
+            assert shown.count() == 1
+            assert shown.get_attribute("src").endswith(f"/{source}")
+            style = shown.evaluate("image => getComputedStyle(image).filter")
+            assert ("invert" in style) == turned, (name, theme)
+    tab.context.close()
+
+
+def test_signatures_have_the_types_of_the_source(site):
+    text = (site / "reference" / "attention.html").read_text(encoding="utf-8")
+    start = text.index('id="linbias.torch.attention"')
+    words = html.unescape(re.sub(r"<[^>]+>", "", text[start : text.index("</dt>", start)]))
+    assert "slopes: Slopes | None = None" in words
+    assert "unknown" not in words and "Tensor | tuple[Tensor, Tensor]" in words

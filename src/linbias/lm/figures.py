@@ -27,6 +27,7 @@ from linbias.lm.records import EvaluationRecord
 from linbias.methods import METHODS
 
 _BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
+_DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
 _TITLE: dict[str, Any] = {
     **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
     "color": _TEXT,
@@ -120,10 +121,11 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
     return figure
 
 
-def colours() -> dict[str, str]:
+def colours(*, dark: bool = False) -> dict[str, str]:
     """Return the colours of a figure by name: those of the methods, and those of page, text, frame and grid."""
-    page = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
-    return {name: method.colour for name, method in METHODS.items()} | page
+    light = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
+    methods = {name: m.dark if dark else m.colour for name, m in METHODS.items()}
+    return methods | (_DARK if dark else light)
 
 
 def png(figure: Figure) -> bytes:
@@ -151,6 +153,12 @@ def svg(figure: Figure, description: str) -> str:
         text = re.sub(colour, f"var(--{name})", text, flags=re.IGNORECASE)
     alternative = f'role="img" aria-label="{escape(description)}"'
     return text[text.index("<svg") :].replace("<svg", f"<svg {alternative}", 1)
+
+
+def svg_file(figure: Figure, description: str, *, dark: bool = False) -> str:
+    """The figure as a file of its own, without a ground: for a light page, or for a dark one."""
+    known = colours(dark=dark)
+    return re.sub(r"var\(--([\w-]+)\)", lambda found: known[found[1]], svg(figure, description))
 
 
 def _panels(count: int, narrow: bool) -> tuple[Figure, list[Axes]]:

@@ -21,8 +21,6 @@ from linbias.lm.findings import Finding
 from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.methods import METHODS
 
-_DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
-
 
 def write_report(results: ExtrapolationResults, folder: Path) -> None:
     """Writes `extrapolation.png` and `report.html`, each whole or not at all."""
@@ -39,7 +37,7 @@ def html(results: ExtrapolationResults) -> str:
     template = resources.files("linbias.lm").joinpath("page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
         light_colours=_variables(figures.colours()),
-        dark_colours=_variables({name: m.dark for name, m in METHODS.items()} | _DARK),
+        dark_colours=_variables(figures.colours(dark=True)),
         introduction=escape(findings.introduction(evaluations)),
         scope=_paragraph(findings.scope(results.trainings)),
         findings=_finding_list(found),
