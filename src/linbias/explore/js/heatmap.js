@@ -167,8 +167,9 @@ export function heatmap({ onSelect, onPoint = null }) {
       if (rebuilt) build(next);
       names = wanted;
       grid.ariaLabel = next.label;
-      if (rebuilt || ["values", "hidden", "low", "high", "power"].some((name) => before[name] !== next[name])) paint();
-      markRows();
+      const differs = (...names) => rebuilt || names.some((name) => before[name] !== next[name]);
+      if (differs("values", "hidden", "low", "high", "power")) paint();
+      if (differs("values", "selected")) markRows();
       legend.update(next);
     },
   };

@@ -64,7 +64,10 @@ export function headComputer(example) {
       const { q, k, v } = head;
       const same = head.without && flat(head.left) === flat(left) && flat(head.right) === flat(right);
       const without = same ? head.without : attend({ q, k, v, left: flat(left), right: flat(right) });
-      return { q, k, v, left, right, with: attend({ q, k, v, left, right }), without };
+      const steps = attend({ q, k, v, left, right });
+      // Of the same numbers the same arrays, so that whoever has drawn them need not do it again.
+      const { raw, scaled } = head.with ?? steps;
+      return { q, k, v, left, right, with: { ...steps, raw, scaled }, without };
     });
     return heads;
   };

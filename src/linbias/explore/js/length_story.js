@@ -3,7 +3,7 @@
 // The slider is the chart's own axis: its thumb stands under the ends of the lines.
 
 import { element, setText, svgElement, uniqueId } from "./dom.js";
-import { decimalsOf, grouped, roundTicks, scaleOf } from "./scales.js";
+import { decimalsOf, grouped, roundTicks, scaleOf, ticksWithRoom } from "./scales.js";
 
 const STORY_MARGIN = { top: 30, bottom: 8, left: 34 };
 const THUMB = 22; // pixels, as style.css has it
@@ -122,7 +122,7 @@ export function lengthStory({ group, methods, onInput }) {
       svgElement("g", { class: "tips" }, lines.map((line) => tip(line, paint(line)))),
     );
     ticks.replaceChildren(
-      ...lengths.map((one) => element("span", { style: { left: `${x(one)}px` } }, grouped(one))),
+      ...ticksWithRoom(lengths, x, 40).map((one) => element("span", { style: { left: `${x(one)}px` } }, grouped(one))),
     );
     range.style.setProperty("margin-left", `${left - THUMB / 2}px`);
     range.style.setProperty("width", `${plot.right - left + THUMB}px`);

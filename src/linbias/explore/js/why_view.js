@@ -12,7 +12,7 @@ const LINK_NAMES = { paper: "The paper", docs: "Documentation", code: "Code" };
 // go(view) leads to another view.
 export function mountWhy(root, { example, results, methods, links }, memory, go) {
   const run = results?.runs[0];
-  const group = run?.groups[0];
+  const group = run?.groups.find(({ lines }) => lines.some((line) => line.lengths.some(({ y }) => y !== null)));
   let state = readWhy(memory.read(), example, group);
   const story = slopeStory({ example, onInput: (slope) => change({ slope }) });
   const lengths = group && lengthStory({ group, methods, onInput: (length) => change({ length }) });
