@@ -219,6 +219,8 @@ def test_steps_lead_through_the_arithmetic(open_state, visit, explorer_file):
     page.page.get_by_role("slider", name="Slope").press("ArrowLeft")
     assert page.page.locator(".steps [aria-pressed=true]").count() == 0
     assert page.page.locator(".step-says").inner_text().startswith("Head 0, slope 0.4585: ")
+    for state in ({"left": "0:0.3"}, {"step": "heads", "left": "0:0.3"}):  # a slope is not
+        assert open_state(**state).page.locator(".steps [aria-pressed=true]").count() == 0
     # Another head of a step is still that step.
     page = open_state(step="heads", head=7)
     assert page.title() == "What \u201cdog\u201d looks at, head 7, slope 1/256"
@@ -307,7 +309,10 @@ def test_the_documentations_first_page_has_the_slope(visit, tmp_path):
 
 
 FRAME = """<!DOCTYPE html><iframe src="explorer.html" style="width: 700px; height: 50px"></iframe><script>
-  addEventListener("message", ({ data }) => (globalThis.told = data.linbiasHeight));
+  addEventListener("message", ({ data }) => {
+    globalThis.told = data.linbiasHeight;
+    document.querySelector("iframe").style.height = `${told}px`;
+  });
 </script>"""
 
 
