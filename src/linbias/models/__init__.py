@@ -2,7 +2,7 @@
 
 `load` reads a folder or a name of the Hugging Face Hub, whatever the family, and returns a model that runs on
 `linbias.torch.attention`. `fuse` and `unfuse` do so for a BLOOM, Falcon or MPT model at hand, `embed` makes vectors of documents,
-`convert` writes encoders as folders that Transformers reads alone. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and
+`convert` writes encoders as folders that Transformers reads alone, `WindowCache` reads endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and
 `LinbiasForConditionalGeneration` are models to train. Importing this changes nothing in Transformers; `install` makes
 the families known to its Auto classes.
 """
@@ -31,6 +31,7 @@ from linbias.models.loading import load, load_tokenizer
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
 from linbias.models.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
+from linbias.models.window_cache import WindowCache
 
 # What a program calls. The other names above are those of models that `load` and training make.
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "LinbiasForConditionalGeneration",
     "LinbiasForMaskedLM",
     "LinbiasSeq2SeqConfig",
+    "WindowCache",
     "convert",
     "embed",
     "fuse",

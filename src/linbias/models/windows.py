@@ -37,11 +37,13 @@ class Windows:
         lead: [layers, H], nats: the most by which a key's score without bias leads the query's own; inf where the weights
             do not say.
         slopes: [layers, H].
+        key_heads: [layers], how many key/value heads G each has.
         why_not: By layer, why its weights do not say.
     """
 
     lead: Float64
     slopes: Float64
+    key_heads: list[int]
     why_not: dict[int, str]
 
     def windows(self, tolerance: float = _DEFAULT_TOLERANCE) -> Float64:
@@ -83,7 +85,8 @@ def weights_windows(model: PreTrainedModel) -> Windows:
         lead[0] = np.minimum(lead[0], vocabulary)
         if np.isfinite(vocabulary).all():
             why_not.pop(0, None)
-    return Windows(lead, np.array([layer.slopes for layer in layers]), why_not)
+    slopes = np.array([layer.slopes for layer in layers])
+    return Windows(lead, slopes, [layer.key_heads for layer in layers], why_not)
 
 
 def refuse_slopes_that_follow_the_length(model: nn.Module, caller: str) -> None:
@@ -102,6 +105,7 @@ class _Layer:
     """The heads of one layer: q = F y + f and k = G z + g of normed inputs y and z."""
 
     slopes: list[float]
+    key_heads: int
     scale: float
     why_not: str | None
     F: Float64 = field(default_factory=lambda: np.empty((0, 0, 0)))  # [H, D, n]
@@ -196,22 +200,26 @@ class _Questions:
         answer = self._ask(index, attention, args, kwargs, hidden[None])
         q, k = (x[0].movedim(0, -1).numpy() for x in (answer.q, answer.k))  # [T, D, heads]
         slopes, scale = answer.slopes.double().tolist(), float(answer.scale)
+        shared = answer.k.shape[1]
         if norm is None:
-            return _Layer(slopes, scale, "its attention reads something else than a norm's output")
+            return _Layer(
+                slopes, shared, scale, "its attention reads something else than a norm's output"
+            )
         if hasattr(attention, "q_ln"):
-            return _own_norms(attention, len(slopes), len(answer.k[0]), slopes, scale)
+            return _own_norms(attention, slopes, shared, scale)
         f, F, G = q[0], q[1 : width + 1] - q[0], k[1 : width + 1] - k[0]
         mixed = _mixed(width)[0].double().numpy()
         for found, first, weights in ((q, q[0], F), (k, k[0], G)):
             if not np.allclose(
                 found[-1], first + np.tensordot(mixed, weights, 1), rtol=1e-9, atol=1e-12
             ):
-                return _Layer(slopes, scale, "its projections are not linear")
+                return _Layer(slopes, shared, scale, "its projections are not linear")
         gain = norm.weight.detach().double().cpu().numpy()
         shift = getattr(norm, "bias", None)
         shift = np.zeros(width) if shift is None else shift.detach().double().cpu().numpy()
         return _Layer(
             slopes,
+            shared,
             scale,
             None,
             F=(F * gain[:, None, None]).transpose(2, 1, 0),
@@ -318,7 +326,7 @@ def _path_from_norm(
     return None
 
 
-def _own_norms(attention: Any, H: int, G: int, slopes: list[float], scale: float) -> _Layer:
+def _own_norms(attention: Any, slopes: list[float], key_heads: int, scale: float) -> _Layer:
     """Heads whose queries and keys are normed, over all heads at once or over each."""
 
     def rows(norm: Any, heads: int) -> tuple[Float64, Float64]:
@@ -329,11 +337,11 @@ def _own_norms(attention: Any, H: int, G: int, slopes: list[float], scale: float
         shift = shift.cpu().numpy().reshape(-1, size)
         return np.resize(gain, (heads, size, width)), np.resize(shift, (heads, size))
 
-    (F, f), (K, _) = rows(attention.q_ln, H), rows(attention.k_ln, G)
+    (F, f), (K, _) = rows(attention.q_ln, len(slopes)), rows(attention.k_ln, key_heads)
     radius = math.sqrt(max(F.shape[2], K.shape[2]))
     width = max(F.shape[2], K.shape[2])
     F, K = (np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in (F, K))
-    return _Layer(slopes, scale, None, F=F, f=f, G=K, radius=radius, related=False)
+    return _Layer(slopes, key_heads, scale, None, F=F, f=f, G=K, radius=radius, related=False)
 
 
 def _subtracts_the_mean(norm: Any, width: int) -> bool:

@@ -63,6 +63,11 @@ def attend(
     """
     bias: Bias = layer.fused_bias
     if (own := attending_layer(cache, layer.layer_idx)) is not None:
+        if bias.rounded is not None:
+            raise ValueError(
+                f"{type(own).__name__}: the model must be fused with rounding='exact', got 'checkpoint', whose bias does not "
+                "depend on distance alone"
+            )
         slopes = bias.slopes.left(q, k.shape[2])
         return own.attend(q, k, v, slopes, bias.scale, places).transpose(1, 2).flatten(2), None
     bound = None

@@ -1,0 +1,295 @@
+"""The cache of constant size gives what the growing one gives, and never drops weight in silence."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from linbias.models.fused import fuse
+from linbias.models.places import Places
+from linbias.models.window_cache import Ledger, Uncertified, WindowCache
+from linbias.streams import Dropped
+from small_models import VOCAB, build, build_paper, left_padded, tokens
+from test_models_windows import MODELS, made
+from test_transformers_fused import bloom
+
+TOLERANCE = 2.0**-24  # of float64 models: with their own, no key would leave
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def quiet(**changes: Any) -> Any:
+    """A model whose windows are much shorter than the texts below."""
+    model = build(**{"initializer_range": 0.1, **changes})
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = VOCAB - 1
+    return model
+
+
+def words(*shape: int) -> Tensor:
+    return tokens(*shape).clamp(max=VOCAB - 2)  # none is padding
+
+
+def read(model: Any, ids: Tensor, cache: WindowCache, parts: list[int]) -> Tensor:
+    found, at = [], 0
+    for n in parts:
+        found.append(model(ids[:, at : at + n], past_key_values=cache).logits)
+        at += n
+    return torch.cat(found, 1)
+
+
+PARTS = [700, 1, 1, 3, 300, 5, 1, 512, 512, *[1] * 20]
+
+
+@pytest.mark.parametrize("windows", ["adaptive", "weights"])
+@pytest.mark.parametrize(("rows", "shared"), [(1, 4), (3, 2)])
+def test_reading_in_parts_is_reading_at_once(windows, rows, shared):
+    model = quiet(num_key_value_heads=shared)
+    ids = words(rows, sum(PARTS))
+    cache = WindowCache.for_model(model, TOLERANCE, windows)
+    found = read(model, ids, cache, PARTS)
+    expected = model(ids).logits
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert cache.uncertified == 0 and cache.largest_dropped <= TOLERANCE / 2
+    assert cache.layers[0].counts[0] < sum(PARTS) / 2  # keys did leave
+    assert cache.get_seq_length() == sum(PARTS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_reads_through_it(name):
+    model = made(name)
+    ids = torch.randint(model.config.vocab_size, (2, 900))
+    cache = WindowCache.for_model(model, 1e-6)
+    found = read(model, ids, cache, [600, 200, 1, 99])
+    expected = model(ids).logits
+    assert cache.uncertified == 0
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_memory_does_not_grow():
+    model = quiet()
+    ids = words(1, 12_000)
+    cache = WindowCache.for_model(model, TOLERANCE, [[90, 90, 90, 90], [90, 90, 90, 90]])
+    read(model, ids[:, :4000], cache, [1000] * 4)
+    size = cache.num_bytes
+    read(model, ids[:, 4000:], cache, [1000] * 8)
+    assert cache.num_bytes == size
+
+
+def test_windows_that_are_too_short_are_never_silent():
+    """The rows that are counted are at least those that really miss more than the tolerance."""
+    model = quiet(num_hidden_layers=1)
+    ids = words(1, 1200)
+    cache = WindowCache.for_model(model, 1e-3, 150, on_uncertified="count")
+    found = read(model, ids, cache, [100] * 12)
+    weights = model(ids, output_attentions=True).attentions[0][0].double()  # [H, T, T]
+    distance = torch.arange(1200)[:, None] - torch.arange(1200)
+    missing = weights.masked_fill(distance < 900, 0).sum(-1)  # what no head can still have
+    assert cache.uncertified >= int((missing > 1e-3).sum()) > 0
+    assert cache.largest_dropped >= float(missing.max())
+    assert (found - model(ids).logits).abs().max() > 1e-6
+    strict = WindowCache.for_model(model, 1e-3, 150, on_uncertified="raise")
+    with pytest.raises(Uncertified, match=r"rows of heads may miss more than tolerance 0.001"):
+        read(model, ids, strict, [100] * 12)
+
+
+def test_the_ledger_is_that_of_the_idea():
+    rng = np.random.default_rng(0)
+    slopes, scale, center = [0.5, 0.1, 0.03, 0.004], 0.3, rng.normal(size=(2, 2, 8))
+    ledger = Ledger(torch.tensor(slopes), scale, torch.from_numpy(center))
+    keys, q = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 4, 3, 8))
+    q[0, 0, 0] *= 1e4  # beyond the grid
+    lse = rng.normal(size=(2, 4, 3))
+    for g, n in ((0, 20), (1, 50), (0, 30)):
+        at = ledger.count[g]
+        ledger.add(g, torch.from_numpy(keys[:, g, at : at + n]), at, None)
+    found = ledger.bound(torch.from_numpy(q), torch.from_numpy(lse), torch.arange(60, 63))
+    for b, h in np.ndindex(2, 4):
+        gone = Dropped(float(np.float32(slopes[h])), center[b, h // 2], scale=scale)
+        gone.add(keys[b, h // 2], 0)
+        expected = gone.bound(q[b, h], lse[b, h], np.arange(60, 63))
+        np.testing.assert_allclose(found[b, h], expected, rtol=1e-9)
+
+
+def test_the_ledger_never_passes_what_is_not_finite():
+    ledger = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
+    rows = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.tensor([10_000])
+    assert ledger.bound(rows[0] * math.nan, *rows[1:]) == -math.inf  # nothing was dropped
+    keys = torch.ones(1, 5, 4)
+    keys[0, 2, 1] = math.nan
+    ledger.add(0, keys, 0, None)
+    assert ledger.bound(*rows) == math.inf
+    usual = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
+    usual.add(0, torch.ones(1, 5, 4), 0, None)
+    assert not (usual.bound(rows[0] * math.nan, *rows[1:]) <= 0).any()
+    assert not (usual.bound(rows[0], rows[1] * math.nan, rows[2]) <= 0).any()
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "two texts": {"do_sample": True, "num_return_sequences": 2},
+    "in chunks": {"do_sample": False, "prefill_chunk_size": 256},
+    "looked up": {"do_sample": False, "prompt_lookup_num_tokens": 5},
+}
+
+
+_OF_ONE_TEXT = ("looked up", "in chunks")  # which Transformers does for one alone
+
+
+@pytest.mark.parametrize(
+    ("way", "padded"),
+    [*((way, False) for way in WAYS), *((way, True) for way in WAYS if way not in _OF_ONE_TEXT)],
+)
+def test_generate_writes_the_same(way, padded):
+    model = quiet()
+    ids, mask = left_padded([words(900), words(400), words(3)] if padded else [words(900)])
+    given = {"attention_mask": mask, "max_new_tokens": 20, **WAYS[way]}
+    torch.manual_seed(1)
+    expected = model.generate(ids, **given)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **given), expected)
+    assert cache.uncertified == 0
+
+
+def test_an_assistant_may_be_wrong():
+    model, assistant = quiet(), quiet(num_hidden_layers=1)
+    given = {"attention_mask": torch.ones(1, 900), "max_new_tokens": 20, "do_sample": False}
+    ids = words(1, 900)
+    expected = model.generate(ids, **given)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    found = model.generate(ids, past_key_values=cache, assistant_model=assistant, **given)
+    assert torch.equal(found, expected)
+
+
+def test_a_reset_cache_is_a_new_one():
+    model, ids = quiet(), words(1, 800)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    first = read(model, ids, cache, [700, 100])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.uncertified == 0
+    assert torch.equal(read(model, ids, cache, [700, 100]), first)
+
+
+def test_rows_are_selected_and_repeated():
+    model, ids = quiet(), words(3, 900)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    read(model, ids[:, :800], cache, [800])
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    found = read(model, ids[[2, 2, 0, 0], 800:], cache, [50, 50])
+    expected = model(ids[[2, 2, 0, 0]]).logits[:, 800:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_tokens_are_taken_back():
+    model, ids = quiet(), words(1, 900)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    read(model, ids, cache, [880, 20])
+    cache.crop(-20)
+    assert cache.get_seq_length() == 880
+    found = read(model, ids[:, 880:], cache, [20])
+    expected = model(ids).logits[:, 880:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    for layer in cache.layers:
+        with pytest.raises(ValueError, match="at most"):
+            layer.crop(-5000)
+        with pytest.raises(ValueError, match="got 5"):
+            layer.crop(5)
+
+
+def test_nothing_is_dropped_that_may_be_taken_back():
+    model, ids = quiet(), words(1, 3000)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    read(model, ids, cache, [800])
+    cache.activate_past_recording()
+    read(model, ids[:, 800:], cache, [500, 500, 500])
+    assert min(cache.layers[0].counts) >= 1500
+    cache.crop(-1400)  # more than the windows: now keys may leave
+    assert min(cache.layers[0].counts) < 600
+    found = read(model, ids[:, 900:], cache, [100, 200, 50])
+    expected = model(ids[:, :1250]).logits[:, 900:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_rows_that_are_not_finite_are_counted():
+    layer = WindowCache.for_model(quiet(num_hidden_layers=1), TOLERANCE, 64).layers[0]
+    slopes, places = torch.full((4,), 0.25), Places(torch.zeros(1, 1, dtype=torch.int64))
+    q, k, v = torch.randn(3, 1, 4, 3000, 8).double() / 4
+    layer.attend(q, k, v, slopes, None, places)
+    before = layer.uncertified
+    layer.attend(q[:, :, :1] * math.nan, k[:, :, :1], v[:, :, :1], slopes, None, places)
+    assert layer.uncertified == before + 4
+    assert layer.largest_dropped == math.inf
+
+
+def test_padding_weighs_nothing():
+    keys = torch.ones(2, 6, 4)
+    keys[1, :3] = math.nan
+    ledger = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(2, 1, 4))
+    ledger.add(0, keys, 0, torch.tensor([0, 3]))
+    bound = ledger.bound(torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1), torch.tensor([9]))
+    assert bound[1] < bound[0] < math.inf
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 1e-30}, r"tolerance must be in \[1.11e-16, 1\) for torch.float64, got 1e-30"),
+        ({"tolerance": 1.5}, "tolerance must be in"),
+        ({"windows": "all"}, "windows must be 'adaptive', 'weights' or numbers, got 'all'"),
+        ({"windows": [[8, 8, 8, 8]]}, r"a number for each of 2 layers and 4 key/value heads, got \[4\]"),
+        ({"windows": 0}, "windows must be at least 1, got 0"),
+        ({"on_uncertified": "ignore"}, r"on_uncertified must be one of .*got 'ignore'"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        WindowCache.for_model(quiet(), **options)
+
+
+def test_models_that_cannot_have_one_are_refused():
+    with pytest.raises(ValueError, match="linear biases"):
+        WindowCache.for_model(build(position="rotary"))
+    with pytest.raises(ValueError, match="slope_scale"):
+        WindowCache.for_model(build(slope_scale="interpolate"))
+    other = WindowCache.for_model(quiet(num_key_value_heads=2), TOLERANCE)
+    with pytest.raises(ValueError, match="2 key/value heads, got 4"):
+        quiet()(words(1, 5), past_key_values=other)
+
+
+def test_calls_that_it_cannot_serve_are_refused():
+    model, ids = quiet(), words(2, 9)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    with torch.enable_grad(), pytest.raises(ValueError, match="gradients must be off"):
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="padding must come before"):
+        model(ids, torch.tensor([[1] * 9, [1] * 5 + [0] * 4]), past_key_values=cache)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="batch must have 2 rows"):
+        model(ids[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match="must not be offloaded"):
+        cache.layers[0].offload()
+    rounded = fuse(bloom().eval(), rounding="checkpoint")
+    with pytest.raises(ValueError, match="rounding='exact', got 'checkpoint'"):
+        rounded(ids, past_key_values=WindowCache.for_model(rounded))
+    paper = build_paper(position="rotary")
+    with pytest.raises(ValueError, match="must be given to a model with linear biases"):
+        paper(torch.tensor([[5, 6]]), past_key_values=cache)
+
+
+def test_plain_models_of_transformers_refuse_it():
+    model = bloom().eval()
+    cache = WindowCache.for_model(fuse(bloom()).eval())
+    with pytest.raises(ValueError, match=r"linbias\.models\.load"):
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
