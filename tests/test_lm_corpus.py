@@ -195,6 +195,39 @@ def test_three_files_are_one_split_each(tmp_path: Path) -> None:
     assert texts == ["aaa\n", "bbb\n", "ddd\n"]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.txt", "valid.txt", "test.txt"),
+        ("wiki.train.tokens", "wiki.validation.tokens", "wiki.test.tokens"),
+        ("Train.md", "dev.md", "TEST.md"),
+    ],
+)
+def test_files_that_are_named_for_the_splits_are_those(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """By a hash of the paths, the text to test on would be trained on."""
+    texts = dict(zip(names, (b"to train on", b"to choose by", b"to report"), strict=True))
+    others = {f"notes {i}.txt": b"of something else %d" % i for i in range(30)}
+    corpus = load_corpus(str(write_files(tmp_path, texts | others)))
+    found = [bytes(getattr(corpus, split)).strip() for split in SPLITS]
+    assert found == list(texts.values())
+    assert corpus.source == f"3 files of {tmp_path}"
+
+
+def test_files_that_merely_share_words_with_the_splits_are_hashed(tmp_path: Path) -> None:
+    code = {f"{name}.py": b"# " + name.encode() for name in ("train", "valid", "test")}
+    deeper = {f"a/{name}.txt": b"a " + name.encode() for name in ("train", "valid", "test")}
+    some = {"train.txt": b"one", "test.txt": b"two", "contrain.txt": b"three", "x.txt": b"four"}
+    for number, files in enumerate((code, deeper, some)):
+        folder = write_files(tmp_path / str(number), files)
+        corpus = load_corpus(str(folder))
+        read = {bytes(getattr(corpus, split)).strip() for split in SPLITS}
+        assert b"\n".join(sorted(files.values())) == b"\n".join(
+            sorted(line for text in read for line in text.split(b"\n"))
+        )
+
+
 def test_one_file_is_cut_into_contiguous_parts_between_characters(tmp_path: Path) -> None:
     text = "ä€😀" * 101 + "\n"
     (tmp_path / "one.txt").write_text(text, encoding="utf-8")

@@ -39,6 +39,12 @@ from linbias.data.tokenizers import (
 
 HELD_OUT = 0.05  # share of the valid split, and of the test split
 
+# A word between the dots of a file's name that says which split it is.
+_NAMES_OF_SPLITS = {
+    "train": {"train"},
+    "valid": {"valid", "validation", "val", "dev"},
+    "test": {"test"},
+}
 _TEXT_SUFFIXES = {".txt", ".md", ".py"}  # a name that ends so means a file, not a data set
 _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
@@ -104,7 +110,9 @@ def load_corpus(
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
-    Each file goes to one split as a whole, by a hash of its path inside the folder: 5 % of the files
+    A folder that holds a text for each split says so by their names: train.txt, valid.txt and test.txt, or wiki.train.tokens and so
+    on (also validation, val or dev); its other files are left out. Elsewhere
+    each file goes to one split as a whole, by a hash of its path inside the folder: 5 % of the files
     to test, 5 % to valid, the others to train; a file that repeats another's content is left out.
     How `name` spells the folder does not matter. Fewer than three files, or a data set without
     splits of its own, are one text cut in the same proportions.
@@ -142,8 +150,10 @@ def load_corpus(
     elif paths := _matching_files(name):
         root = _root(name)
         files = {path.relative_to(root).as_posix(): _read_text(path) for path in paths}
-        splits = _split_files(files)
-        source = f"{len(paths)} file{'s' * (len(paths) > 1)} of {name}"
+        named = _named_splits(files)
+        splits = named or _split_files(files)
+        num_files = len(paths) if named is None else sum(map(len, named.members.values()))
+        source = f"{num_files} file{'s' * (num_files > 1)} of {name}"
         location = str((paths[0] if Path(name).expanduser() == paths[0] else root).resolve())
     elif _is_data_set(name):
         splits = _data_set_splits(name, column, stream, max_bytes, cache_dir)
@@ -252,6 +262,21 @@ def _why_binary(text: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return f"a byte that is not UTF-8 at byte {error.start}"
     return None
+
+
+def _named_splits(files: dict[str, bytes]) -> _Splits | None:
+    """The splits that files beside each other are named for, if each of the three has one."""
+    names: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for path in sorted(files):
+        if "/" not in path and not path.endswith(".py"):
+            words = set(path.lower().split("."))
+            for split in SPLITS:
+                if words & _NAMES_OF_SPLITS[split]:
+                    names[split].append(path)
+    if not all(names.values()):
+        return None
+    texts = {split: _join(files[path] for path in paths) for split, paths in names.items()}
+    return _Splits(texts, {split: list(paths) for split, paths in names.items()})
 
 
 def _split_files(files: dict[str, bytes]) -> _Splits:
