@@ -16,19 +16,14 @@ Everything is done by `linbias.lm.paper`; what was measured is a line of results
 
 import argparse
 import math
-import os
 import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -36,6 +31,7 @@ import paper_report
 import psutil
 import torch
 from numpy.typing import NDArray
+from workers import in_processes
 
 from linbias import _machine
 from linbias._run.files import JsonLog
@@ -143,34 +139,6 @@ def prepare_data(corpus: str, wikitext_2: Path | None, output: Path) -> Path:
         else:
             prepare(write_texts(corpus, output / "text"), data, nwords=16384)
     return data
-
-
-def start_worker() -> None:
-    """One thread, and an end where the main process ends, however that does."""
-    torch.set_num_threads(1)
-    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
-
-
-def in_processes(
-    stage: str, work: dict[tuple[Any, ...], tuple[Any, ...]], jobs: int
-) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields each key of `work` with what its (function, arguments...) gave, as they come."""
-    start, spawn = time.monotonic(), get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawn, start_worker, max_tasks_per_child=1) as pool:
-        futures: dict[Future[Any], tuple[Any, ...]] = {
-            pool.submit(*call): key for key, call in work.items()
-        }
-        try:
-            for number, future in enumerate(as_completed(futures), 1):
-                yield futures[future], future.result()
-                minutes = (time.monotonic() - start) / 60
-                key = " ".join(
-                    str(part[-1]) if isinstance(part, tuple) else str(part)
-                    for part in futures[future]
-                )
-                print(f"{stage} {number}/{len(futures)}: {key}, {minutes:.1f} min", flush=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def train_model(data: Path, home: Path, recipe: Recipe) -> Record:
