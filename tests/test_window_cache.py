@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linbias.models.fused import fuse
 from linbias.models.places import Places
-from linbias.models.window_cache import Ledger, Uncertified, WindowCache
+from linbias.models.window_cache import Ledger, Uncertified, WindowCache, WindowLayer
 from linbias.streams import Dropped
 from small_models import VOCAB, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
@@ -88,7 +88,7 @@ def test_windows_that_are_too_short_are_never_silent():
     """The rows that are counted are at least those that really miss more than the tolerance."""
     model = quiet(num_hidden_layers=1)
     ids = words(1, 1200)
-    cache = WindowCache.for_model(model, 1e-3, 150, on_uncertified="count")
+    cache = WindowCache.for_model(model, 1e-3, 150)
     found = read(model, ids, cache, [100] * 12)
     weights = model(ids, output_attentions=True).attentions[0][0].double()  # [H, T, T]
     distance = torch.arange(1200)[:, None] - torch.arange(1200)
@@ -176,6 +176,7 @@ def test_a_reset_cache_is_a_new_one():
     model, ids = quiet(), words(1, 800)
     cache = WindowCache.for_model(model, TOLERANCE)
     first = read(model, ids, cache, [700, 100])
+    cache.activate_past_recording()
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.uncertified == 0
     assert torch.equal(read(model, ids, cache, [700, 100]), first)
@@ -233,6 +234,33 @@ def test_rows_that_are_not_finite_are_counted():
     assert layer.largest_dropped == math.inf
 
 
+def step(layer: WindowLayer, tokens: int, keys: Tensor | None = None) -> None:
+    q, k, v = torch.randn(3, 1, 1, tokens, 8)
+    places = Places(torch.zeros(1, 1, dtype=torch.int64))
+    layer.attend(q, k if keys is None else keys, v, torch.tensor([2.0**-12]), None, places)
+
+
+def test_a_window_that_grew_does_not_vouch_for_what_left_before():
+    layer = WindowLayer([50.0], [20.0], 1e-3, "count")
+    step(layer, 512)
+    layer.windows = [50.0]
+    layer.fixed = [50.0]
+    layer._drop([20])
+    step(layer, 1)  # the nearest key that left is 21 tokens away
+    assert layer.uncertified == 1
+    step(layer, 40)
+    assert layer.uncertified == 29  # and 50 from the 30th row on: beyond the window of the weights
+
+
+def test_the_weights_do_not_vouch_for_keys_that_are_not_finite():
+    layer = WindowLayer([20.0], [20.0], 1e-3, "count")
+    keys = torch.randn(1, 1, 512, 8)
+    keys[0, 0, 3] = math.nan
+    step(layer, 512, keys)
+    step(layer, 1)
+    assert layer.ledger is not None and layer.uncertified == 1
+
+
 def test_padding_weighs_nothing():
     keys = torch.ones(2, 6, 4)
     keys[1, :3] = math.nan
@@ -273,6 +301,8 @@ def test_calls_that_it_cannot_serve_are_refused():
     cache = WindowCache.for_model(model, TOLERANCE)
     with torch.enable_grad(), pytest.raises(ValueError, match="gradients must be off"):
         model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="output_attentions must be off"):
+        model(ids, past_key_values=cache, output_attentions=True)
     with pytest.raises(ValueError, match="padding must come before"):
         model(ids, torch.tensor([[1] * 9, [1] * 5 + [0] * 4]), past_key_values=cache)
     model(ids, past_key_values=cache)

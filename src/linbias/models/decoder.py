@@ -4,6 +4,7 @@ A family's model is a `Decoder` with a few attributes of its own, its blocks are
 `SelfAttention`; all of them name their modules as the family's weights are named. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +85,7 @@ class SelfAttention(nn.Module):
                     f"{type(position).__name__}"
                 )
             fall = position.fall(q, k, AttendOptions())
+            places = replace(places, need_weights=output_attentions)
             gathered = own.attend(q, k, v, fall["slopes"], fall.get("scale"), places)[:, :, -keep:]
         else:
             bound = None

@@ -30,7 +30,7 @@ from linbias.models.windows import (
 from linbias.streams import GRID, SLACK
 from linbias.torch import attention
 
-POLICIES = ("widen", "count", "raise")
+POLICIES = ("count", "raise")
 _TOLERANCES = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-12}  # fmt: skip
 _CHUNK = 512  # tokens that are written and read at once
 _FEWEST = 64  # keys that a head keeps at least
@@ -151,7 +151,6 @@ class WindowLayer(AttendingLayer):
         super().__init__()
         self.caps, self.fixed, self.tolerance = list(caps), windows, tolerance
         self.on_uncertified = on_uncertified
-        self.record_past = False
         self._forget()
 
     def _forget(self) -> None:
@@ -159,14 +158,14 @@ class WindowLayer(AttendingLayer):
         self.counts = [0] * len(self.caps)  # keys that are kept
         self.capacities = [0] * len(self.caps)
         self.seen = 0
+        self.record_past = False
         self.first: Tensor | None = None  # [B], the first position that is no padding
         self.uncertified = 0
         self.largest_dropped = -math.inf  # log of the most that a row may miss
         self.ledger: Ledger | None = None
         self._slopes, self._scale = torch.empty(0), 1.0
-        self._recent: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # queries, lse and positions of the last rows
-        )
+        # Queries, lse and positions of the last rows.
+        self._recent: tuple[Tensor, Tensor, Tensor] | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -274,9 +273,8 @@ class WindowLayer(AttendingLayer):
         before = ledger.sums[:, heads, :, None] - ledger.slopes[heads, None, None] * (
             self.seen - ledger.at[g]
         )
-        sums = torch.logcumsumexp(torch.cat([before, grown], -1), -1)[
-            ..., 1:
-        ]  # [B, sharing, J, n]: if so many leave
+        # [B, sharing, J, n]: if 1, 2, ... n keys leave
+        sums = torch.logcumsumexp(torch.cat([before, grown], -1), -1)[..., 1:]
         limit = math.log(self._tolerance()) - _MARGIN
         last = 0  # keys that may leave
         low, high = 0, n - 1
@@ -332,8 +330,7 @@ class WindowLayer(AttendingLayer):
 
     def _read(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over what is kept: [B, H, T, E] and lse [B, H, T]."""
-        (B, H, T, D), G = q.shape, len(self.caps)
-        slopes = self._slopes
+        (B, H, T, D), G, slopes = q.shape, len(self.caps), self._slopes
         options: dict[str, Any] = {"scale": self._scale, "tolerance": self._tolerance() / 2}
         if T <= _FEW:  # heads are batch rows of one flat pool, and no key is copied
             flat = [
@@ -387,12 +384,12 @@ class WindowLayer(AttendingLayer):
         bound = self.ledger.bound(q, lse, positions)
         if self.first is not None:  # nobody reads what padding gathers
             bound = bound.masked_fill((positions < self.first[:, None])[:, None], -math.inf)
-        capped = torch.tensor(
-            [w >= cap for w, cap in zip(self.windows, self.caps, strict=True)], device=q.device
-        )
-        capped = capped.repeat_interleave(self.ledger.sharing)[:, None]
+        at, caps = (torch.tensor(x, device=q.device)[:, None] for x in (self.ledger.at, self.caps))
+        # Whatever the text, what lies beyond the cap weighs nothing; but that holds for finite keys.
+        beyond = (positions - at + 1 >= caps).repeat_interleave(self.ledger.sharing, 0)
+        capped = beyond & (bound < math.inf)
         passes = (bound <= math.log(self._tolerance() / 2)) | capped  # NaN does not
-        most = bound.masked_fill(capped.expand_as(bound), -math.inf)
+        most = bound.masked_fill(capped, -math.inf)
         self.largest_dropped = max(self.largest_dropped, float(most.nan_to_num(math.inf).max()))
         missing = int((~passes).sum())
         if missing and self.on_uncertified == "raise":
@@ -438,7 +435,7 @@ class WindowLayer(AttendingLayer):
         self._forget()
 
     def activate_past_recording(self) -> None:
-        """Drop nothing until the next `crop`, which may take back tokens."""
+        """From here on drop keys in `crop` alone, which may take back tokens first; `reset` ends it."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -519,7 +516,7 @@ class WindowCache(Cache):
         model: PreTrainedModel,
         tolerance: float | None = None,
         windows: Literal["adaptive", "weights"] | int | Sequence[Sequence[int]] = "adaptive",
-        on_uncertified: Literal["widen", "count", "raise"] = "widen",
+        on_uncertified: Literal["count", "raise"] = "count",
         weights: Windows | None = None,
     ) -> Self:
         """Make a cache for a model with linear biases.
@@ -530,8 +527,8 @@ class WindowCache(Cache):
                 float64, float32, float16 and bfloat16, below which rounding loses as much.
             windows: "adaptive": as few keys as the rows before needed, with a margin; "weights": as many as any text can need,
                 from the weights alone; a number for all heads, or one for each layer and key/value head.
-            on_uncertified: Where a row may miss more than the tolerance: "widen" counts it, and adaptive windows widen from
-                there on; "count" only counts it; "raise" raises `Uncertified`.
+            on_uncertified: Where a row may miss more than the tolerance: "count" counts it, and adaptive windows widen from
+                there on; "raise" raises `Uncertified`, after which the cache must be reset.
             weights: What `weights_windows(model)` gave before, which takes seconds for a large model.
 
         Raises:

@@ -62,8 +62,8 @@ def weights_windows(model: PreTrainedModel) -> Windows:
         model: With linear biases, as `linbias.models.load` gives it. Its weights are read in float64.
 
     Returns:
-        The Windows. A layer that reads something else than a norm's output, or whose projections are not linear (clipped, or
-        with norms of their own), has no window, and `why_not` says so.
+        The Windows. A layer that reads something else than a norm's output, or whose projections are not linear (clipped,
+        for example), has no window, and `why_not` says so.
 
     Raises:
         ValueError: The model has no linear biases, or its slopes depend on the length of the text.
@@ -137,12 +137,8 @@ class _Answer(AttendingLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.slopes, self.scale = (
-            torch.empty(0),
-            torch.empty(0),
-            torch.empty(0),
-            1.0,
-        )
+        self.q, self.k, self.slopes = torch.empty(3, 0)
+        self.scale = 1.0
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
