@@ -1,21 +1,15 @@
 // The text and its length: tokens are what stands between spaces.
 
 import { parseWhole, slider } from "./controls.js";
-import { element, setText, uniqueId } from "./dom.js";
-import { readTokens } from "./tokens.js";
+import { element, setText } from "./dom.js";
+import { textField } from "./text_field.js";
 import { areChapters } from "./vectors.js";
 
 export function textControls(example, change) {
-  const message = element("p", { class: "message", role: "alert", id: uniqueId("message") });
   const origin = element("p", { class: "note" });
-  const field = element("textarea", {
-    id: uniqueId("text"),
-    rows: 2,
-    dir: "auto",
-    spellcheck: "false",
-    autocomplete: "off",
-    "aria-describedby": message.id,
-    on: { input: read },
+  const { field, message } = textField("text", example, (tokens) => {
+    known = tokens;
+    change(() => ({ tokens }));
   });
   let known = example.tokens; // the longest text so far: what the slider took away, it gives back
   const length = slider({
@@ -26,19 +20,6 @@ export function textControls(example, change) {
     parse: (text) => parseWhole(text, 1, example.max_tokens),
     onInput: (count) => change(() => ({ tokens: resized(known, count, example.words) })),
   });
-
-  function read() {
-    try {
-      const { tokens, note } = readTokens(field.value, example);
-      known = tokens;
-      field.ariaInvalid = null;
-      setText(message, note);
-      change(() => ({ tokens }));
-    } catch (error) {
-      field.ariaInvalid = "true";
-      setText(message, error.message);
-    }
-  }
 
   return {
     element: element(

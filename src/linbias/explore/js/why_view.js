@@ -1,10 +1,10 @@
 // Why: what ALiBi is in a sentence, one slope to move, and what it is good for.
 
-import { announcer, debounce, element, note, setText, uniqueId } from "./dom.js";
+import { announcer, debounce, element, note } from "./dom.js";
 import { lengthStory } from "./length_story.js";
 import { grouped } from "./scales.js";
-import { grouped } from "./scales.js";
 import { STORY_SLOPE, STORY_WORDS, slopeStory } from "./slope_story.js";
+import { textField } from "./text_field.js";
 import { readTokens } from "./tokens.js";
 
 const LINK_NAMES = { paper: "The paper", docs: "Documentation", code: "Code" };
@@ -16,15 +16,10 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
   let state = readWhy(memory.read(), example, group);
   const story = slopeStory({ example, onInput: (slope) => change({ slope }) });
   const lengths = group && lengthStory({ group, methods, onInput: (length) => change({ length }) });
-  const message = element("p", { class: "message", id: uniqueId("message"), role: "alert" });
-  const field = element("textarea", {
-    id: uniqueId("words"),
-    rows: 2,
-    dir: "auto",
-    spellcheck: "false",
-    autocomplete: "off",
-    "aria-describedby": message.id,
-    on: { input: read },
+  const { field, message } = textField("words", example, (words) => {
+    change({ words });
+    story.update(state);
+    spoken.say(story.inWords());
   });
   const spoken = announcer();
   field.value = state.words.join(" ");
@@ -33,20 +28,6 @@ export function mountWhy(root, { example, results, methods, links }, memory, go)
   function change(changes) {
     state = { ...state, ...changes };
     later();
-  }
-
-  function read() {
-    try {
-      const { tokens, note: cut } = readTokens(field.value, example);
-      field.ariaInvalid = null;
-      setText(message, cut);
-      change({ words: tokens });
-      story.update(state);
-      spoken.say(story.inWords());
-    } catch (error) {
-      field.ariaInvalid = "true";
-      setText(message, error.message);
-    }
   }
 
   root.append(
