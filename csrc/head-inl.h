@@ -14,6 +14,16 @@ struct KeyRange {
   }
 };
 
+// How many keys the head shows that shows the most.
+inline int64_t most_keys(const Call& call) {
+  if (!call.key_range) return call.S;
+  int64_t most = 0;
+  for (int64_t head = 0; head < call.B * call.G; ++head) {
+    most = larger_of(most, KeyRange(call, head / call.G, head % call.G).count);
+  }
+  return most;
+}
+
 // The position of query t of batch row b.
 inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;

@@ -10,14 +10,14 @@ struct Packing {
   // asking for.
   static constexpr int64_t kBytesByHead = 1 << 20, kFewBlocks = 4;
 
-  int64_t num_blocks, rows;  // of a head that shows all its keys
+  int64_t num_blocks, rows;  // of the head that shows the most keys
   bool backward;
   bool skips;    // whether blocks may be left out
   bool certify;  // whether a certificate says which: forward asks, backward takes what forward found
   bool by_head = false;
 
   Packing(const Call& call, bool for_backward)
-      : num_blocks(round_up(call.S, kKeys) / kKeys),
+      : num_blocks(round_up(most_keys(call), kKeys) / kKeys),
         rows(num_blocks * kKeys),
         backward(for_backward),
         skips(num_blocks > kFewBlocks),
