@@ -1,16 +1,21 @@
 """The cache of constant size gives what the growing one gives, and never drops weight in silence."""
 
+import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from linbias.models import dropped_keys
+from linbias.models.dropped_keys import Ledger
 from linbias.models.fused import fuse
 from linbias.models.places import Places
-from linbias.models.window_cache import Ledger, Uncertified, WindowCache, WindowLayer
+from linbias.models.window_cache import Uncertified, WindowCache, WindowLayer
 from linbias.streams import Dropped
 from small_models import VOCAB, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made
@@ -87,18 +92,116 @@ def test_memory_does_not_grow():
 def test_windows_that_are_too_short_are_never_silent():
     """The rows that are counted are at least those that really miss more than the tolerance."""
     model = quiet(num_hidden_layers=1)
-    ids = words(1, 1200)
+    ids = words(1, 1800)
     cache = WindowCache.for_model(model, 1e-3, 150)
-    found = read(model, ids, cache, [100] * 12)
+    found = read(model, ids, cache, [100] * 18)
     weights = model(ids, output_attentions=True).attentions[0][0].double()  # [H, T, T]
-    distance = torch.arange(1200)[:, None] - torch.arange(1200)
-    missing = weights.masked_fill(distance < 900, 0).sum(-1)  # what no head can still have
+    distance = torch.arange(1800)[:, None] - torch.arange(1800)
+    missing = weights.masked_fill(distance < 1200, 0).sum(-1)  # what no head can still have
     assert cache.uncertified >= int((missing > 1e-3).sum()) > 0
     assert cache.largest_dropped >= float(missing.max())
     assert (found - model(ids).logits).abs().max() > 1e-6
     strict = WindowCache.for_model(model, 1e-3, 150, on_uncertified="raise")
     with pytest.raises(Uncertified, match=r"rows of heads may miss more than tolerance 0.001"):
-        read(model, ids, strict, [100] * 12)
+        read(model, ids, strict, [100] * 18)
+
+
+PARTS_OF_SHORT_WINDOWS = [700, 600, 1, 1, 3, 400, 1, 512, *[1] * 5]
+
+
+def fetching(model: Any, folder: Path | None = None) -> WindowCache:
+    """A cache whose windows are much too short."""
+    return WindowCache.for_model(model, TOLERANCE, 40, on_uncertified="fetch", folder=folder)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize(("rows", "shared"), [(1, 4), (2, 2)])
+def test_rows_that_miss_something_read_dropped_keys_again(
+    in_files, rows, shared, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    model = quiet(num_key_value_heads=shared)
+    ids = words(rows, sum(PARTS_OF_SHORT_WINDOWS))
+    cache = fetching(model, tmp_path if in_files else None)
+    found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
+    expected = model(ids).logits
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert cache.uncertified == 0 < cache.fetched
+    assert cache.largest_dropped <= TOLERANCE / 2
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert bool(files) == in_files
+    for layer in cache.layers:  # no more is kept than the weights let any query need, and a file
+        assert all(d.num_keys <= d.reach + 1200 for d in layer.dropped)
+    cache.batch_select_indices(torch.tensor([rows - 1, 0]))
+    again = torch.cat([ids[[rows - 1, 0]], words(2, 9)], 1)
+    found = model(again[:, -9:], past_key_values=cache).logits
+    expected = model(again).logits[:, -9:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    cache.reset()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    del cache
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    model, ids = quiet(), words(1, sum(PARTS_OF_SHORT_WINDOWS))
+    cache = fetching(model, tmp_path)
+    written = 0
+
+    def fail_later(tensors: dict[str, Tensor], path: Path) -> None:
+        nonlocal written
+        written += 1
+        if written > 9:
+            path.write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(dropped_keys, "save_file", fail_later)
+    with pytest.warns(
+        UserWarning, match=r"room for dropped keys, got .*No space.*: those of head \d-\d"
+    ):
+        found = read(model, ids, cache, PARTS_OF_SHORT_WINDOWS)
+    expected = model(ids).logits
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert cache.uncertified == 0 and not list(tmp_path.rglob("*.part"))
+
+
+def test_a_lost_key_that_is_not_finite_is_never_passed_over(monkeypatch):
+    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    gone = [dropped_keys.DroppedKeys(20.0, None, "")]
+    layer = WindowLayer([20.0], [20.0], 1e-3, "fetch", gone)
+    keys = torch.randn(1, 1, 512, 8)
+    keys[0, 0, 3] = math.nan
+    step(layer, 512, keys)
+    for count in (500, 700, 500):
+        step(layer, count)
+    assert gone[0].lost_infinite
+    before = layer.uncertified
+    step(layer, 5)
+    assert layer.uncertified == before + 5
+
+
+def test_a_copy_goes_its_own_way():
+    model, ids = quiet(), words(1, 1400)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    read(model, ids[:, :1300], cache, [900, 398, 1, 1])
+    other = copy.deepcopy(cache)
+    read(model, words(1, 700), other, [1, 1, 698])
+    found = read(model, ids[:, 1300:], cache, [1, 1, 98])
+    expected = model(ids).logits[:, 1300:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def test_modes_may_change_between_calls():
+    model, ids = quiet(), words(1, 1300)
+    cache = WindowCache.for_model(model, TOLERANCE)
+    with torch.inference_mode():
+        read(model, ids[:, :1200], cache, [900, 200, 100])
+        cache.batch_select_indices(torch.tensor([0]))
+    found = read(model, ids[:, 1200:], cache, [90, 10])
+    expected = model(ids).logits[:, 1200:]
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 def test_the_ledger_is_that_of_the_idea():
@@ -108,9 +211,10 @@ def test_the_ledger_is_that_of_the_idea():
     keys, q = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 4, 3, 8))
     q[0, 0, 0] *= 1e4  # beyond the grid
     lse = rng.normal(size=(2, 4, 3))
-    for g, n in ((0, 20), (1, 50), (0, 30)):
-        at = ledger.count[g]
-        ledger.add(g, torch.from_numpy(keys[:, g, at : at + n]), at, None)
+    for counts in ([20, 0], [10, 50], [20, 0]):
+        at = list(ledger.count)
+        new = [keys[:, g, at[g] : at[g] + n] for g, n in enumerate(counts)]
+        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, at, None)
     found = ledger.bound(torch.from_numpy(q), torch.from_numpy(lse), torch.arange(60, 63))
     for b, h in np.ndindex(2, 4):
         gone = Dropped(float(np.float32(slopes[h])), center[b, h // 2], scale=scale)
@@ -125,10 +229,10 @@ def test_the_ledger_never_passes_what_is_not_finite():
     assert ledger.bound(rows[0] * math.nan, *rows[1:]) == -math.inf  # nothing was dropped
     keys = torch.ones(1, 5, 4)
     keys[0, 2, 1] = math.nan
-    ledger.add(0, keys, 0, None)
+    ledger.add(keys, [5], [0], None)
     assert ledger.bound(*rows) == math.inf
     usual = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(1, 1, 4))
-    usual.add(0, torch.ones(1, 5, 4), 0, None)
+    usual.add(torch.ones(1, 5, 4), [5], [0], None)
     assert not (usual.bound(rows[0] * math.nan, *rows[1:]) <= 0).any()
     assert not (usual.bound(rows[0], rows[1] * math.nan, rows[2]) <= 0).any()
 
@@ -265,7 +369,7 @@ def test_padding_weighs_nothing():
     keys = torch.ones(2, 6, 4)
     keys[1, :3] = math.nan
     ledger = Ledger(torch.tensor([0.25]), 0.3, torch.zeros(2, 1, 4))
-    ledger.add(0, keys, 0, torch.tensor([0, 3]))
+    ledger.add(keys, [6], [0], torch.tensor([0, 3]))
     bound = ledger.bound(torch.ones(2, 1, 1, 4), torch.zeros(2, 1, 1), torch.tensor([9]))
     assert bound[1] < bound[0] < math.inf
 
@@ -278,6 +382,7 @@ def test_padding_weighs_nothing():
         ({"windows": "all"}, "windows must be 'adaptive', 'weights' or numbers, got 'all'"),
         ({"windows": [[8, 8, 8, 8]]}, r"a number for each of 2 layers and 4 key/value heads, got \[4\]"),
         ({"windows": 0}, "windows must be at least 1, got 0"),
+        ({"folder": "/tmp"}, "folder must be left out unless on_uncertified is 'fetch', got /tmp"),
         ({"on_uncertified": "ignore"}, r"on_uncertified must be one of .*got 'ignore'"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from linbias.definition import Float64
 from linbias.near_to_far import log_geometric
 
 # Lengths |scale q| for which the ledger keeps a sum; between two of them the chord is a bound.
-GRID = np.array([0.0, *2.0 ** np.arange(-4, 6.01, 0.25)])
+GRID = np.array([0.0, *2.0 ** np.arange(-4, 6.01, 0.5)])
 SLACK = 1e-6  # more than the rounding of float32 norms
 _UP = 1 + 1e-12  # likewise of float64 sums
 

@@ -155,6 +155,15 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
         return attention_mask
 
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """None for a cache that attends itself: `generate` would carry the numbers of all tokens along, which we count anyway."""
+        if attending_layer(model_kwargs.get("past_key_values"), 0) is not None:
+            return None
+        numbers: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        return numbers
+
 
 class Decoder(DecoderPreTrainedModel):
     """Turn token ids into hidden states, one per token.

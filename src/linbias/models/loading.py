@@ -264,16 +264,29 @@ def encode(folder: "str | Path | Files", text: bytes) -> NDArray[Any]:
     Raises:
         ValueError: The model has no readable tokenizer, or the text is not UTF-8.
     """
+    return encoder(folder)(text)
+
+
+def encoder(folder: "str | Path | Files") -> Callable[[bytes], NDArray[Any]]:
+    """`encode` for many texts of one model, whose tokenizer is loaded once."""
     files = Files.at("encode", folder)
     if files.model_type in (LinbiasConfig.model_type, LinbiasSeq2SeqConfig.model_type):
-        return Tokenizer.load(files.name).encode(text)
+        return Tokenizer.load(files.name).encode
     if files.model_type == PaperConfig.model_type:
         words = Dictionary.read(Path(files.name, "dict.txt"))
-        lines = map(words.encode_line, io.StringIO(text.decode(), newline=None))
-        return np.fromiter((word for line in lines for word in line), np.int64)
+
+        def encode_lines(text: bytes) -> NDArray[Any]:
+            lines = map(words.encode_line, io.StringIO(text.decode(), newline=None))
+            return np.fromiter((word for line in lines for word in line), np.int64)
+
+        return encode_lines
     tokenizer = load_tokenizer(files)
-    ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
-    return np.asarray(ids, np.int64)
+
+    def encode_text(text: bytes) -> NDArray[Any]:
+        ids = tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, np.int64)
+
+    return encode_text
 
 
 @dataclass(frozen=True)

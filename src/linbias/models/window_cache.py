@@ -13,117 +13,44 @@ can weigh at most. Rows for which that is more than the tolerance are never pass
 """
 
 import math
+import shutil
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from linbias._checks import Problem
 from linbias.models.cache import AttendingLayer
+from linbias.models.dropped_keys import DroppedKeys, Ledger, chord
 from linbias.models.places import Places
 from linbias.models.windows import (
     Windows,
     refuse_slopes_that_follow_the_length,
     weights_windows,
 )
-from linbias.streams import GRID, SLACK
 from linbias.torch import attention
+from linbias.torch.call import prepare, run
+from linbias.torch.operator import Inputs
 
-POLICIES = ("count", "raise")
-_TOLERANCES = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-12}  # fmt: skip
+POLICIES = ("count", "raise", "fetch")
+TOLERANCES = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-12}  # fmt: skip
 _CHUNK = 512  # tokens that are written and read at once
 _FEWEST = 64  # keys that a head keeps at least
 _SPARE = 0.25  # of a window: room for new keys, so that moving costs few copies a key
-_FEW = 4  # queries that read the pool in one call, without packing it
-_MARGIN = 2.0  # nats by which an adaptive window stays on the safe side of the rows before
+_FEW = 4  # queries of a call that packs no keys, and wants to know their norms
+_LASTS = 8 * _CHUNK  # tokens for which a window is kept
+_STEPS = 32  # sizes of a window to choose from
+_MARGIN = 3.0  # nats by which an adaptive window stays on the safe side of the rows before
 
 
 class Uncertified(RuntimeError):
     """A row may miss more than the tolerance, and the cache was told to raise."""
-
-
-class Ledger:
-    """What is known of the dropped keys of a layer: `linbias.streams.Dropped` for all rows and heads at once.
-
-    Args:
-        slopes: [H].
-        scale: Factor on q . k.
-        center: [B, G, D].
-    """
-
-    def __init__(self, slopes: Tensor, scale: float, center: Tensor) -> None:
-        B, G, _ = center.shape
-        self.slopes, self.scale = slopes.double(), scale
-        self.center = center.double()
-        self.sharing = len(slopes) // G
-        self.grid = torch.from_numpy(GRID).to(center.device)
-        self.sums = self.center.new_full((B, len(slopes), len(GRID)), -math.inf)
-        self.largest = self.center.new_zeros(B, G)
-        self.at = [0] * G
-        self.count = [0] * G
-
-    def growth(
-        self, g: int, keys: Tensor, positions: Tensor, at: int, first: Tensor | None
-    ) -> Tensor:
-        """[B, sharing, J, n]: what each of some keys [B, n, D] of a head adds to the sums, as of position `at`."""
-        radius = self.radius(g, keys)[:, None, None]
-        behind = (at - positions).double()
-        slopes = self.slopes[g * self.sharing : (g + 1) * self.sharing, None, None]
-        grown = (
-            torch.where(radius.isinf(), math.inf, self.grid[:, None] * radius) - slopes * behind
-        )
-        if first is not None:  # padding weighs nothing
-            grown = grown.masked_fill((positions < first[:, None])[:, None, None], -math.inf)
-        return grown
-
-    def radius(self, g: int, keys: Tensor) -> Tensor:
-        """[B, n]: at least |k - center|; inf for a key that is not finite."""
-        radius = (keys.double() - self.center[:, g, None]).norm(dim=-1) * (1 + SLACK)
-        return torch.where(radius.isfinite(), radius, math.inf)
-
-    def add(self, g: int, keys: Tensor, first_position: int, first: Tensor | None) -> None:
-        """Take over keys [B, n, D] of a head, at positions first_position, ...; those before `first` [B] are padding."""
-        n = keys.shape[1]
-        at = first_position + n
-        positions = torch.arange(first_position, at, device=keys.device)
-        new = torch.logsumexp(self.growth(g, keys, positions, at, first), -1)
-        heads = slice(g * self.sharing, (g + 1) * self.sharing)
-        since = self.slopes[heads, None] * (at - self.at[g])
-        self.sums[:, heads] = torch.logaddexp(self.sums[:, heads] - since, new)
-        radius = self.radius(g, keys)
-        if first is not None:
-            radius = radius.masked_fill(positions < first[:, None], 0.0)
-        self.largest[:, g] = torch.maximum(self.largest[:, g], radius.amax(-1))
-        self.at[g], self.count[g] = at, self.count[g] + n
-
-    def bound(self, q: Tensor, lse: Tensor, positions: Tensor) -> Tensor:
-        """[B, H, T]: log(weight of the dropped keys / weight of those that were read) at most; -inf where none was dropped."""
-        q = q.double()
-        length = abs(self.scale) * q.norm(dim=-1) * (1 + SLACK)
-        right = torch.searchsorted(self.grid, length).clamp(1, len(self.grid) - 1)
-        low, high = self.grid[right - 1], self.grid[right]
-        share = ((length - low) / (high - low)).clamp(max=1.0)
-        below, above = (self.sums.gather(-1, at) for at in (right - 1, right))
-        most = torch.where(below.isneginf(), below, below + share * (above - below))
-        largest = self.largest.repeat_interleave(self.sharing, 1)[..., None]
-        beyond = (length - self.grid[-1]).clamp(min=0)
-        most = most + torch.where(beyond > 0, beyond * largest, 0.0)
-        most = torch.where(largest.isinf(), math.inf, most)
-        at = torch.tensor(self.at, dtype=torch.float64, device=q.device).repeat_interleave(
-            self.sharing
-        )
-        center = self.center.repeat_interleave(self.sharing, 1)
-        aligned = self.scale * torch.einsum("bhtd,bhd->bht", q, center)
-        found = aligned + most - self.slopes[:, None] * (positions - at[:, None]) - lse.double()
-        dropped = torch.tensor(self.count, device=q.device).repeat_interleave(self.sharing) > 0
-        return torch.where(dropped[:, None], found, -math.inf)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep some batch rows, in a new order, and perhaps repeated."""
-        self.sums, self.largest, self.center = (
-            x[rows] for x in (self.sums, self.largest, self.center)
-        )
 
 
 class WindowLayer(AttendingLayer):
@@ -134,6 +61,7 @@ class WindowLayer(AttendingLayer):
         windows: [G], how many keys to keep; None to follow the ledger.
         tolerance: Share of a row's weight that may be missing; None takes that of the keys' type.
         on_uncertified: What to do where more may be missing, as of `WindowCache`.
+        dropped: [G], where "fetch" keeps the dropped keys; None for the other policies.
     """
 
     is_sliding = True
@@ -147,10 +75,11 @@ class WindowLayer(AttendingLayer):
         windows: Sequence[float] | None,
         tolerance: float | None,
         on_uncertified: str,
+        dropped: list[DroppedKeys] | None = None,
     ) -> None:
         super().__init__()
         self.caps, self.fixed, self.tolerance = list(caps), windows, tolerance
-        self.on_uncertified = on_uncertified
+        self.on_uncertified, self.dropped = on_uncertified, dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -159,13 +88,20 @@ class WindowLayer(AttendingLayer):
         self.capacities = [0] * len(self.caps)
         self.seen = 0
         self.record_past = False
+        self._next_choice = [0] * len(
+            self.caps
+        )  # the position from which on a window is chosen anew
         self.first: Tensor | None = None  # [B], the first position that is no padding
-        self.uncertified = 0
-        self.largest_dropped = -math.inf  # log of the most that a row may miss
+        self.fetched = 0
         self.ledger: Ledger | None = None
+        for dropped in self.dropped or []:
+            dropped.clear()
+        self._uncertified, self._largest_dropped = 0, -math.inf
         self._slopes, self._scale = torch.empty(0), 1.0
-        # Queries, lse and positions of the last rows.
-        self._recent: tuple[Tensor, Tensor, Tensor] | None = None
+        self._recent: _Rows | None = None  # the last rows that were certified: windows follow them
+        self._waiting: list[_Rows] = []  # rows that are not certified yet
+        self._norms: Tensor | None = None  # [G], the largest of the keys that are kept
+        self._calls: dict[int, tuple[Inputs, Problem]] = {}  # by number of queries
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -177,36 +113,39 @@ class WindowLayer(AttendingLayer):
                 "WindowCache.for_model(model) fits the model it is given"
             )
         if self.tolerance is None:
-            self.tolerance = _TOLERANCES[key_states.dtype]
+            self.tolerance = TOLERANCES[key_states.dtype]
         self.keys = key_states.new_empty(B, 0, D)
         self.values = value_states.new_empty(B, 0, value_states.shape[-1])
+        self._lay_out([0] * G)
         self.is_initialized = True
-
-    @property
-    def starts(self) -> list[int]:
-        """[G]: the row of the pool at which the region of each head begins."""
-        return [sum(self.capacities[:g]) for g in range(len(self.capacities))]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
     ) -> Tensor:
         self._check(q, k, places)
         self._slopes = slopes
-        if not self.is_initialized:
-            self.lazy_initialization(k, v)
+        self._scale = q.shape[-1] ** -0.5 if scale is None else scale
         if places.key_range is not None:
             self.first = places.key_range[:, 0]
-        self._scale = scale = q.shape[-1] ** -0.5 if scale is None else scale
-        parts = [x.detach().split(_CHUNK, dim=2) for x in (q, k, v)]
-        outs = [self._attend(*part) for part in zip(*parts, strict=True)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return self._attend_parts(q, k, v)
+
+    # Outside of inference mode, so that what is kept may be written to whatever mode a later call has.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _attend_parts(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.is_initialized:
+            self.lazy_initialization(k, v)
+        if q.shape[2] <= _CHUNK:
+            return self._attend(q, k, v)
+        parts = [x.split(_CHUNK, dim=2) for x in (q, k, v)]
+        return torch.cat([self._attend(*part) for part in zip(*parts, strict=True)], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, places: Places) -> None:
         if torch.compiler.is_compiling():
             raise ValueError(
                 "WindowCache: the model must not be compiled: what is kept depends on the keys' values"
             )
-        if k.requires_grad and torch.is_grad_enabled():
+        if k.requires_grad:
             raise ValueError(
                 "WindowCache: gradients must be off (torch.no_grad()), since dropped keys have none"
             )
@@ -227,24 +166,42 @@ class WindowLayer(AttendingLayer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A part of at most _CHUNK tokens."""
         self._append(k, v)
-        out, lse = self._read(q)
-        positions = torch.arange(self.seen - q.shape[2], self.seen, device=q.device)
-        self._certify(q, lse, positions)
+        out, lse = self._read(q, k)
+        if self.ledger is None and self.fixed is not None:
+            return out
+        rows = _Rows(q, lse, self.seen - q.shape[2])
+        if self.dropped is not None and self.ledger is not None:
+            bound = self._bound(rows)
+            if self._misses(bound).any():
+                out, rows, bound = self._fetch(rows, out, bound)
+            self._remember(rows, bound)
+        else:
+            self._waiting.append(rows)
+            waiting = self.seen - self._waiting[0].start
+            if self.on_uncertified == "raise" or waiting >= 2 * _CHUNK:
+                self._certify()
         return out
+
+    # What is kept
 
     def _append(self, k: Tensor, v: Tensor) -> None:
         """Write new tokens into the room of each head's region; where it is full, let the oldest keys leave first."""
         T = k.shape[2]
-        full = [g for g, n in enumerate(self.counts) if n + T > self.capacities[g]]
-        if full:
-            drops = [] if self.record_past else full
-            kept = [self._choose(g) if g in drops else n for g, n in enumerate(self.counts)]
+        if any(n + T > room for n, room in zip(self.counts, self.capacities, strict=True)):
+            self._certify()
+            # All heads that will be full in a chunk or two make room together, which takes hardly longer than for one.
+            enough = max(T, 2 * _CHUNK)
+            soon = [g for g, n in enumerate(self.counts) if n + enough > self.capacities[g]]
+            kept = list(self.counts)
+            for g in [] if self.record_past else soon:
+                kept[g] = self._choose(g)
             self._drop(kept)
-            self._make_room(kept, T, full)
-        for g, (start, n) in enumerate(zip(self.starts, self.counts, strict=True)):
-            self.keys[:, start + n : start + n + T] = k[:, g]
-            self.values[:, start + n : start + n + T] = v[:, g]
-            self.counts[g] = n + T
+            self._make_room(kept, T, soon)
+        ends = self._ends if T == 1 else (self._ends[:, None] + torch.arange(T, device=k.device)).flatten()  # fmt: skip
+        self.keys.index_copy_(1, ends, k.flatten(1, 2))
+        self.values.index_copy_(1, ends, v.flatten(1, 2))
+        self._ends += T
+        self.counts = [n + T for n in self.counts]
         self.seen += T
 
     def _choose(self, g: int) -> int:
@@ -252,74 +209,93 @@ class WindowLayer(AttendingLayer):
         n, cap = self.counts[g], self.caps[g]
         if n == 0:
             return n
-        if self.fixed is not None:
-            return int(min(n, max(self.windows[g], 1)))
-        need = self._needed(g)
-        self.windows[g] = float(min(max(need, _FEWEST), cap))
-        return int(min(n, self.windows[g]))
+        if self.fixed is None and self.seen >= self._next_choice[g]:
+            needed = self._needed(g)
+            self.windows[g] = float(min(max(needed, _FEWEST), cap))
+            if needed < n:  # else as many as there are may still be too few
+                self._next_choice[g] = self.seen + _LASTS
+        return int(min(n, max(self.windows[g], 1)))
 
     def _needed(self, g: int) -> int:
-        """The fewest keys with which the last rows would have been certified, with a margin."""
+        """The fewest keys, in 32nds, with which rows like the last ones will be certified if they come next, with a margin."""
         n = self.counts[g]
         if self._recent is None:
             return n
-        ledger = self._ledger()
+        ledger, rows, device = self._ledger(), self._recent, self.keys.device
         heads = slice(g * ledger.sharing, (g + 1) * ledger.sharing)
-        q, lse, rows = self._recent
-        oldest = self.seen - n
-        positions = torch.arange(oldest, self.seen, device=q.device)
-        start = self.starts[g]
-        grown = ledger.growth(g, self.keys[:, start : start + n], positions, self.seen, self.first)
-        before = ledger.sums[:, heads, :, None] - ledger.slopes[heads, None, None] * (
-            self.seen - ledger.at[g]
-        )
-        # [B, sharing, J, n]: if 1, 2, ... n keys leave
-        sums = torch.logcumsumexp(torch.cat([before, grown], -1), -1)[..., 1:]
-        limit = math.log(self._tolerance()) - _MARGIN
-        last = 0  # keys that may leave
-        low, high = 0, n - 1
-        while low <= high:  # the bound grows with every key that leaves
-            middle = (low + high) // 2
-            tried = Ledger(self._slopes, self._scale, ledger.center)
-            tried.sums[:, heads] = sums[..., middle]
-            tried.largest[:, g] = torch.maximum(
-                ledger.largest[:, g],
-                ledger.radius(g, self.keys[:, start : start + middle + 1]).amax(-1),
-            )
-            tried.at[g], tried.count[g] = self.seen, 1
-            bound = tried.bound(q, lse, rows)[:, heads]
-            newest_first = positions[middle] < rows  # a row needs its own key
-            if bool(((bound <= limit) & newest_first).all()):
-                last, low = middle + 1, middle + 1
-            else:
-                high = middle - 1
-        return n - last
+        q = rows.q[:, heads].double()
+        lengths = ledger.lengths(q)
+        if not lengths.isfinite().all():
+            return n
+        # The columns of the grid around the queries that there are, and in them what blocks of keys add.
+        last = len(ledger.grid) - 1
+        low, high = torch.searchsorted(ledger.grid, torch.stack([lengths.min(), lengths.max()])).tolist()  # fmt: skip
+        columns = slice(min(max(low - 1, 0), last - 1), min(max(high, 1), last) + 1)
+        block = -(-n // _STEPS)
+        num_blocks = -(-n // block)
+        start, of = self.starts[g], torch.full((n,), g, device=device)
+        positions = torch.arange(self.seen - n, self.seen, device=device)
+        radius = ledger.radius(self.keys[:, start : start + n], of)
+        largest = torch.maximum(ledger.largest[:, g], radius.amax(-1))
+        if self.first is not None:
+            radius = radius.masked_fill(positions < self.first[:, None], -math.inf)
+        grown = ledger.growth(radius, self.seen - positions, of, columns)
+        grown = torch.nn.functional.pad(grown, (0, num_blocks * block - n), value=-math.inf)
+        blocks = grown.unflatten(-1, (num_blocks, block)).logsumexp(-1)
+        gone = self.seen - ledger.at[g]
+        before = ledger.sums[:, heads, columns, None] - ledger.slopes[heads, None, None] * gone
+        sums = torch.cat([before, blocks], -1).logcumsumexp(-1)[..., 1:]  # [B, sharing, J, blocks]
+        # [B, sharing, T, blocks]: the bound of such a row, if that many blocks leave
+        most = chord(ledger.grid[columns], sums, lengths, largest[:, None].expand(-1, ledger.sharing))  # fmt: skip
+        own = ledger.scale * (q @ ledger.center[:, g, :, None].unsqueeze(1))[..., 0]
+        bound = most + (own - rows.lse[:, heads].double())[..., None]
+        passes = (bound <= math.log(self._tolerance() / 2) - _MARGIN).all(0).all(0).all(0)
+        leave = int(passes.int().cumprod(0).sum())  # the bound grows with every key that leaves
+        return n - min(n, leave * block)
 
     def _drop(self, kept: list[int]) -> None:
         """Book the oldest keys of each head in the ledger, and move the others to the front of the region."""
-        for g, (start, n, keep) in enumerate(zip(self.starts, self.counts, kept, strict=True)):
-            gone = n - keep
-            if gone <= 0:
-                continue
-            old = slice(start, start + gone)
-            self._ledger().add(g, self.keys[:, old], self.seen - n, self.first)
-            for pool in (self.keys, self.values):
-                pool[:, start : start + keep] = pool[:, start + gone : start + n].clone()
-            self.counts[g] = keep
+        gone = [n - keep for n, keep in zip(self.counts, kept, strict=True)]
+        if not any(gone):
+            return
+        old = [slice(start, start + n) for start, n in zip(self.starts, gone, strict=True)]
+        keys = [self.keys[:, rows] for rows in old]
+        if self.dropped is not None:
+            for g, dropped in enumerate(self.dropped):
+                if gone[g]:
+                    dropped.append(keys[g].clone(), self.values[:, old[g]].clone())
+        oldest = [self.seen - n for n in self.counts]
+        self._ledger().add(torch.cat(keys, 1), gone, oldest, self.first)
+        for start, n, keep in zip(self.starts, gone, kept, strict=True):
+            if n:
+                for pool in (self.keys, self.values):
+                    pool[:, start : start + keep] = pool[:, start + n : start + n + keep].clone()
+        self.counts, self._norms = list(kept), None
+        self._lay_out(self.capacities)
 
     def _make_room(self, kept: list[int], T: int, full: list[int]) -> None:
         """Let the regions of full heads have room for the next tokens; the pool is made anew if one must grow or may shrink."""
         wanted = list(self.capacities)
         for g in full:
-            room = max(T, _CHUNK if self.seen else T, int(kept[g] * _SPARE))
+            room = max(T, 2 * _CHUNK if self.seen else T, int(kept[g] * _SPARE))
             need = kept[g] + room
             if need > wanted[g] or need < 0.7 * wanted[g]:
                 wanted[g] = need
         if wanted == self.capacities:
             return
         starts = self.starts
-        self.capacities = wanted
+        self._lay_out(wanted)
         self.keys, self.values = (self._moved(pool, starts) for pool in (self.keys, self.values))
+
+    def _lay_out(self, capacities: list[int]) -> None:
+        """Where each head's region begins in the pool, and where its next key goes."""
+        self.capacities = capacities
+        self.starts = [sum(capacities[:g]) for g in range(len(capacities))]
+        self._calls = {}
+        starts = torch.tensor(self.starts, device=self.keys.device)
+        self._spans = torch.stack([starts, starts], -1)  # [G, 2]
+        self._ends = self._spans[:, 1]
+        self._ends += torch.tensor(self.counts, device=self.keys.device)
 
     def _moved(self, pool: Tensor, starts: list[int]) -> Tensor:
         """A pool with regions of the present capacities, and what is kept in them."""
@@ -328,76 +304,146 @@ class WindowLayer(AttendingLayer):
             new[:, start : start + n] = pool[:, old : old + n]
         return new
 
-    def _read(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention over what is kept: [B, H, T, E] and lse [B, H, T]."""
-        (B, H, T, D), G, slopes = q.shape, len(self.caps), self._slopes
-        options: dict[str, Any] = {"scale": self._scale, "tolerance": self._tolerance() / 2}
-        if T <= _FEW:  # heads are batch rows of one flat pool, and no key is copied
-            flat = [
-                pool.flatten(0, 1)[None, None].expand(B * G, 1, -1, -1)
-                for pool in (self.keys, self.values)
-            ]
-            rows = q.reshape(B * G, H // G, T, D)
-            shared = slopes.reshape(1, G, H // G).expand(B, G, H // G).reshape(B * G, H // G)
-            pool, values = flat
-            out, lse = attention(
-                rows, pool, values, shared, key_range=self._ranges(q), return_lse=True, **options
-            )
-            return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
-        outs, lses = [], []
-        for g, (start, n) in enumerate(zip(self.starts, self.counts, strict=True)):
-            heads, kept = slice(g * (H // G), (g + 1) * (H // G)), slice(start, start + n)
-            ranges = None
-            if self.first is not None:
-                begin = (self.first - (self.seen - n)).clamp(0, n)
-                ranges = torch.stack([begin, torch.full_like(begin, n)], -1)
-            out, lse = attention(
-                q[:, heads],
-                self.keys[:, None, kept],
-                self.values[:, None, kept],
-                slopes[heads],
-                key_range=ranges,
-                return_lse=True,
-                **options,
-            )
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs, 1), torch.cat(lses, 1)
+    # What is read
 
-    def _ranges(self, q: Tensor) -> Tensor:
-        """[B * G, 2]: the rows of the flat pool that hold the keys of each batch row and head."""
-        rows, B = self.keys.shape[1], len(q)
-        starts, counts = (torch.tensor(x, device=q.device) for x in (self.starts, self.counts))
-        begin = starts + torch.arange(B, device=q.device)[:, None] * rows
-        end = begin + counts
+    def _read(self, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over what is kept: [B, H, T, E] and lse [B, H, T]; new: the keys of the same tokens."""
+        (B, H, T, D), G = q.shape, len(self.caps)
+        q = q.reshape(B * G, H // G, T, D)
+        spans = self._spans_of_rows(B)
+        if T > _FEW:
+            self._norms = None
+            out, lse = run(*self._prepare(q, spans, None), "auto", True)
+        else:
+            # A call like the last one, whose pool it shares, need not be checked again.
+            bound = self._key_bound(new)
+            if T not in self._calls:
+                self._calls[T] = self._prepare(q, spans, bound)
+            inputs, problem = self._calls[T]
+            inputs = inputs._replace(
+                q=q, key_range=spans[:, None], query_start=spans[:, 1] - T, key_bound=bound
+            )
+            out, lse = run(inputs, problem, "auto", True)
+        return out.reshape(B, H, T, -1), lse.reshape(B, H, T)
+
+    def _prepare(self, q: Tensor, spans: Tensor, bound: Tensor | None) -> tuple[Inputs, Problem]:
+        """A call in which heads are batch rows of one flat pool, of which each reads its span: no key is copied."""
+        rows, sharing = q.shape[:2]
+        keys, values = (
+            pool.flatten(0, 1)[None, None].expand(rows, 1, -1, -1)
+            for pool in (self.keys, self.values)
+        )
+        slopes = self._slopes.view(-1, sharing)
+        slopes = slopes.expand(rows // len(slopes), -1, -1) if rows > len(slopes) else slopes
+        return prepare(
+            "attention", q, keys, values, slopes.reshape(rows, sharing),
+            key_range=spans, key_bound=bound, scale=self._scale, tolerance=self._tolerance() / 2, lse=True,
+        )  # fmt: skip
+
+    def _key_bound(self, new: Tensor) -> Tensor:
+        """[B * G, 1]: at least the norms of the keys that each head keeps, of which `new` [B, G, T, D] are the last."""
+        wide = torch.promote_types(new.dtype, torch.float32)
+        if self._norms is None:
+            kept = zip(self.starts, self.counts, strict=True)
+            parts = [self.keys[:, start : start + n] for start, n in kept]
+            self._norms = torch.stack([part.norm(dim=-1, dtype=wide).amax() for part in parts])
+        else:
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
+            torch.maximum(self._norms, norm, out=self._norms)
+        # More than the rounding of the norm, and than the squares that vanish in it.
+        bound = torch.add(2**-56, self._norms, alpha=1 + 2**-16)
+        return bound.expand(len(new), -1).reshape(-1, 1)
+
+    def _read_head(self, g: int, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of the queries of one key/value head over the newest n keys, [B, n, D]."""
+        sharing, n = q.shape[1] // len(self.caps), keys.shape[1]
+        heads = slice(g * sharing, (g + 1) * sharing)
+        ranges = None
         if self.first is not None:
-            oldest = self.seen - counts
-            begin = begin + (self.first[:, None] - oldest).clamp(min=0).minimum(counts)
-        return torch.stack([begin, end], -1).flatten(0, 1)
+            begin = (self.first - (self.seen - n)).clamp(0, n)
+            ranges = torch.stack([begin, torch.full_like(begin, n)], -1)
+        found: tuple[Tensor, Tensor] = attention(
+            q[:, heads], keys[:, None], values[:, None], self._slopes[heads], key_range=ranges,
+            scale=self._scale, tolerance=self._tolerance() / 2, return_lse=True,
+        )  # fmt: skip
+        return found
 
-    def _certify(self, q: Tensor, lse: Tensor, positions: Tensor) -> None:
-        """Compare what each row may miss with half of the tolerance; the other half is what attention leaves unread."""
-        if self.fixed is None:
-            self._recent = (q, lse, positions)
-        if self.ledger is None:
-            return
-        bound = self.ledger.bound(q, lse, positions)
+    def _spans_of_rows(self, B: int) -> Tensor:
+        """[B * G, 2]: the rows of the flat pool that hold the keys of each batch row and head."""
+        if B == 1 and self.first is None:
+            return self._spans
+        rows = torch.arange(B, device=self._spans.device) * self.keys.shape[1]
+        spans = self._spans + rows[:, None, None]
+        if self.first is not None:
+            counts = self._ends - self._spans[:, 0]
+            padding = (self.first[:, None] - (self.seen - counts)).clamp(min=0)
+            spans[..., 0] += padding.minimum(counts)
+        return spans.flatten(0, 1)
+
+    # What is certified
+
+    def _bound(self, rows: "_Rows") -> Tensor:
+        """[B, H, T]: the logarithm of what a row may miss, as a share of what it read."""
+        ledger, positions = self._ledger(), rows.positions
+        bound = ledger.bound(rows.q, rows.lse, positions)
         if self.first is not None:  # nobody reads what padding gathers
             bound = bound.masked_fill((positions < self.first[:, None])[:, None], -math.inf)
-        at, caps = (torch.tensor(x, device=q.device)[:, None] for x in (self.ledger.at, self.caps))
         # Whatever the text, what lies beyond the cap weighs nothing; but that holds for finite keys.
-        beyond = (positions - at + 1 >= caps).repeat_interleave(self.ledger.sharing, 0)
-        capped = beyond & (bound < math.inf)
-        passes = (bound <= math.log(self._tolerance() / 2)) | capped  # NaN does not
-        most = bound.masked_fill(capped, -math.inf)
-        self.largest_dropped = max(self.largest_dropped, float(most.nan_to_num(math.inf).max()))
-        missing = int((~passes).sum())
-        if missing and self.on_uncertified == "raise":
+        near = [at + cap - 1 for at, cap in zip(ledger.at, self.caps, strict=True)]
+        beyond = positions >= torch.tensor(near, device=positions.device)[:, None]
+        capped = beyond.repeat_interleave(ledger.sharing, 0) & (bound < math.inf)
+        return bound.masked_fill(capped, -math.inf)
+
+    def _misses(self, bound: Tensor) -> Tensor:
+        """Whether a row may miss more than its half of the tolerance; NaN does."""
+        return ~(bound <= math.log(self._tolerance() / 2))
+
+    def _certify(self) -> None:
+        """Compare what each waiting row may miss with the tolerance."""
+        if not self._waiting:
+            return
+        rows, self._waiting = _Rows.joined(self._waiting), []
+        self._remember(rows, None if self.ledger is None else self._bound(rows))
+
+    def _remember(self, rows: "_Rows", bound: Tensor | None) -> None:
+        """Count the rows that miss something, and let the windows follow all."""
+        if self.fixed is None:
+            recent = [rows] if self._recent is None else [self._recent, rows]
+            self._recent = _Rows.joined(recent).last(_CHUNK)
+        if bound is None:
+            return
+        count, most = int(self._misses(bound).sum()), float(bound.nan_to_num(math.inf).max())
+        self._largest_dropped = max(self._largest_dropped, most)
+        if count and self.on_uncertified == "raise":
             raise Uncertified(
-                f"WindowCache: {missing} rows of heads may miss more than tolerance {self._tolerance():.2g} of their weight, up to "
-                f"exp({float(bound.max()):.1f}) of what was read"
+                f"WindowCache: {count} rows of heads may miss more than tolerance {self._tolerance():.2g} of their weight, up to "
+                f"exp({most:.1f}) of what was read"
             )
-        self.uncertified += missing
+        self._uncertified += count
+        if count:
+            self._choose_anew()
+
+    def _choose_anew(self) -> None:
+        """Let adaptive windows follow the last rows as soon as a key would leave."""
+        self._next_choice = [0] * len(self.caps)
+
+    def _fetch(self, rows: "_Rows", out: Tensor, bound: Tensor) -> tuple[Tensor, "_Rows", Tensor]:
+        """Let the heads that miss something read their dropped keys as well."""
+        assert self.dropped is not None
+        missing = self._misses(bound)
+        self.fetched += int(missing.sum())
+        self._choose_anew()
+        out, lse, bound = out.clone(), rows.lse.clone(), bound.clone()
+        sharing = out.shape[1] // len(self.caps)
+        for g in missing.any(2).any(0).view(-1, sharing).any(1).nonzero().flatten().tolist():
+            heads = slice(g * sharing, (g + 1) * sharing)
+            kept = slice(self.starts[g], self.starts[g] + self.counts[g])
+            pools = zip(self.dropped[g].read(out.device), (self.keys, self.values), strict=True)
+            keys, values = (torch.cat([far, pool[:, kept]], 1) for far, pool in pools)
+            out[:, heads], lse[:, heads] = self._read_head(g, rows.q, keys, values)
+            # What cannot be read any more lies beyond the cap, where it weighs nothing if it is finite.
+            bound[:, heads] = math.inf if self.dropped[g].lost_infinite else -math.inf
+        return out, _Rows(rows.q, lse, rows.start), bound
 
     def _ledger(self) -> Ledger:
         """Made when the first key leaves, around the mean of the keys that are there."""
@@ -417,6 +463,18 @@ class WindowLayer(AttendingLayer):
     def _tolerance(self) -> float:
         assert self.tolerance is not None
         return self.tolerance
+
+    @property
+    def uncertified(self) -> int:
+        """Rows of heads that may have missed more than the tolerance."""
+        self._certify()
+        return self._uncertified
+
+    @property
+    def largest_dropped(self) -> float:
+        """The logarithm of the most that a row may have missed."""
+        self._certify()
+        return self._largest_dropped
 
     # What Transformers asks of a layer
 
@@ -438,6 +496,7 @@ class WindowLayer(AttendingLayer):
         """From here on drop keys in `crop` alone, which may take back tokens first; `reset` ends it."""
         self.record_past = True
 
+    @torch.inference_mode(False)
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens: -n removes n of them, which must not have been dropped."""
         if tokens_to_remove > 0:
@@ -447,13 +506,16 @@ class WindowLayer(AttendingLayer):
             raise ValueError(
                 f"WindowCache: crop must take back at most {min(self.counts)} tokens, got {n}"
             )
+        self._certify()
         self.counts = [count - n for count in self.counts]
         self.seen -= n
+        if not self.is_initialized:
+            return
+        self._lay_out(self.capacities)
         if self._recent is not None:  # rows that were taken back say nothing of those to come
-            q, lse, positions = self._recent
-            left = int((positions < self.seen).sum())
-            self._recent = (q[:, :, :left], lse[:, :, :left], positions[:left]) if left else None
-        if self.record_past and self.is_initialized:
+            left = self.seen - self._recent.start
+            self._recent = self._recent.first(left) if left > 0 else None
+        if self.record_past:
             self._drop([self._choose(g) for g in range(len(self.counts))])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -466,28 +528,63 @@ class WindowLayer(AttendingLayer):
             rows = torch.arange(len(self.keys), device=self.keys.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows."""
         if not self.is_initialized:
             return
+        self._certify()
         indices = torch.as_tensor(indices, device=self.keys.device)
         self.keys, self.values = self.keys[indices], self.values[indices]
+        self._calls = {}
         self.first = None if self.first is None else self.first[indices]
-        if self._recent is not None:
-            q, lse, positions = self._recent
-            self._recent = q[indices], lse[indices], positions
+        self._recent = None if self._recent is None else self._recent.select(indices)
         if self.ledger is not None:
             self.ledger.select(indices)
+        for dropped in self.dropped or []:
+            dropped.select(indices)
 
     def offload(self) -> None:
         raise ValueError("WindowCache: the cache must not be offloaded: it is of constant size")
 
     @property
     def num_bytes(self) -> int:
-        """Of keys, values and ledger."""
-        tensors = [] if not self.is_initialized else [self.keys, self.values]
-        tensors += [] if self.ledger is None else [self.ledger.sums, self.ledger.center]
-        return sum(tensor.nbytes for tensor in tensors)
+        """Of keys, values and ledger; what "fetch" keeps elsewhere is not in it."""
+        pools = self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+        return pools + (0 if self.ledger is None else self.ledger.num_bytes)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries [B, H, T, D] and their lse [B, H, T], at positions start, start + 1, ..."""
+
+    q: Tensor
+    lse: Tensor
+    start: int
+
+    def __len__(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.start, self.start + len(self), device=self.q.device)
+
+    @classmethod
+    def joined(cls, parts: Sequence["_Rows"]) -> "_Rows":
+        if len(parts) == 1:
+            return parts[0]
+        q, lse = (torch.cat([getattr(part, name) for part in parts], 2) for name in ("q", "lse"))
+        return cls(q, lse, parts[0].start)
+
+    def first(self, count: int) -> "_Rows":
+        return _Rows(self.q[:, :, :count], self.lse[:, :, :count], self.start)
+
+    def last(self, count: int) -> "_Rows":
+        skipped = max(0, len(self) - count)
+        return _Rows(self.q[:, :, skipped:], self.lse[:, :, skipped:], self.start + skipped)
+
+    def select(self, rows: Tensor) -> "_Rows":
+        return _Rows(self.q[rows], self.lse[rows], self.start)
 
 
 class WindowCache(Cache):
@@ -516,7 +613,8 @@ class WindowCache(Cache):
         model: PreTrainedModel,
         tolerance: float | None = None,
         windows: Literal["adaptive", "weights"] | int | Sequence[Sequence[int]] = "adaptive",
-        on_uncertified: Literal["count", "raise"] = "count",
+        on_uncertified: Literal["count", "raise", "fetch"] = "count",
+        folder: str | Path | None = None,
         weights: Windows | None = None,
     ) -> Self:
         """Make a cache for a model with linear biases.
@@ -527,8 +625,10 @@ class WindowCache(Cache):
                 float64, float32, float16 and bfloat16, below which rounding loses as much.
             windows: "adaptive": as few keys as the rows before needed, with a margin; "weights": as many as any text can need,
                 from the weights alone; a number for all heads, or one for each layer and key/value head.
-            on_uncertified: Where a row may miss more than the tolerance: "count" counts it, and adaptive windows widen from
-                there on; "raise" raises `Uncertified`, after which the cache must be reset.
+            on_uncertified: Where a row may miss more than the tolerance: "count" counts it; "raise" raises `Uncertified`, after
+                which the cache must be reset; "fetch" keeps the dropped keys elsewhere, as far back as the weights let any
+                query need them, and reads them again for such rows. Adaptive windows widen from there on in any case.
+            folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache; None is host memory.
             weights: What `weights_windows(model)` gave before, which takes seconds for a large model.
 
         Raises:
@@ -539,7 +639,7 @@ class WindowCache(Cache):
             raise ValueError(
                 f"WindowCache: on_uncertified must be one of {POLICIES}, got {on_uncertified!r}"
             )
-        finest = _TOLERANCES.get(model.dtype, 2.0**-24)
+        finest = TOLERANCES.get(model.dtype, 2.0**-24)
         if tolerance is not None and not finest <= tolerance < 1:
             raise ValueError(
                 f"WindowCache: tolerance must be in [{finest:.3g}, 1) for {model.dtype}, got {tolerance}"
@@ -552,12 +652,21 @@ class WindowCache(Cache):
             for row, num in zip(caps, found.key_heads, strict=True)
         ]
         chosen = _chosen(windows, groups, found)
-        return cls(
-            layers=[
-                WindowLayer(cap, fixed, tolerance, on_uncertified)
-                for cap, fixed in zip(groups, chosen, strict=True)
-            ]
-        )
+        if folder is not None and on_uncertified != "fetch":
+            raise ValueError(
+                f"WindowCache: folder must be left out unless on_uncertified is 'fetch', got {folder}"
+            )
+        own = None if folder is None else Path(mkdtemp(dir=folder, prefix="dropped-keys-"))
+        layers = []
+        for index, (cap, fixed) in enumerate(zip(groups, chosen, strict=True)):
+            dropped = None
+            if on_uncertified == "fetch":
+                dropped = [DroppedKeys(n, own, f"{index}-{g}") for g, n in enumerate(cap)]
+            layers.append(WindowLayer(cap, fixed, tolerance, on_uncertified, dropped))
+        cache = cls(layers=layers)
+        if own is not None:
+            weakref.finalize(cache, shutil.rmtree, own, ignore_errors=True)
+        return cache
 
     @property
     def windows(self) -> list[list[float]]:
@@ -573,6 +682,11 @@ class WindowCache(Cache):
     def uncertified(self) -> int:
         """How many rows of heads may have missed more than the tolerance."""
         return sum(layer.uncertified for layer in self.layers)
+
+    @property
+    def fetched(self) -> int:
+        """How many rows of heads read dropped keys again."""
+        return sum(layer.fetched for layer in self.layers)
 
     @property
     def largest_dropped(self) -> float:

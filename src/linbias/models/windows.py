@@ -169,6 +169,10 @@ class _Questions:
 
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_slopes_that_follow_the_length(model, "weights_windows")
+        if model.config.is_encoder_decoder:
+            raise ValueError(
+                f"weights_windows: model must be causal, got a {type(model).__name__}"
+            )
         self.model = model
         self.cache = Cache(layers=[_Answer() for _ in range(_num_layers(model))])
         self.calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
