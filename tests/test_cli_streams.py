@@ -1,11 +1,18 @@
-"""`linbias windows`: what it prints is what the weights say."""
+"""`linbias windows`, `linbias evaluate --stream` and `linbias generate --stream`."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.lm import StreamScorer, generate
+from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.loading import load
 from linbias.models.windows import weights_windows
 from small_models import build
@@ -67,3 +74,115 @@ def test_a_model_without_linear_biases_is_refused(tmp_path):
     build(position="rotary").float().save_pretrained(tmp_path)
     result = run("windows", tmp_path)
     assert result.exit_code == 2 and "linear biases" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    """A model of bytes, and a text for it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("writer")
+    build(vocab_size=256, pad_token_id=0, eos_token_id=None).float().save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    text = folder / "text.txt"
+    text.write_text("Ein Stück Text, Zeile für Zeile.\n" * 100)
+    return folder, text
+
+
+def expected_of(folder, ids, **options):
+    scorer = StreamScorer(load(folder), **options)
+    scorer.read(ids)
+    return scorer.result()
+
+
+def test_a_text_needs_fewer_keys_than_the_weights_say(writer, tmp_path):
+    folder, text = writer
+    plot = tmp_path / "windows.svg"
+    options = ["windows", folder, "--corpus", text, "--limit-tokens", 2500]
+    found = json.loads(run(*options, "--json").stdout)
+    assert found["num_tokens"] == 2501 and found["uncertified"] == 0
+    assert 0 < np.sum(found["kept"]) < np.sum(found["windows"])
+    shown = run(*options, "--plot", plot)
+    assert "Keys that were kept of 2,501 tokens" in shown.stdout
+    assert "certified in every row" in shown.stdout
+    assert f"{np.sum(found['kept']):,.0f} keys over 8 heads" in shown.stdout
+    assert plot.read_text().startswith("<svg")
+    wrong = run("windows", folder, "--plot", tmp_path / "windows.pdf")
+    assert wrong.exit_code == 2 and "--plot: must end in .svg or .png, got" in wrong.stderr
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_text_is_scored_in_one_pass(writer, piped):
+    folder, text = writer
+    content = text.read_bytes()
+    expected = expected_of(folder, np.frombuffer(content, np.uint8), chunk=100)
+    words = ["evaluate", folder, "--stream", "--chunk", 100, "--corpus", "-" if piped else text]
+    command = [sys.executable, "-m", "linbias", *map(str, words)]
+    shown = subprocess.run(command, input=content, capture_output=True, check=True).stdout.decode()
+    assert f"{len(content) - 1:,} tokens of {len(content):,} bytes in one pass" in shown
+    assert f"perplexity {expected.perplexity:,.3f}" in shown
+    assert f"{expected.bits_per_byte(len(content)):.4f} bits per byte" in shown
+    assert "every row is certified" in shown
+
+
+def test_json_of_a_pass(writer):
+    folder, text = writer
+    found = json.loads(
+        run(
+            "evaluate", folder, "--stream", "--corpus", text, "--limit-tokens", 700, "--json"
+        ).stdout
+    )
+    expected = expected_of(folder, np.frombuffer(text.read_bytes(), np.uint8)[:701])
+    assert found["num_tokens"] == 700 and found["num_bytes"] == 701
+    assert found["nll"] == pytest.approx(expected.nll, rel=1e-6)
+    assert found["windows"] == expected.windows and found["uncertified"] == 0
+
+
+def test_a_stream_goes_on_until_it_is_told_to_end(writer):
+    folder, _ = writer
+    words = ["generate", folder, "--stream", "--prompt", "Ein ", "--temperature", 0]
+    shown = run(*words, "-n", 50)
+    assert shown.stdout.rstrip("\n") == generate(folder, "Ein ", max_new_tokens=50, temperature=0)
+    assert "tokens read and written" in shown.stderr
+    command = [sys.executable, "-m", "linbias", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as endless:
+        written = b""
+        while len(written) < 600:  # more than `generate` writes unasked
+            written += os.read(endless.stdout.fileno(), 600)
+        endless.send_signal(signal.SIGINT)
+        _, errors = endless.communicate()
+    assert written.decode(errors="replace").startswith(shown.stdout.rstrip("\n\ufffd"))
+    assert endless.returncode == 130 and b"tokens read and written" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--stream", "--length", "8"], "--length: must be left out with --stream, got 8"),
+        (["evaluate", "--stream", "--max-bytes", "8"], "--max-bytes: must be left out with --stream"),
+        (["evaluate", "--stream", "--chunk", "0"], "--chunk: must be at least 1, got 0"),
+        (["evaluate", "--stream", "--limit-tokens", "-3"], "--limit-tokens: must be at least 1, got -3"),
+        (["windows", "--corpus", "stdlib", "--limit-tokens", "0"], "--limit-tokens: must be at least 1, got 0"),
+        (["generate", "--stream", "--json"], "--json: must be left out with --stream"),
+        (["generate", "--stream", "-n", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["generate", "--stream", "-p", ""], "prompt must not be empty"),
+    ],
+)  # fmt: skip
+def test_bad_streams_are_refused(writer, words, message):
+    result = run(words[0], writer[0], *words[1:])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_model_that_fills_gaps_is_refused(tmp_path):
+    config = LinbiasSeq2SeqConfig(vocab_size=356, hidden_size=16, num_attention_heads=2)
+    LinbiasForConditionalGeneration(config).save_pretrained(tmp_path)
+    byte_tokenizer().with_sentinels().save(tmp_path)
+    for words in (["generate", "--stream"], ["evaluate", "--stream"], ["windows"]):
+        result = run(words[0], tmp_path, *words[1:])
+        assert result.exit_code == 2 and "model must be causal" in result.stderr
+
+
+def test_a_pipe_that_ends_inside_a_character(writer):
+    command = [sys.executable, "-m", "linbias", "evaluate", writer[0], "--stream", "--corpus", "-"]
+    ended = subprocess.run(command, input=b"abc\xc3", capture_output=True, check=False)
+    assert ended.returncode == 2
+    assert b"got an end inside a character at byte 3 of standard input" in ended.stderr

@@ -22,6 +22,7 @@ from linbias.cli.console import (
     print_json,
     print_path,
 )
+from linbias.cli.streams import evaluate_stream, generate_stream
 from linbias.data import SPLITS
 
 _ENCODER = ("encoder_position", "symmetric")
@@ -165,6 +166,14 @@ def evaluate(
     ] = None,
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Read the text in one pass and constant memory, each token after all before it.",
+        ),
+    ] = False,
+    chunk: Annotated[int, typer.Option(help="With --stream: tokens read at once.")] = 512,
     corpus: options.Corpus = "stdlib",
     split: Annotated[
         str | None,
@@ -185,6 +194,7 @@ def evaluate(
     [dim]linbias evaluate output/train --length 128,512,2048[/]
     [dim]linbias evaluate output/train --length 256 --stride 1 --limit-tokens 5000[/]
     [dim]linbias evaluate gpt2 --corpus book.txt --length 1024[/]
+    [dim]zcat library.gz | linbias evaluate output/train --stream --corpus -[/]
     [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192 --slope-scale none,interpolate[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     """
@@ -199,6 +209,12 @@ def evaluate(
 
     lengths = options.parse_numbers("--length", length)
     scales = options.parse_slope_scales(slope_scale)
+    if stream:
+        others = {"--length": length, "--stride": stride, "--slope-scale": slope_scale, "--precision": precision, "--max-bytes": max_bytes}  # fmt: skip
+        for option, value in others.items():
+            if value is not None:
+                raise ValueError(f"{option}: must be left out with --stream, got {value}")
+        return evaluate_stream(model, corpus, split, chunk, limit_tokens, device, quiet, as_json)
     chosen = choose_device("evaluate", device)
     speaks = is_first_process()
     with warnings.catch_warnings(), joined(chosen):
@@ -332,11 +348,19 @@ def generate(
         typer.Option(help="Or: a file with the text, of which a last line end is left out."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")
-    ] = 200,
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="Tokens to write at most. Default: 200."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: among all.")] = 0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="Write in constant memory: without an end, unless -n is given. Ctrl-C ends it.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Continue a text with a model. A prompt of more than 200 characters is not shown again. A model that train
@@ -345,15 +369,20 @@ def generate(
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]
     [dim]linbias generate output/train --prompt-file chapter.txt -n 400[/]
+    [dim]linbias generate output/train --stream | head -c 1000000[/]
     [dim]linbias generate output/spans --prompt "import <extra_id_0> as np"[/]
     """
     text_before = options.read_prompt(prompt, prompt_file, default="def ")
+    if stream:
+        if as_json:
+            raise ValueError("--json: must be left out with --stream")
+        return generate_stream(model, text_before, max_new_tokens, temperature, top_k, seed)
     from linbias.lm import generate as run
 
     text = run(
         model,
         text_before,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=200 if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,

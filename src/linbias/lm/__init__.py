@@ -4,6 +4,7 @@
     evaluate                             measures how well a causal model predicts a text, at any length
     extrapolate, ExtrapolateSettings     compares position methods: the paper's experiment
     generate                             continues a text
+    StreamScorer, stream                 read and write texts without an end, in constant memory
 
 Each loads what it needs (PyTorch, Transformers) when it is first named. What `linbias paper` does is in lm/paper.
 """
@@ -18,23 +19,28 @@ if TYPE_CHECKING:
     from linbias.lm.extrapolation import extrapolate
     from linbias.lm.generation import generate
     from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+    from linbias.lm.streaming import StreamScorer, stream
     from linbias.lm.training import train
 
 __all__ = [
     "ExtrapolateSettings",
+    "StreamScorer",
     "TrainSettings",
     "evaluate",
     "extrapolate",
     "generate",
+    "stream",
     "train",
 ]
 
 _MODULES = {
     "ExtrapolateSettings": "settings",
+    "StreamScorer": "streaming",
     "TrainSettings": "settings",
     "evaluate": "evaluation",
     "extrapolate": "extrapolation",
     "generate": "generation",
+    "stream": "streaming",
     "train": "training",
 }
 

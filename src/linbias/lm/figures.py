@@ -1,6 +1,6 @@
-"""The two plots of an extrapolation experiment: loss by test length, and loss by position.
+"""The plots of an extrapolation experiment, loss by test length and by position; and that of the windows of heads.
 
-Both are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
+All are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
 `narrow` makes them for the width of a telephone: one panel above another, with larger letters.
 """
 
@@ -24,7 +24,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from linbias.lm import findings
 from linbias.lm.records import EvaluationRecord
-from linbias.methods import METHODS
+from linbias.methods import BIAS, METHODS, WEIGHTS
 
 _BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
 _DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
@@ -121,11 +121,45 @@ def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = 
     return figure
 
 
+def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
+    """The keys that heads can need, and those that a text made them keep, by the slopes of the heads.
+
+    Args:
+        slopes, needed: [layers, heads]; inf is left out.
+        kept_slopes, kept: [layers, key/value heads]; kept is None without a text.
+    """
+    figure, (axes,) = _panels(1, narrow=False)
+    (weights, _), (bias, _) = WEIGHTS, BIAS
+    axes.plot(
+        slopes.ravel(), needed.ravel(), "o", color=bias, markerfacecolor="none", markersize=7
+    )
+    names = [("o  for any text, from the weights", bias)]
+    if kept is not None:
+        axes.plot(kept_slopes.ravel(), kept.ravel(), "o", color=weights, markersize=4)
+        names.append(("\u2022  kept on this text", weights))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for number, (name, colour) in enumerate(names):
+        axes.annotate(
+            name, (0.98, 0.97 - 0.07 * number), xycoords="axes fraction", color=colour,
+            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right", verticalalignment="top",
+        )  # fmt: skip
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=_TEXT)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("slope of the head", color=_TEXT)
+    axes.set_ylabel("nearest keys", color=_TEXT)
+    return figure
+
+
 def colours(*, dark: bool = False) -> dict[str, str]:
     """Return the colours of a figure by name: those of the methods, and those of page, text, frame and grid."""
     light = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
     methods = {name: m.dark if dark else m.colour for name, m in METHODS.items()}
-    return methods | (_DARK if dark else light)
+    drawn = {"weights": WEIGHTS[dark], "bias": BIAS[dark]}
+    return methods | drawn | (_DARK if dark else light)
 
 
 def png(figure: Figure) -> bytes:
@@ -212,7 +246,7 @@ def _finish(
     axes.tick_params(colors=_TEXT, labelleft=True)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(y=0.08)  # room for the words "training length"
+    axes.margins(y=0.12)  # room for the words "training length"
     _label_ends(axes, ends, sizes)
 
 

@@ -1,19 +1,24 @@
 """Text that a language model writes after a prompt, or in its gaps."""
 
 import warnings
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from transformers import TextStreamer
 
 from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import readable_model
+from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
+from linbias.models.window_cache import WindowCache
 
-_LONG = 200  # a prompt with more characters is not printed again
+LONG = 200  # a prompt with more characters is not printed again
 
 
 def generate(
@@ -50,6 +55,75 @@ def generate(
         ValueError: An argument breaks a rule above, there is no such model, or the prompt of a sequence-to-sequence
             model has no gap.
     """
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    files, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature:
+        options |= {"temperature": temperature, "top_k": top_k}
+    if isinstance(model, LinbiasForConditionalGeneration):
+        tokens = SpanTokens.of(Tokenizer.load(files.name))
+        written = _with_spans(model, inputs["input_ids"][0].tolist(), tokens, options)
+        text = str(tokenizer.decode(written))
+        if stream:
+            print(text)
+        return text
+    ids = model.generate(
+        **inputs,
+        streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > LONG) if stream else None,
+        **options,
+    )
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def generate_endlessly(
+    path: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> tuple[Iterator[str], WindowCache]:
+    """What `generate` writes after a prompt, without an end and in constant memory.
+
+    Args:
+        path, prompt, temperature, top_k, seed: As for `generate`; the model has linear biases.
+        max_new_tokens: Tokens to write at most; None sets no end but the model's own.
+
+    Returns:
+        The text that follows the prompt, a few characters at a time; and the cache, all that is kept.
+
+    Raises:
+        ValueError: As `generate`; or the model can have no `WindowCache`.
+    """
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    _, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
+    if isinstance(model, LinbiasForConditionalGeneration):
+        raise ValueError(f"generate: model must be causal for a text without an end, got {path}")
+    ids, cache = inputs["input_ids"][0].tolist(), WindowCache.for_model(model)
+    torch.manual_seed(seed)
+    tokens = stream_tokens(model, ids, temperature=temperature, top_k=top_k, cache=cache)
+    return _decoded(tokenizer, ids, islice(tokens, max_new_tokens)), cache
+
+
+def _decoded(tokenizer: Any, before: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text of tokens that follow others, as soon as a character is whole."""
+    decoder, waiting = DecodeStream(before, skip_special_tokens=True), []
+    for token in tokens:
+        waiting.append(token)
+        if piece := decoder.step(tokenizer.backend_tokenizer, token):
+            waiting = []
+            yield piece
+    yield tokenizer.decode(waiting, skip_special_tokens=True)
+
+
+def _opened(
+    path: str | Path, prompt: str, temperature: float, top_k: int
+) -> tuple[Files, Any, Any, Any]:
+    """The files, model, tokenizer and tokens of a prompt, once all of them are known to be good."""
     if not prompt:
         raise ValueError("generate: prompt must not be empty")
     try:
@@ -59,8 +133,6 @@ def generate(
             "generate: prompt must be text that UTF-8 can write, got "
             f"{prompt[error.start]!a} at character {error.start}"
         ) from error
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     if temperature < 0 or top_k < 0:
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
@@ -71,10 +143,6 @@ def generate(
         raise ValueError(
             f"generate: model must be causal, got {path}, which tells masked tokens from both sides"
         )
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature:
-        options |= {"temperature": temperature, "top_k": top_k}
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     except Exception as error:  # the library raises its own kind for a character that has no token
@@ -82,20 +150,7 @@ def generate(
         raise ValueError(
             f"generate: prompt must be text that the model's tokenizer reads, got {prompt!r} ({error})"
         ) from error
-    inputs = inputs.to(model.device)
-    if isinstance(model, LinbiasForConditionalGeneration):
-        tokens = SpanTokens.of(Tokenizer.load(files.name))
-        written = _with_spans(model, inputs["input_ids"][0].tolist(), tokens, options)
-        text = str(tokenizer.decode(written))
-        if stream:
-            print(text)
-        return text
-    ids = model.generate(
-        **inputs,
-        streamer=TextStreamer(tokenizer, skip_prompt=len(prompt) > _LONG) if stream else None,
-        **options,
-    )
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return files, model, tokenizer, inputs.to(model.device)
 
 
 def _with_spans(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from codecs import getincrementaldecoder
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from linbias._run.files import read_json
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus, read_file
-from linbias.models.loading import Files, encode
+from linbias.models.loading import Files, encode, encoder
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,53 @@ def read_text(
     _warn_of_trained_text(Path(files.name), Path(corpus.location), corpus.splits)
     content = getattr(corpus, split).tobytes()  # the ids of the byte tokenizer are the bytes
     return _as_tokens(files, name, split, content, len(content))
+
+
+_BLOCK = 1 << 16  # bytes that are read at a time
+_LONG_LINE = 1 << 20  # bytes after which a line is cut
+
+
+def stream_text(
+    model: str | Path | Files, file: BinaryIO, name: str
+) -> Iterator[tuple[NDArray[np.integer[Any]], int]]:
+    """Reads a text of any length as the tokens of a model, a few thousand at a time.
+
+    Pieces end where a line does, since tokens hardly ever cross a line end; the tokenizers of linbias never make such.
+
+    Args:
+        model: As for `linbias.models.load`, or its `Files`.
+        file: Open for reading bytes; a pipe will do.
+        name: Of the text, which errors give.
+
+    Yields:
+        The ids of a piece [n], and its UTF-8 bytes.
+
+    Raises:
+        ValueError: The text is not UTF-8, or ends inside a character; what came before has been given.
+    """
+    encode, decoder = encoder(model), getincrementaldecoder("utf-8")()
+    num_read, pending = 0, ""
+    rule = "stream_text: text must be UTF-8"
+    while True:
+        block = file.read(_BLOCK)
+        unfinished = len(decoder.getstate()[0])
+        try:
+            pending += decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            at = num_read - unfinished + error.start
+            what = (
+                f"another byte at {at:,}" if block else f"an end inside a character at byte {at:,}"
+            )
+            raise ValueError(f"{rule}, got {what} of {name}") from error
+        num_read += len(block)
+        cut = len(pending) if not block else pending.rfind("\n") + 1
+        if cut == 0 and len(pending) >= _LONG_LINE:
+            cut = len(pending)
+        if cut:
+            piece, pending = pending[:cut].encode(), pending[cut:]
+            yield encode(piece), len(piece)
+        if not block:
+            return
 
 
 def _as_tokens(
