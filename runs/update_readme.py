@@ -1,33 +1,26 @@
-"""Rewrite the tables of README.md and docs/ from records: nothing measured is typed by hand.
+"""Rewrite the tables of README.md and docs/ from records, the plot of the comparison and what the explorer shows of it.
 
-    python runs/update_readme.py                                # the tables, and the plot
-    python runs/update_readme.py --experiment output/methods    # of a new experiment, which the explorer
-                                                                # page shows too
+    python runs/update_readme.py
 
-The experiment is that of
-linbias extrapolate --methods alibi,sinusoidal,rotary,learned,t5,none --output output/methods
+Nothing measured is typed by hand.
 """
 
 import argparse
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
+import extrapolation_report
 from markers import fill
 from matplotlib import rc_context
 
 from linbias._run.files import write_json, write_whole
-from linbias.explore import read_results
 from linbias.lm import figures
-from linbias.lm.evaluation import Evaluation
-from linbias.lm.records import EvaluationRecord
-from linbias.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
-EXPERIMENT = ROOT / "src" / "linbias" / "explore" / "results.json"
+RESULTS = ROOT / "src" / "linbias" / "explore" / "results.json"
 # What the README shows of it: implementations, and cases with their headings.
 FEW = {
     "cpu": "linbias",
@@ -74,21 +67,23 @@ def newest_records(prefix: str) -> list[dict[str, Any]]:
 
 
 def speed_table() -> str:
-    """The medians that the README shows."""
-    records = newest_records("causal-8192")
+    """The medians that the README shows, for each kind of processor that records exist for."""
     lines = ["| ms, length | " + " | ".join(FEW_CASES.values()) + " |"]
     lines.append("|---" * (len(FEW_CASES) + 1) + "|")
-    last = {
-        (r["implementation"], r["case"]): r for r in records if r.get("inputs") == "random normal"
-    }
-    for name, words in FEW.items():
-        found = [last.get((name, case)) for case in FEW_CASES]
-        cells = [f"{r['p50_ms']:,.0f}" if r else "-" for r in found]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
-    r = last["cpu", "causal-8192"]
+    made = []
+    for records in newest_by_machine("causal-8192"):
+        timed = [r for r in records if r.get("inputs") == "random normal"]
+        last = {(r["implementation"], r["case"]): r for r in timed}
+        ours = last["cpu", "causal-8192"]
+        processor = ours["machine"].removesuffix(" 2 cores").replace(" Processor", "")
+        for name, words in FEW.items():
+            found = [last.get((name, case)) for case in FEW_CASES]
+            cells = [f"{r['p50_ms']:,.0f}" if r else "-" for r in found]
+            lines.append(f"| {words}, {processor} | " + " | ".join(cells) + " |")
+        made.append(f"{processor}: torch {ours['versions']['torch']}, {ours['date']}")
     text = (
-        f"Medians, 8 heads of 64, causal, random inputs, on one {r['machine']} (torch {r['versions']['torch']}, {r['date']},"
-        f" `make bench`); other processors, short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
+        f"Medians, 8 heads of 64, causal, random inputs, two threads, `make bench` ({'; '.join(made)});"
+        f" short lengths and more peers: [docs/kernels.md](docs/kernels.md)."
     )
     return "\n".join([*lines, "", text])
 
@@ -130,7 +125,9 @@ def benchmark_table() -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     r = timed[-1]
     memory = [
-        r for r in records if r["case"].startswith("memory-") and r["implementation"] == "blocked"
+        r
+        for r in newest_records("memory-")
+        if r["case"].startswith("memory-") and r["implementation"] == "blocked"
     ]
     text = (
         f"H={r['H']}, D={r['D']}, B=1 (short: 8), float32 and forward unless the name says otherwise (training: forward"
@@ -233,48 +230,18 @@ def jax_table() -> str:
     return "\n".join([*lines, "", text])
 
 
-def keep_experiment(folder: Path) -> None:
-    """Take over a run of `linbias extrapolate`, which the explorer shows too."""
-    write_json(EXPERIMENT, {**read_results([folder])["runs"][0], "name": "the run of the README"})
-
-
 def experiment_figure(*, dark: bool = False) -> bytes:
-    """The plot of the run that was kept, as an SVG file's bytes."""
-    (group,) = json.loads(EXPERIMENT.read_text(encoding="utf-8"))["groups"]
-    records = [
-        EvaluationRecord(
-            line["method"],
-            group["train_length"],
-            0,
-            Evaluation(point["x"], None, 1, 1, point["y"] * math.log(2), 1.0, 0, (), ()),
-            date="",
-        )
-        for line in group["lines"]
-        for point in line["lengths"]
-        if point["y"] is not None
-    ]
+    """The plot of the comparison, as an SVG file's bytes."""
     words = "Loss by test length"
     with rc_context({"svg.hashsalt": "linbias"}):
-        return figures.svg_file(figures.loss_by_length(records), words, dark=dark).encode()
+        figure = figures.loss_by_length(list(extrapolation_report.evaluations()))
+        return figures.svg_file(figure, words, dark=dark).encode()
 
 
-def extrapolation_table() -> str:
-    """The loss of every method at every length, in the run that was kept."""
-    run = json.loads(EXPERIMENT.read_text(encoding="utf-8"))
-    (group,) = run["groups"]
-    lengths = group["test_lengths"]
-    lines = ["| bits per byte, tested on | " + " | ".join(f"{n:,}" for n in lengths) + " |"]
-    lines.append("|---" * (len(lengths) + 1) + "|")
-    for line in group["lines"]:
-        losses = {point["x"]: f"{point['y']:.3f}" for point in line["lengths"]}
-        cells = (losses.get(length, "-") for length in lengths)
-        lines.append(f"| {METHODS[line['method']].label} | " + " | ".join(cells) + " |")
-    made = run["made"]
-    text = (
-        f"Trained on {group['train_length']} tokens; {made['model']}, {made['training']}."
-        f" {made['corpus'][0].upper() + made['corpus'][1:]}. {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
-    )
-    return "\n".join([*lines, "", text])
+def extrapolation_table(*reads: str) -> str:
+    """The loss of every method at every length, and how it was measured."""
+    tables = [extrapolation_report.table(read) for read in reads]
+    return "\n\n".join([*tables, extrapolation_report.how_made()])
 
 
 def written_parts() -> dict[tuple[str, str], str]:
@@ -289,19 +256,18 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/kernels.md", "short"): short_tables(),
         ("docs/kernels.md", "threads"): threads_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
-        ("README.md", "extrapolation"): extrapolation_table(),
-        ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(),
+        ("README.md", "extrapolation"): extrapolation_table("segments"),
+        ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(
+            "segments", "sliding"
+        ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--experiment", type=Path, help="folder of `linbias extrapolate`")
-    options = parser.parse_args()
-    if options.experiment:
-        keep_experiment(options.experiment)
+    ).parse_args()
+    write_json(RESULTS, extrapolation_report.for_explorer())
     write_whole(ROOT / "docs" / "extrapolation.svg", experiment_figure())
     write_whole(ROOT / "docs" / "extrapolation-dark.svg", experiment_figure(dark=True))
     for (document, part), content in written_parts().items():

@@ -259,13 +259,13 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_fil
         where, _, values = chart.get_attribute("aria-valuetext").partition(": ")
         return where, set(values.split(", "))
 
-    assert shown() == ("at 2,048 tokens", expected(2048))
+    assert shown() == ("at 4,096 tokens", expected(4096))
     chart.press("ArrowLeft")
-    assert shown() == ("at 1,024 tokens", expected(1024))
+    assert shown() == ("at 2,048 tokens", expected(2048))
     chart.press("Home")
     assert shown() == ("at 128 tokens", expected(128))
     box = chart.bounding_box()
-    page.mouse.move(box["x"] + 0.55 * box["width"], box["y"] + 80)
+    page.mouse.move(box["x"] + 0.46 * box["width"], box["y"] + 80)
     assert shown() == ("at 512 tokens", expected(512))
 
     switch = panel.get_by_role("button", name=re.compile("^rotary")).first
@@ -285,23 +285,27 @@ def test_losses_by_length_follow_the_cursor_and_the_switches(visit, explorer_fil
     assert f"rotary {rotary['positions'][0]['y']:.2f}" in text
 
 
-def test_the_table_of_losses(visit, explorer_file):
+@pytest.mark.parametrize(
+    ("read", "words"), [("lengths", "in segments"), ("sliding", "with a sliding window")]
+)
+def test_the_table_of_losses(visit, explorer_file, read, words):
     _, panel = open_view(visit, explorer_file, "Results")
     (group,) = results.default()["runs"][0]["groups"]
+    panel.get_by_text(words, exact=True).click()
     rows = panel.get_by_role("row").all()[1:]
     for row, line in zip(rows, group["lines"], strict=True):
         cells = row.get_by_role("cell").all_inner_texts()
-        at = {point["x"]: point["y"] for point in line["lengths"]}
+        at = {point["x"]: point["y"] for point in line[read]}
         assert cells[:-1] == [
             f"{at[length]:.3f}" if length in at else "no rows" for length in group["test_lengths"]
         ]
         if line["limit"] is None:
-            change = 100 * (at[2048] / at[128] - 1)
+            change = 100 * (at[4096] / at[128] - 1)
             assert float(cells[-1].strip("%").replace("\u2212", "-")) == pytest.approx(
                 change, abs=0.051
             )
     panel.get_by_text("How this was made").click()
-    assert panel.get_by_text("linbias extrapolate --methods").is_visible()
+    assert panel.get_by_text("python runs/extrapolation.py").is_visible()
 
 
 def record(method: str, length: int, seed: int, nll: float, test_length: int) -> dict[str, Any]:
@@ -366,7 +370,7 @@ def test_several_runs_are_chosen_by_name(visit, run_folder, tmp_path):
         "radio", name="8", exact=True
     ).click()
     assert "trained on 8 tokens" in panel.locator(".lede").inner_text()
-    assert "Lines are means of 2 seeds" in panel.inner_text()
+    assert "Lines are means of up to 2 seeds" in panel.inner_text()
     chart = panel.get_by_role("slider", name=re.compile("^Loss by test length"))
     assert chart.locator(".band").count() == 1
 

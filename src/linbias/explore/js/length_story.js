@@ -96,7 +96,7 @@ export function lengthStory({ group, methods, onInput }) {
     plot = {
       ...{ top, bottom: height - bottom, left, right: width - right },
       x: scaleOf({ low: shortest, high: longest, from: left, to: width - right, log: true }),
-      y: scaleOf({ low: low - room, high: high + room, from: height - bottom, to: top }),
+      y: scaleOf({ low: low - 2.5 * room, high: high + room, from: height - bottom, to: top }),
     };
     const { x, y } = plot;
     const grid = roundTicks(low, high, height / 60);

@@ -12,6 +12,7 @@ export function mountLengths(root, data) {
   const { runs } = data.results;
   let run = runs[0];
   let group = run.groups[0];
+  let read = "lengths";
   const switchedOff = new Set();
   const byLength = lineChart({ switchedOff, onSwitch: draw });
   const byPosition = lineChart({ switchedOff, onSwitch: draw });
@@ -20,6 +21,8 @@ export function mountLengths(root, data) {
   const seeds = element("p", { class: "note" });
   const facts = element("dl", { class: "facts" });
   const lengths = element("div");
+  const reads = element("div");
+  const how = note();
 
   function buildLengths() {
     const options = run.groups.map((one) => ({ value: one.train_length, label: grouped(one.train_length) }));
@@ -35,6 +38,25 @@ export function mountLengths(root, data) {
     lengths.replaceChildren(...(options.length > 1 ? [control.element] : []));
   }
 
+  // Runs of the command measure segments alone.
+  function buildReads() {
+    const measured = group.lines.every(({ sliding }) => sliding);
+    if (!measured) read = "lengths";
+    const control = choice({
+      label: "Read the text",
+      options: [
+        { value: "lengths", label: "in segments" },
+        { value: "sliding", label: "with a sliding window" },
+      ],
+      value: read,
+      onChange(value) {
+        read = value;
+        draw();
+      },
+    });
+    reads.replaceChildren(...(measured ? [control.element] : []));
+  }
+
   const runChoice = choice({
     label: "Run",
     options: runs.map((one, i) => ({ value: i, label: one.name })),
@@ -43,6 +65,7 @@ export function mountLengths(root, data) {
       run = runs[number];
       group = run.groups[0];
       buildLengths();
+      buildReads();
       draw();
     },
   });
@@ -53,10 +76,8 @@ export function mountLengths(root, data) {
     element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
     section(
       "Loss by test length",
-      note(
-        "The same text in ever longer segments. A model that makes use of more context gets better to the right; one that " +
-          "meets positions it was not trained on gets worse; a learned table has no row for them at all.",
-      ),
+      how,
+      reads,
       byLength.element,
       table.element,
       seeds,
@@ -77,13 +98,14 @@ export function mountLengths(root, data) {
     lede.textContent =
       "Language models that differ only in how they represent the order of tokens, trained on " +
       `${grouped(group.train_length)} tokens at a time and tested on up to ${grouped(longest)}.`;
-    byLength.update(lengthChart(group, methods));
+    how.textContent = HOW_READ[read];
+    byLength.update(lengthChart(group, methods, read));
     byPosition.update(positionChart(group, methods));
     table.setCaption(`Bits per byte, trained on ${grouped(group.train_length)} tokens, tested on`);
-    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line, group, methods)));
+    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line[read], line, group, methods)));
     seeds.textContent =
       run.num_seeds > 1
-        ? `Lines are means of ${run.num_seeds} seeds, bands their range.`
+        ? `Lines are means of up to ${run.num_seeds} seeds, bands their range.`
         : "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
     facts.replaceChildren(
       ...Object.entries(run.made).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
@@ -91,10 +113,20 @@ export function mountLengths(root, data) {
   }
 
   buildLengths();
+  buildReads();
   draw();
 }
 
-function lengthChart(group, methods) {
+const HOW_READ = {
+  lengths:
+    "The same text in ever longer segments. A model that makes use of more context gets better to the right; one that " +
+    "meets positions it was not trained on gets worse; a learned table has no row for them at all.",
+  sliding:
+    "Every prediction reads about as many tokens as the window has, so that none stands at the beginning of a segment. What is " +
+    "gained to the right is the use of more context, and nothing else.",
+};
+
+function lengthChart(group, methods, read) {
   const ticks = group.test_lengths;
   return {
     label: "Loss by test length",
@@ -108,7 +140,7 @@ function lengthChart(group, methods) {
       at: (x) => `at ${grouped(x)} tokens`,
     },
     y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(3) },
-    lines: chartLines(group, methods, (line) => line.lengths),
+    lines: chartLines(group, methods, (line) => line[read]),
     marks: [{ x: group.train_length, text: "training length" }],
   };
 }
@@ -149,8 +181,8 @@ function chartLines(group, methods, pointsOf) {
     }));
 }
 
-function tableRow(line, group, methods) {
-  const at = (length) => line.lengths.find(({ x }) => x === length)?.y ?? null;
+function tableRow(points, line, group, methods) {
+  const at = (length) => points.find(({ x }) => x === length)?.y ?? null;
   const [first, last] = [at(group.train_length), at(group.test_lengths.at(-1))];
   const change = first === null || last === null ? "" : signedPercent(last / first - 1);
   const cells = group.test_lengths.map((length) => {
