@@ -206,8 +206,9 @@ struct DecodeTask {
     self.begin_row(at / 2, row);
     const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
     const int64_t from = (piece - self.pieces[at]) * kPieceBlocks;
-    for (int64_t i = from; i < smaller_of(from + kPieceBlocks, count); ++i)
-      self.visit(self.begin[at] + outwards * i, row);
+    const int64_t to = smaller_of(from + kPieceBlocks, count);
+    const int64_t first = self.begin[at] + (outwards > 0 ? from : 1 - to);
+    for (int64_t i = 0; i < to - from; ++i) self.visit(first + i, row);  // as they lie, which memory is quickest at
     self.store_sums(row, self.num_rows() + piece);
   }
 
@@ -249,33 +250,45 @@ struct DecodeTask {
     find_slopes(call, row.b, row.h, row.slope, row.hidden);
   }
 
-  // Products of the query with 4 keys at once.
+  W product(const Row& row, const In* key) const {
+    Vector<W> total{};
+    int64_t d = 0;
+    for (; d + kLanes <= call.D; d += kLanes) total += load(row.q + d) * load_wide(key + d);
+    W rest = 0;
+    for (; d < call.D; ++d) rest += row.q[d] * static_cast<W>(widen(key[d]));
+    return sum<W>(total) + rest;
+  }
+
+  // Products of the query with one vector of keys.
   LINBIAS_INLINE void products(const Row& row, const In* key, W* to) const {
-    Vector<W> sums[4] = {};
+    Vector<W> totals[kLanes] = {};
     int64_t d = 0;
     for (; d + kLanes <= call.D; d += kLanes) {
       const Vector<W> q = load(row.q + d);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) sums[i] += q * load_wide(key + i * call.k.row + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) totals[i] += q * load_wide(key + i * call.k.row + d);
     }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      W rest = 0;
-      for (int64_t r = d; r < call.D; ++r) rest += row.q[r] * static_cast<W>(widen(key[i * call.k.row + r]));
-      to[i] = sum<W>(sums[i]) + rest;
+    store<W>(to, sum_of_each(totals));
+    for (; d < call.D; ++d) {
+      for (int i = 0; i < kLanes; ++i) to[i] += row.q[d] * static_cast<W>(widen(key[i * call.k.row + d]));
+    }
+  }
+
+  // Ask memory for the values of a block, which are read once its keys have been.
+  void prefetch_values(const In* value, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const char* row = reinterpret_cast<const char*>(value + i * call.v.row);
+      for (int64_t at = 0; at < call.E * static_cast<int64_t>(sizeof(In)); at += 64) __builtin_prefetch(row + at);
     }
   }
 
   void visit(int64_t block, Row& row) const {
     const int64_t from = block * kKeys, count = smaller_of(kKeys, row.num_keys - from);
-    const In* key = row.keys + from * call.k.row;
+    const In *key = row.keys + from * call.k.row, *value = row.values + from * call.v.row;
     int64_t i = 0;
-    for (; i + 4 <= count; i += 4) products(row, key + i * call.k.row, row.score + i);
-    for (; i < count; ++i) {
-      W total = 0;
-      for (int64_t d = 0; d < call.D; ++d) total += row.q[d] * static_cast<W>(widen(key[i * call.k.row + d]));
-      row.score[i] = total;
-    }
+    prefetch_values(value, count);
+    for (; i + kLanes <= count; i += kLanes) products(row, key + i * call.k.row, row.score + i);
+    for (; i < count; ++i) row.score[i] = product(row, key + i * call.k.row);
     W high = -kInfinity<W>;
     for (i = 0; i < kKeys; ++i) {
       const int64_t distance = row.position - from - i;
@@ -299,25 +312,44 @@ struct DecodeTask {
       store<W>(row.score + i, weight);
     }
     row.row_sum += sum<W>(total);
-    add_values(row, row.values + from * call.v.row, count);
+    add_values(row, value, count);
   }
 
   LINBIAS_INLINE void add_values(Row& row, const In* value, int64_t count) const {
-    constexpr int kVectors = 4;
     int64_t e = 0;
-    for (; e + kVectors * kLanes <= call.E; e += kVectors * kLanes) {
-      Vector<W> sums[kVectors] = {};
-      for (int64_t i = 0; i < count; ++i) {
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sums[j] += load_wide(value + i * call.v.row + e + j * kLanes) * row.score[i];
-      }
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) store<W>(row.acc + e + j * kLanes, load(row.acc + e + j * kLanes) + sums[j]);
-    }
+    for (; e + 4 * kLanes <= call.E; e += 4 * kLanes) add_columns<4>(row, value, count, e);
+    for (; e + 2 * kLanes <= call.E; e += 2 * kLanes) add_columns<2>(row, value, count, e);
+    for (; e + kLanes <= call.E; e += kLanes) add_columns<1>(row, value, count, e);
     for (; e < call.E; ++e) {
       W total = 0;
       for (int64_t i = 0; i < count; ++i) total += static_cast<W>(widen(value[i * call.v.row + e])) * row.score[i];
       row.acc[e] += total;
+    }
+  }
+
+  // Some vectors of the values' columns, from e on: as many sums at a time as hide the time that adding takes.
+  template <int kVectors>
+  LINBIAS_INLINE void add_columns(Row& row, const In* value, int64_t count, int64_t e) const {
+    constexpr int kKeysAtOnce = 4 / kVectors;
+    Vector<W> totals[kKeysAtOnce][kVectors] = {};
+    const auto add = [&](int at, int64_t i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j)
+        totals[at][j] += load_wide(value + i * call.v.row + e + j * kLanes) * row.score[i];
+    };
+    int64_t i = 0;
+    for (; i + kKeysAtOnce <= count; i += kKeysAtOnce) {
+#pragma GCC unroll 4
+      for (int at = 0; at < kKeysAtOnce; ++at) add(at, i + at);
+    }
+    for (; i < count; ++i) add(0, i);
+#pragma GCC unroll 4
+    for (int at = 0; at < kKeysAtOnce; ++at) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        W* to = row.acc + e + j * kLanes;
+        store<W>(to, load(to) + totals[at][j]);
+      }
     }
   }
 

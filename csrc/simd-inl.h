@@ -117,6 +117,25 @@ LINBIAS_INLINE void transpose(V (&x)[kLanes]) {
   transpose_from<kLanes / 2>(x);
 }
 
+// The sum of each of some vectors, in the lane of its number: halves, quarters, ... of two vectors become one in turn.
+template <int kStep, typename V, int kLanes, int... kLane>
+LINBIAS_INLINE void add_halves(V (&x)[kLanes], std::integer_sequence<int, kLane...> every_lane) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kStep; ++i) {
+    const V a = x[i], b = x[i + kStep];
+    x[i] = __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane - kStep : kLane)...) +
+           __builtin_shufflevector(a, b, (kLane & kStep ? kLanes + kLane : kLane + kStep)...);
+  }
+  if constexpr (kStep > 1) add_halves<kStep / 2>(x, every_lane);
+}
+
+template <typename V, int kLanes>
+LINBIAS_INLINE V sum_of_each(V (&x)[kLanes]) {
+  static_assert(sizeof(V) == kLanes * sizeof(x[0][0]));
+  add_halves<kLanes / 2>(x, std::make_integer_sequence<int, kLanes>());
+  return x[0];
+}
+
 #if defined(__AVX512DQ__)
 // The same for float in fewer instructions: x in bits less the integer below it, a polynomial of degree 6 for the rest
 // (minimax, exact at 0 and 1, to 7e-8), and the scaling. The rounding of x in bits matters only to weights that do not.
