@@ -105,7 +105,7 @@ NB_MODULE(_cpu, m) {
       required("scale", &Call::scale),
       optional("dropout", &Call::dropout),
       required("tolerance", &Call::tolerance),
-      optional("seed", &Call::seed),
+      optional("seed", &Call::seed), optional("first_query", &Call::first_query), optional("first_key", &Call::first_key),
       optional("num_threads", &Call::num_threads),
       optional("team", &Call::team),
       optional("precise", &Call::precise));

@@ -364,7 +364,7 @@ struct DropoutAcross : Dropout {
   DropoutAcross(const Tile<float>& tile, int64_t block)
       : Dropout(tile),
         share(static_cast<float>(1.0 / (1.0 - tile.call->dropout))),
-        first_key(tile.head->first + block * kKeys) {}
+        first_key(tile.call->first_key + tile.head->first + block * kKeys) {}
 
   LINBIAS_INLINE Floats apply(int64_t group, int64_t s, Floats x) const {
     const Words hash = mix(load_words(rows + group * kLanes16) ^ mix(static_cast<uint32_t>(first_key + s)));

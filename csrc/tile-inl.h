@@ -159,7 +159,8 @@ struct Dropout {
     const Call& call = *tile.call;
     threshold = static_cast<uint32_t>(call.dropout * 4294967296.0 + 0.5);
     const uint32_t head = mix(mix(call.seed) ^ static_cast<uint32_t>(tile.b * call.H + tile.h));
-    for (int64_t i = 0; i < kRows; ++i) rows[i] = mix(head ^ static_cast<uint32_t>(tile.start + i));
+    for (int64_t i = 0; i < kRows; ++i)
+      rows[i] = mix(head ^ (call.first_query + static_cast<uint32_t>(tile.start + i)));
   }
 
   // to <- from / (1 - dropout) where it stays, 0 elsewhere.
@@ -168,7 +169,7 @@ struct Dropout {
     const W share = static_cast<W>(1.0 / (1.0 - tile.call->dropout));
     uint32_t columns[kKeys];
     for (int64_t j = 0; j < kKeys; ++j) {
-      columns[j] = mix(static_cast<uint32_t>(tile.head->first + block * kKeys + j));
+      columns[j] = mix(tile.call->first_key + static_cast<uint32_t>(tile.head->first + block * kKeys + j));
     }
     for (int64_t i = 0; i < tile.padded_rows; ++i) {
       for (int64_t j = 0; j < kKeys; ++j) {

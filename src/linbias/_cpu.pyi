@@ -40,6 +40,8 @@ class Call:
         dropout: float = 0.0,
         tolerance: float,
         seed: int = 0,
+        first_query: int = 0,
+        first_key: int = 0,
         num_threads: int = 1,
         team: int = 0,
         precise: bool = False,

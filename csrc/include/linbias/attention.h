@@ -35,8 +35,9 @@ struct Call {
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
   double scale = 1, dropout = 0, tolerance = 0;
   std::uint32_t seed = 0;
-  int num_threads = 1;   // clamped to [1, kLargestNumThreads]
-  Team team = nullptr;   // or null: threads that the core keeps
+  std::uint32_t first_query = 0, first_key = 0;  // what row 0 of q and of k count as in the mask of dropout
+  int num_threads = 1;                           // clamped to [1, kLargestNumThreads]
+  Team team = nullptr;                           // or null: threads that the core keeps
   bool precise = false;  // the result will be differentiated: `out` to float32 even where 16-bit products are faster
 };
 

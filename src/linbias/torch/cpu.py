@@ -114,6 +114,9 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         query_start = query_start.to(torch.int64)
     if key_bound is not None:
         key_bound = key_bound.to(left.dtype)
+    drawn = [0, 0, 0]
+    if seed is not None:
+        drawn = [x % 2**32 for x in seed.tolist()] if seed.dim() else [int(seed), 0, 0]
     threads = torch.get_num_threads()
     # A team comes as a whole, and threads that are more than the cores only take turns.
     team = _TEAM if threads <= _NUM_CORES else 0
@@ -137,7 +140,9 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
-        seed=0 if seed is None else int(seed),
+        seed=drawn[0],
+        first_query=drawn[1],
+        first_key=drawn[2],
         num_threads=core.num_threads(
             (B, H, G, T, S, D, E), min(threads, _NUM_CORES), awake=team != 0
         ),

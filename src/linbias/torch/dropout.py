@@ -6,6 +6,8 @@ instead of storing it. The hash is 32-bit integer arithmetic, so that C++ and Tr
     mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
     row  = mix(mix(mix(seed) ^ (b * H + h)) ^ t)
     keep = mix(row ^ mix(s)) >= dropout * 2^32
+
+A call that computes a piece of a longer sequence counts t and s from where its first query and key stand in it.
 """
 
 import torch
@@ -28,7 +30,7 @@ def keep_mask(
     """Say which weights stay.
 
     Args:
-        seed: [], int64.
+        seed: [], int64; or [3]: the seed, and what row 0 of q and row 0 of k count as, modulo 2^32.
         dropout: Probability to drop, in [0, 1 - 2^-32], so that the threshold fits 32 bits.
         batch_heads: [...], int64, b * H + h.
         queries: [T], int64, row of q.
@@ -37,6 +39,9 @@ def keep_mask(
     Returns:
         [..., T, S], bool.
     """
+    if seed.dim():
+        seed, first_query, first_key = seed
+        queries, keys = (queries + first_query) & _WORD, (keys + first_key) & _WORD
     row = _mix(_mix(_mix(seed) ^ batch_heads)[..., None] ^ queries)
     return _mix(row[..., None] ^ _mix(keys)) >= round(dropout * 2**32)
 

@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     key_range: Tensor | None  # [B, G, 2]; None: all keys
     query_start: Tensor | None  # [B], the position of query 0; None: S - T
     key_bound: Tensor | None  # [B, G]; only forward may use it
-    seed: Tensor | None  # []; None: no dropout
+    seed: Tensor | None  # [] or [3], as of `dropout.keep_mask`; None: no dropout
     scale: float
     dropout: float
     tolerance: float

@@ -213,7 +213,7 @@ def dq_kernel(
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
                 dscore, _ = score_gradient(
-                    weight, dweight, delta[:, None], row_hashes[:, None], key_hash(keys)[None, :],
+                    weight, dweight, delta[:, None], row_hashes[:, None], key_hash(SEED, keys)[None, :],
                     threshold, factor, DROPOUT,
                 )  # fmt: skip
                 dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision="ieee")
@@ -284,7 +284,7 @@ def dkv_kernel(
     V = head_of(V, v_strides, b, g) + wide(s) * v_strides[2]
     k = load_rows(K, columns, inside, k_strides, D, PADDED_D)
     v = load_rows(V, columns, inside, v_strides, E, PADDED_E)
-    key_hashes = key_hash(keys)[:, None]
+    key_hashes = key_hash(SEED, keys)[:, None]
     dk = tl.zeros((KEYS, PADDED_D), tl.float32)
     dv = tl.zeros((KEYS, PADDED_E), tl.float32)
     share = H // G // num_parts

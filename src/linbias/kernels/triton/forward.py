@@ -103,7 +103,7 @@ def forward_kernel(
             product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
         )  # fmt: skip
         acc, row_max, row_sum = add_block(
-            score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys), threshold, factor, DROPOUT
+            score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold, factor, DROPOUT
         )  # fmt: skip
 
     base = row_sum
@@ -162,7 +162,7 @@ def forward_kernel(
                         V, far, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, SIDE
                     )
                     acc, row_max, row_sum = add_block(
-                        score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(keys), threshold, factor, DROPOUT
+                        score, lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold, factor, DROPOUT
                     )  # fmt: skip
                 visited = count
             tl.store(VISITED + (head * visited_tiles + tile) * 2 + SIDE, visited)

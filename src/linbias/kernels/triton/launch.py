@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -20,7 +21,7 @@ class Call(NamedTuple):
     key_range: Tensor | None  # [B, G, 2], integers of any size; None: all keys
     query_start: Tensor | None  # [B], likewise; None: S - T
     key_bound: Tensor | None  # [B, G], float32, contiguous: at least |k| of every key in the range
-    seed: Tensor | None  # [], int64; None: no dropout
+    seed: Tensor | None  # [] or [3], int64, as of linbias/torch/dropout.py; None: no dropout
     scale: float
     dropout: float
     tolerance: float
@@ -61,7 +62,10 @@ def position_arguments(call: Call) -> dict[str, Any]:
 def dropout_arguments(call: Call) -> dict[str, Any]:
     """The seed, the threshold of the hash, and what remaining weights are multiplied by."""
     threshold = min(round(call.dropout * 2**32), 2**32 - 1)
-    return {"SEED": call.seed, "threshold": threshold, "factor": 1 / (1 - call.dropout)}
+    seed = call.seed
+    if seed is not None and seed.dim() == 0:
+        seed = torch.nn.functional.pad(seed[None], (0, 2))
+    return {"SEED": seed, "threshold": threshold, "factor": 1 / (1 - call.dropout)}
 
 
 def strides(array: Tensor | None) -> tuple[int, ...] | None:

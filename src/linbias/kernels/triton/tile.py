@@ -258,14 +258,17 @@ def row_hash(SEED, batch_head, rows):
     """The part of the dropout hash (linbias/torch/dropout.py) that a row's keys share; without a seed it serves nothing."""
     if SEED is not None:
         head = _mix(_mix(tl.load(SEED).to(tl.uint32)) ^ batch_head.to(tl.uint32))
-        return _mix(head ^ rows.to(tl.uint32))
+        return _mix(head ^ (rows.to(tl.uint32) + tl.load(SEED + 1).to(tl.uint32)))
     else:
         return rows
 
 
 @triton.jit
-def key_hash(keys):
-    return _mix(keys.to(tl.uint32))
+def key_hash(SEED, keys):
+    if SEED is not None:
+        return _mix(keys.to(tl.uint32) + tl.load(SEED + 2).to(tl.uint32))
+    else:
+        return keys
 
 
 @triton.jit

@@ -1,0 +1,643 @@
+"""Attention over a sequence that lies in pieces on several processes: a head fetches its window from the neighbours, and no more.
+
+With linear biases a key weighs the less the farther away it is, so a process needs few keys of other pieces: those that the
+certificate (`linbias.torch.certificate`) cannot do without. A call is, on each process,
+
+    1. a gather of a few numbers of each piece: how long it is, and a ball that its keys lie in
+    2. from these and from its own queries, how many keys beyond its edges each head needs; a gather of these numbers
+    3. one exchange of exactly those keys and values, over as many neighbours as a window reaches
+    4. attention of its own queries over [halo, own piece, halo], by the kernels of `linbias.torch.attention`
+
+and backward one exchange of the gradients of what was fetched. DESIGN section 12 tells why it is done so.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from linbias import _checks
+from linbias.torch.call import Slopes, as_slopes, autocast, prepare, run
+from linbias.torch.functional import attention as _attention
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+_NAME = "context_parallel.attention"
+_BLOCK = 64  # queries that are compared with the keys around them for a first idea of their sums
+_LEFT, _RIGHT = 0, 1
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+    group: Group = None,
+    halo: Literal["negotiate"] | int | Sequence[int] = "negotiate",
+    lengths: Sequence[int] | None = None,
+    check: bool = True,
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run `linbias.torch.attention` on a sequence whose pieces lie on the processes of a group, in the order of their ranks.
+
+    Each process calls it with its own piece and gets the results of its own queries: those that one process would get
+    for the whole sequence, up to rounding and the tolerance. Pieces may be of any length, also empty. Differentiable in
+    q, k, v and the slopes, whose gradients are those of the whole sequence on every process. A repeated call gives the same bits.
+    Each query stands at the key of its own number.
+
+    A head with slope m reads keys up to a distance of about 30 / m; one of slope 0 fetches all there are.
+
+    Args:
+        q: [B, H, n, D], the piece's n tokens; B, H, dtype and all options alike on all processes.
+        k: [B, G, n, D].
+        v: [B, G, n, E].
+        slopes, causal, right_slopes, scale, dropout, implementation, return_lse: As for `linbias.torch.attention`. The mask
+            of dropout is that of one process with the seed of rank 0.
+        key_range: [B, 2], integers, alike on all processes: as for `linbias.torch.attention`, counted in the whole sequence.
+        tolerance: As for `linbias.torch.attention`: half of it for keys that are not fetched, half for those not read.
+        group: A process group, or a mesh of one dimension; None is the group of all processes.
+        halo: "negotiate": as many keys as the certificate asks for at this call. Numbers, one for all key/value heads or
+            one for each: fetch so many from each open side, for which no process waits for another's numbers.
+        lengths: With numbers as halo, the lengths of all pieces; None: all are as long as this one.
+        check: With numbers as halo, look afterwards, by the gathers of "negotiate", whether they were enough.
+
+    Returns:
+        [B, H, n, E] in q's dtype; with return_lse also lse [B, H, n], float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; q, k and v are not equally long; the halo was too
+            small, or breaks a rule above.
+        RuntimeError: The processes' calls differ, named by rank; or a process died, or did not come within the
+            timeout of the group.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed as dist
+        >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # torchrun starts more
+        >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
+        >>> out = attention(q, k, v)
+        >>> dist.destroy_process_group()
+        >>> from linbias.torch import attention as whole
+        >>> torch.testing.assert_close(out, whole(q, k, v))
+
+    Source: Press, Smith and Lewis, ICLR 2022, section 3, for the bias; the halo is this project's.
+    """
+    if unknown:
+        _checks.refuse_unknown(_NAME, unknown, attention)
+    piece = _Piece(
+        q, k, v, slopes, right_slopes, group, causal=causal, scale=scale,
+        key_range=key_range, dropout=dropout, tolerance=tolerance,
+    )  # fmt: skip
+    if isinstance(halo, str):
+        if halo != "negotiate":
+            raise ValueError(f"{_NAME}: halo must be 'negotiate' or numbers, got {halo!r}")
+        table = piece.meet()
+        plan = piece.agree(table, piece.needs(table))
+    else:
+        plan = piece.given(halo, lengths)
+    out, lse = piece.attend(plan, implementation)
+    if check and not isinstance(halo, str):
+        piece.refuse_too_few(plan, lse)
+    return (out, lse) if return_lse else out
+
+
+def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
+    """This process's piece of a tensor that all processes have: contiguous, and as long as the others' or one longer.
+
+    Args:
+        x: Any shape.
+        dim: The axis of the sequence.
+        group: As for `attention`.
+
+    Returns:
+        A view of x.
+
+    Raises:
+        ValueError: There are fewer tokens than processes.
+    """
+    rank, size = _rank_and_size(group)
+    if x.shape[dim] < size:
+        raise ValueError(
+            f"context_parallel.shard: x must have a token for each of {size} processes, got {x.shape[dim]}"
+        )
+    return x.tensor_split(size, dim)[rank]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who fetches what, alike on all processes.
+
+    Attributes:
+        rank: Of this process.
+        lengths: [ranks], of the pieces.
+        counts: [ranks][2][G], keys that each fetches from beyond its left and its right edge.
+        seed: Of dropout, rank 0's.
+    """
+
+    rank: int
+    lengths: list[int]
+    counts: list[list[list[int]]]
+    seed: int
+
+    def widths(self) -> tuple[int, int]:
+        """The longest halo of the own heads on each side."""
+        left, right = (max(counts, default=0) for counts in self.counts[self.rank])
+        return left, right
+
+    def parts(self, reader: int, owner: int) -> list["_Part"]:
+        """What `reader` fetches from `owner`."""
+        starts = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+        begin, end = starts[reader], starts[reader + 1]
+        found = []
+        for side, counts in enumerate(self.counts[reader]):
+            for g, count in enumerate(counts):
+                wanted = (begin - count, begin) if side == _LEFT else (end, end + count)
+                first = max(wanted[0], starts[owner])
+                stop = min(wanted[1], starts[owner + 1])
+                if first < stop:
+                    outer = wanted[0] if side == _LEFT else end
+                    found.append(
+                        _Part(side, g, first - starts[owner], stop - first, first - outer)
+                    )
+        return found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some keys of one head: `count` of them, from `at` on in the owner's piece and from `into` on in the reader's halo."""
+
+    side: int
+    head: int
+    at: int
+    count: int
+    into: int
+
+
+class _Fetch(torch.autograd.Function):
+    """Keys and values beyond the edges: k and v to halos [B, G, width, D] and [B, G, width, E] of both sides.
+
+    A left halo ends at its last row, a right one begins at its first; what a head does not fetch is zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, plan: _Plan, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
+        halos = _halos(plan, k, v)
+        _exchange(plan, group, (k, v), halos, back=False)
+        return halos[0][0], halos[0][1], halos[1][0], halos[1][1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dk, dv = (gradients[0].new_zeros(shape) for shape in ctx.shapes)
+        halos = (gradients[0], gradients[1]), (gradients[2], gradients[3])
+        _exchange(ctx.plan, ctx.group, (dk, dv), halos, back=True)
+        return dk, dv, None, None
+
+
+def _halos(plan: _Plan, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Zeros, of each side, for keys and for values."""
+    return tuple(
+        (
+            k.new_zeros(*k.shape[:2], width, k.shape[3]),
+            v.new_zeros(*v.shape[:2], width, v.shape[3]),
+        )
+        for width in plan.widths()
+    )
+
+
+def _exchange(
+    plan: _Plan,
+    group: Group,
+    own: tuple[Tensor, Tensor],
+    halos: Sequence[tuple[Tensor, Tensor]],
+    back: bool,
+) -> None:
+    """Fill the halos from the owners' pieces; or, back, add what the halos hold to the owners' pieces, in a fixed order."""
+    left_width = plan.widths()[_LEFT]
+    others = [rank for rank in range(len(plan.lengths)) if rank != plan.rank]
+
+    def in_halo(part: _Part) -> list[Tensor]:
+        # The left halo ends at the edge: a head that fetches fewer begins later.
+        shift = left_width - plan.counts[plan.rank][_LEFT][part.head] if part.side == _LEFT else 0
+        rows = slice(part.into + shift, part.into + shift + part.count)
+        return [x[:, part.head, rows] for x in halos[part.side]]
+
+    def in_piece(part: _Part) -> list[Tensor]:
+        return [x[:, part.head, part.at : part.at + part.count] for x in own]
+
+    fetched = {rank: plan.parts(plan.rank, rank) for rank in others}
+    lent = {rank: plan.parts(rank, plan.rank) for rank in others}
+    views = {
+        "halo": {rank: [x for part in fetched[rank] for x in in_halo(part)] for rank in others},
+        "piece": {rank: [x for part in lent[rank] for x in in_piece(part)] for rank in others},
+    }
+    sources, targets = ("halo", "piece") if back else ("piece", "halo")
+    ranks = range(len(plan.lengths))
+    outgoing = [x.reshape(-1) for rank in others for x in views[sources][rank]]
+    sent = torch.cat(outgoing) if outgoing else own[0].new_empty(0)
+    sizes = {
+        name: [sum(x.numel() for x in views[name].get(rank, [])) for rank in ranks]
+        for name in views
+    }
+    received = own[0].new_empty(sum(sizes[targets]))
+    width = received.element_size()
+    with _named_failures():
+        dist.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [n * width for n in sizes[targets]],
+            [n * width for n in sizes[sources]],
+            group=_process_group(group),
+        )
+    at = 0
+    for rank in others:
+        for target in views[targets][rank]:
+            new = received[at : at + target.numel()].view(target.shape)
+            at += target.numel()
+            if back:
+                target += new
+            else:
+                target.copy_(new)
+
+
+class _Summed(torch.autograd.Function):
+    """Slopes that all processes have: their gradient is the sum of what each finds."""
+
+    @staticmethod
+    def forward(ctx: Any, slopes: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return slopes.view_as(slopes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.double()
+        with _named_failures():
+            dist.all_reduce(total, group=_process_group(ctx.group))
+        return total.to(gradient.dtype), None
+
+
+class _Piece:
+    """A process's arguments, checked, and what the processes tell each other before and after they exchange keys."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Slopes | None,
+        right_slopes: Slopes | None,
+        group: Group,
+        *,
+        key_range: Tensor | None,
+        **options: Any,
+    ) -> None:
+        self.group, self.options = group, options
+        self.rank, self.size = _rank_and_size(group)
+        self.q, self.k, self.v = q, k, v = autocast(q, k, v)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.given_slopes = [
+            None if x is None else as_slopes(_NAME, name, x, wide, q.device)
+            for name, x in (("slopes", slopes), ("right_slopes", right_slopes))
+        ]
+        inputs, self.problem = prepare(
+            _NAME, q, k, v, self.given_slopes[0], right_slopes=self.given_slopes[1], **options
+        )
+        p = self.problem
+        if p.T != p.S:
+            raise ValueError(f"{_NAME}: q and k must be equally long, got {p.T} and {p.S}")
+        if key_range is not None and tuple(key_range.shape) != (p.B, 2):
+            raise ValueError(
+                f"{_NAME}: key_range must have shape [B, 2] = {[p.B, 2]}, got {list(key_range.shape)}"
+            )
+        self.key_range = None if key_range is None else key_range.to("cpu", torch.int64)
+        self.slopes = inputs.left.detach(), None if inputs.right is None else inputs.right.detach()
+        self.seed = inputs.seed
+        # Half of the tolerance for what is not fetched, the same for each open side; half for the kernel.
+        share = p.tolerance / 2 / (1 if p.causal else 2)
+        self.log_share = math.log(share) if share else -math.inf
+
+    # What the processes tell each other
+
+    @torch.no_grad()
+    def meet(self) -> "_Table":
+        """The first gather: lengths, and for each head a ball that the keys of a piece lie in. All calls must be alike."""
+        p, k = self.problem, self.k.double()
+        center = k.mean((0, 2)) if p.B * p.S else k.new_zeros(p.G, p.D)
+        center = center.nan_to_num(0.0, 0.0, 0.0)
+        radius = k.new_zeros(p.G)
+        if p.B * p.S:
+            # A key that is not finite lies in no ball: all fetch it, and it shows as it would in one process.
+            radius = (k - center[:, None]).norm(dim=-1).amax((0, 2)) * (1 + 1e-9)
+            radius = radius.nan_to_num(math.inf, math.inf)
+        alike = {
+            **{name: getattr(p, name) for name in "BHGDE"},
+            "dtype": _checks.FLOATS.index(p.dtype),
+            **{name: getattr(p, name) for name in ("causal", "scale", "tolerance", "dropout")},
+            "slopes": _checksum(self.slopes[_LEFT]),
+            "right_slopes": _checksum(self.slopes[_RIGHT]),
+            "key_range": _checksum(self.key_range),
+        }
+        own = [p.T, 0 if self.seed is None else int(self.seed), *alike.values()]
+        told = torch.cat([k.new_tensor([float(x) for x in own]), radius, center.flatten()])
+        # Of one size for most shapes, so that processes whose shapes differ still understand each other.
+        size = max(1024, 1 << (len(told) - 1).bit_length())
+        rows = self._gather(torch.nn.functional.pad(told, (0, size - len(told))))
+        numbers = rows[:, : len(own)].tolist()
+        for i, name in enumerate(alike, 2):
+            for rank, row in enumerate(numbers):
+                if row[i] != numbers[0][i]:
+                    here, there = (_told(name, numbers[r][i]) for r in (0, rank))
+                    raise ValueError(
+                        f"{_NAME}: {name} must be the same on all processes, got {here} on rank 0 and {there} on rank {rank}"
+                    )
+        self.offset = sum(int(row[0]) for row in numbers[: self.rank])
+        balls = rows[:, len(own) : len(told)]
+        return _Table(
+            [int(row[0]) for row in numbers],
+            int(numbers[0][1]),
+            balls[:, p.G :].unflatten(1, (p.G, p.D)),
+            balls[:, : p.G],
+        )
+
+    def agree(self, table: "_Table", needs: list[list[int]]) -> _Plan:
+        """The second gather: how many keys each process fetches."""
+        rows = self._gather(torch.tensor(needs, dtype=torch.int64, device=self.k.device))
+        return _Plan(self.rank, table.lengths, rows.tolist(), table.seed)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        rows = [torch.empty_like(x) for _ in range(self.size)]
+        with _named_failures():
+            dist.all_gather(rows, x, group=_process_group(self.group))
+        return torch.stack(rows)
+
+    # How many keys are needed
+
+    @torch.no_grad()
+    def needs(self, table: "_Table", lse: Tensor | None = None) -> list[list[int]]:
+        """[2][G]: how many keys beyond each edge some query cannot do without.
+
+        Args:
+            lse: [B, H, n], of all queries; None: at least what the keys around them in the own piece make it.
+        """
+        found = [[0] * self.problem.G for _ in range(2)]
+        for side, slopes in enumerate(self.slopes):
+            others = range(self.rank) if side == _LEFT else range(self.rank + 1, self.size)
+            most = self._within_reach(table, side)
+            if slopes is not None and self.problem.T and int(most.max(initial=0)):
+                found[side] = self._needs_beyond(side, slopes, *table.ball(others), most, lse)
+        return found
+
+    def _within_reach(self, table: "_Table", side: int) -> np.ndarray[Any, Any]:
+        """[B]: keys between an edge and the far end of the key range, or of the sequence."""
+        total = sum(table.lengths)
+        ranges = np.array([[0, total]] * self.problem.B).reshape(-1, 2)
+        if self.key_range is not None:
+            ranges = self.key_range.numpy()
+            _checks.check_key_range_values(_NAME, ranges, total)
+        first, end = ranges.T
+        beyond = self.offset - first if side == _LEFT else end - (self.offset + self.problem.T)
+        return np.where(end > first, beyond.clip(0), 0)
+
+    def _needs_beyond(
+        self,
+        side: int,
+        slopes: Tensor,
+        center: Tensor,
+        radius: Tensor,
+        most: np.ndarray[Any, Any],
+        lse: Tensor | None,
+    ) -> list[int]:
+        """[G]: of keys in balls around center [G, D] with radius [G], at most `most` [B] beyond an edge.
+
+        All keys from a distance d on weigh at most exp(scale q . c + |scale q| r - m d) / (1 - exp(-m)).
+        """
+        p, m = self.problem, slopes.double()[..., None]  # [H, 1] or [B, H, 1]
+        q = self.q.double()
+        aligned = p.scale * torch.einsum(
+            "bghtd,gd->bght", q.unflatten(1, (p.G, -1)), center
+        ).flatten(1, 2)
+        norms = abs(p.scale) * q.norm(dim=-1) * (1 + 1e-9)
+        reach = radius.repeat_interleave(p.H // p.G)[:, None]
+        # Scores are rounded, those of the keys that are there as well.
+        largest = reach + center.norm(dim=-1).amax() + self.k.double().norm(dim=-1).amax()
+        rounding = (p.D + 8) * torch.finfo(slopes.dtype).eps * norms * largest
+        best = aligned + norms * reach + rounding
+        limit = torch.from_numpy(most).to(q.device)[:, None, None].double()
+        count = torch.minimum(-torch.log(-torch.expm1(-m)), limit.log())
+        inwards = torch.arange(p.T, device=q.device)
+        if side == _RIGHT:
+            inwards = inwards.flip(0)
+
+        def beyond(lse: Tensor) -> Tensor:
+            """[B, H, n]: the key at a distance of this and more may go."""
+            keys = ((best + count - lse.double() - self.log_share) / m).ceil() - 1 - inwards
+            # What cannot be bounded is fetched; a hidden side needs nothing.
+            keys = torch.where(keys.isnan() | (m == 0), math.inf, keys).clamp(min=0)
+            return torch.where(m.isinf(), 0.0, torch.minimum(keys, limit))
+
+        if lse is None:
+            # Each query's own key is a first idea of its sum. Those for which it is not enough ask their neighbours.
+            keys = beyond(self._own_scores())
+            asking = (keys > 0).any(0).any(0).nonzero().flatten()
+            if len(asking):
+                rows = slice(int(asking[0]), int(asking[-1]) + 1)
+                lse = torch.full_like(keys, -math.inf)
+                lse[:, :, rows] = self._sums_around(rows)
+                keys = torch.minimum(keys, beyond(lse))
+        else:
+            keys = beyond(lse)
+        return keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1).long().tolist()
+
+    def _own_scores(self) -> Tensor:
+        """[B, H, n]: the score of each query's own key, -inf where the key range hides it."""
+        p = self.problem
+        keys = self.k.double().repeat_interleave(p.H // p.G, 1)
+        scores = p.scale * (self.q.double() * keys).sum(-1)
+        if self.key_range is not None:
+            own = torch.arange(p.T) + self.offset
+            first, end = self.key_range[:, :1], self.key_range[:, 1:]
+            hidden = ((own < first) | (own >= end)).to(scores.device)
+            scores = scores.masked_fill(hidden[:, None], -math.inf)
+        return scores
+
+    def _sums_around(self, rows: slice) -> Tensor:
+        """[B, H, rows]: at most lse, from the keys of the piece that lie within a block of each query."""
+        p = self.problem
+        q, k = self.q[:, :, rows], self.k[:, :, rows]
+        n = q.shape[2]
+        blocks, after = -(-n // _BLOCK), 0 if p.causal else _BLOCK
+        more = blocks * _BLOCK - n
+        pad = torch.nn.functional.pad
+        queries = (
+            pad(q, (0, 0, 0, more)).unflatten(2, (blocks, _BLOCK)).transpose(1, 2).flatten(0, 1)
+        )
+        keys = pad(k, (0, 0, _BLOCK, more + after)).unfold(2, 2 * _BLOCK + after, _BLOCK)
+        keys = keys.permute(0, 2, 1, 4, 3).flatten(0, 1)
+        # The keys of block j are rows j * _BLOCK and on of the padded ones, of which n after the first _BLOCK are real.
+        ranges = torch.tensor([[0, n]] * p.B)
+        if self.key_range is not None:
+            ranges = (self.key_range - self.offset - rows.start).clamp(0, n)
+        starts = torch.arange(blocks) * _BLOCK
+        ranges = (ranges[:, None] + _BLOCK - starts[:, None]).clamp(0, keys.shape[2]).flatten(0, 1)
+        ranges[:, 1] = ranges[:, 1].maximum(ranges[:, 0])
+        slopes = [
+            s if s is None or s.dim() == 1 else s.repeat_interleave(blocks, 0) for s in self.slopes
+        ]
+        _, lse = _attention(
+            queries, keys, keys[..., :1], slopes[0], causal=p.causal, right_slopes=slopes[1], scale=p.scale,
+            key_range=ranges.to(q.device), query_start=torch.full((p.B * blocks,), _BLOCK, device=q.device),
+            tolerance=2.0**-10, return_lse=True,
+        )  # fmt: skip
+        return lse.unflatten(0, (p.B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n].double()
+
+    # What is computed
+
+    def given(self, halo: int | Sequence[int], lengths: Sequence[int] | None) -> _Plan:
+        """The plan of numbers that all processes know."""
+        p = self.problem
+        numbers = [halo] * p.G if isinstance(halo, int) else [int(n) for n in halo]
+        if len(numbers) != p.G or any(n < 0 for n in numbers):
+            raise ValueError(
+                f"{_NAME}: halo must be a number, or one for each of {p.G} key/value heads, at least 0, got {halo}"
+            )
+        lengths = [p.T] * self.size if lengths is None else [int(n) for n in lengths]
+        if len(lengths) != self.size or lengths[self.rank] != p.T:
+            raise ValueError(
+                f"{_NAME}: lengths must be those of the pieces on {self.size} processes, {p.T} on rank {self.rank}, got {lengths}"
+            )
+        self.offset = sum(lengths[: self.rank])
+        before = [sum(lengths[:rank]) for rank in range(self.size)]
+        after = [sum(lengths[rank + 1 :]) for rank in range(self.size)]
+        counts = [
+            [[min(n, left) for n in numbers], [0 if p.causal else min(n, right) for n in numbers]]
+            for left, right in zip(before, after, strict=True)
+        ]
+        seed = 0
+        if self.seed is not None:
+            drawn = self.seed.clone()
+            with _named_failures():
+                dist.broadcast(drawn, group=_process_group(self.group), group_src=0)
+            seed = int(drawn)
+        return _Plan(self.rank, lengths, counts, seed)
+
+    def attend(self, plan: _Plan, implementation: str) -> tuple[Tensor, Tensor]:
+        """Out and lse of the own queries, over the own keys and those that are fetched."""
+        p = self.problem
+        width, _ = plan.widths()
+        left_k, left_v, right_k, right_v = _Fetch.apply(self.k, self.v, plan, self.group)
+        k, v = torch.cat([left_k, self.k, right_k], 2), torch.cat([left_v, self.v, right_v], 2)
+        left, right = (torch.tensor(counts) for counts in plan.counts[self.rank])
+        ranges = torch.stack([width - left, width + p.T + right], -1).expand(p.B, -1, -1)
+        if self.key_range is not None:
+            given = (self.key_range - (self.offset - width))[:, None]
+            first = ranges[..., 0].maximum(given[..., 0])
+            ranges = torch.stack([first, ranges[..., 1].minimum(given[..., 1]).maximum(first)], -1)
+            ranges = ranges.clamp(max=k.shape[2])
+        slopes = [None if s is None else _Summed.apply(s, self.group) for s in self.given_slopes]
+        inputs, problem = prepare(
+            _NAME, self.q, k, v, slopes[_LEFT], right_slopes=slopes[_RIGHT], causal=p.causal, scale=p.scale,
+            key_range=ranges.to(k.device), query_start=torch.full((p.B,), width, device=k.device),
+            tolerance=p.tolerance / 2, lse=True,
+        )  # fmt: skip
+        if p.dropout:
+            # The mask counts queries and keys in the whole sequence.
+            seed = torch.tensor([plan.seed, self.offset, self.offset - width], device=k.device)
+            inputs = inputs._replace(seed=seed, dropout=p.dropout)
+            problem = replace(problem, dropout=p.dropout)
+        out, lse = run(inputs, problem, implementation, True)
+        return out, lse
+
+    def refuse_too_few(self, plan: _Plan, lse: Tensor) -> None:
+        """Raise on all processes if a head of one should have fetched more."""
+        table = self.meet()
+        needs = self.agree(table, self.needs(table, lse.detach())).counts
+        for rank, (needed, fetched) in enumerate(zip(needs, plan.counts, strict=True)):
+            for side, most, had in zip(("left", "right"), needed, fetched, strict=True):
+                for g, (n, m) in enumerate(zip(most, had, strict=True)):
+                    if n > m:
+                        raise ValueError(
+                            f"{_NAME}: halo must be at least {n} for key/value head {g} on the {side} of rank {rank}, got {m}"
+                        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What the first gather tells of all pieces: lengths, rank 0's seed of dropout, and balls that keys lie in.
+
+    Attributes:
+        centers: [ranks, G, D], float64.
+        radii: [ranks, G].
+    """
+
+    lengths: list[int]
+    seed: int
+    centers: Tensor
+    radii: Tensor
+
+    def ball(self, ranks: range) -> tuple[Tensor, Tensor]:
+        """Center [G, D] and radius [G] of a ball around the keys of some pieces."""
+        some = [rank for rank in ranks if self.lengths[rank]]
+        centers = self.centers[some]
+        center = centers.mean(0)
+        radius = ((centers - center).norm(dim=-1) * (1 + 1e-9) + self.radii[some]).amax(0)
+        return center, radius
+
+
+def _told(name: str, number: float) -> str:
+    if name == "dtype":
+        return _checks.FLOATS[int(number)]
+    return f"{'checksum ' if name in ('slopes', 'right_slopes', 'key_range') else ''}{number:.10g}"
+
+
+def _checksum(x: Tensor | None) -> int:
+    return -1 if x is None else zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes())
+
+
+def _process_group(group: Group) -> dist.ProcessGroup | None:
+    return group.get_group() if isinstance(group, DeviceMesh) else group
+
+
+def _rank_and_size(group: Group) -> tuple[int, int]:
+    """Of this process in a group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "context_parallel: group must be one of processes that have met: call torch.distributed.init_process_group first, "
+            "in processes that torchrun starts"
+        )
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ValueError(
+            f"context_parallel: group must be a mesh of one dimension, such as mesh['cp'], got one of {group.ndim}"
+        )
+    found = _process_group(group)
+    return dist.get_rank(found), dist.get_world_size(found)
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "context_parallel: the processes did not meet: one of them has died or raised an error, was given arrays of another size, "
+            f"or did not come within the timeout of the group ({error})"
+        ) from error
