@@ -1,5 +1,6 @@
 """What the processes of `test_context_parallel` run: attention and models on their piece of a sequence."""
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -72,3 +73,9 @@ def attend(
 
 def _numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: x.detach().double().numpy() for name, x in tensors.items()}
+
+
+def attend_or_die(arrays: dict[str, np.ndarray], dies: bool) -> None:
+    if dies:
+        os._exit(1)
+    attend(arrays, "float32", {}, False)

@@ -1,5 +1,6 @@
 """Attention over a sequence in pieces on several processes: the contract, what is sent, and what is refused."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import contract
-from cases import Case, Inputs, by_name
+from cases import Case, Inputs, by_name, make_inputs
 from contract import check_case
 from ranks import Ranks
 
@@ -102,3 +103,113 @@ def test_pieces_give_what_one_process_gives(four: Ranks, case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.T > 41 or c.dropout or not c.causal], ids=str)  # fmt: skip
 def test_uneven_and_empty_pieces(four: Ranks, case: Case) -> None:
     check_case(Pieces(four, "uneven"), case, "float32", again=False)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float64"])
+def test_other_types(four: Ranks, name: str) -> None:
+    check_case(Pieces(four), square("long", 523), name, again=False)
+
+
+def test_the_share_that_is_left_out_is_below_the_tolerance(four: Ranks) -> None:
+    """The halo and the kernel leave out half of a large tolerance each, and together no more than that."""
+    for case in (square("long", 1031), square("long-symmetric", 1031)):
+        pieces = Pieces(four)
+        contract.check_certificate_holds(pieces, case, 1e-3)
+        assert 0 < sum(told[0] for told in pieces.sent) < sum(_everything(case, 8))
+
+
+def test_only_the_keys_that_heads_need_are_sent(four: Ranks) -> None:
+    """Of 96 MiB that each process would have to send in an all-gather, at most 17 in all."""
+    case = Case("bytes", B=2, H=8, G=8, T=8192, S=8192, D=32, E=32)
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal((2, 8, 8192, 32)).astype("f4") for n in "qkv"}
+    given = [
+        ({n: x[:, :, rows] for n, x in arrays.items()}, "float32", {}, False)
+        for rows in cut(case.T, 4, "even")
+    ]
+    found = four.run("pieces:attend", given)
+    assert sum(_everything(case, 4)) == 96 * 2**20
+    assert sum(told[0] for *_, told in found) <= 17 * 2**20
+    assert all(told[1:] == (1, 2) for *_, told in found)  # one exchange, two gathers
+
+
+def _everything(case: Case, size: int) -> list[int]:
+    """Bytes that each of four processes sends in an all-gather of keys and values to the three others."""
+    piece = case.B * case.G * (case.D + case.E) * case.S // 4 * size
+    return [3 * piece] * 4
+
+
+def test_a_given_halo(four: Ranks) -> None:
+    case = square("long", 1031)
+    plain = Pieces(four).run(make_inputs(case, "float32"), case, "float32")
+    lengths = [rows.stop - rows.start for rows in cut(1031, 4, "even")]
+    given = Pieces(four, halo=[1031] * case.G, lengths=lengths)
+    check_case(given, case, "float32", again=False)
+    with pytest.raises(
+        AssertionError,
+        match=r"halo must be at least \d+ for key/value head 1 on the left of rank 1, got 40",
+    ):
+        Pieces(four, halo=[1031, 40], lengths=lengths).run(
+            make_inputs(case, "float32"), case, "float32"
+        )
+    unchecked = Pieces(four, halo=[1031, 40], lengths=lengths, check=False)
+    out = unchecked.run(make_inputs(case, "float32"), case, "float32")[0]["out"]
+    assert np.abs(out - plain[0]["out"]).max() > 1e-3  # so it was too small indeed
+    assert all(told[2] == 0 for told in unchecked.sent)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"options": {"tolerance": 1e-3}}, "tolerance must be the same on all processes, got .* on rank 0 and 0.001 on rank 2"),
+        ({"options": {"causal": False}}, "causal must be the same"),
+        ({"options": {"scale": 0.5}}, "scale must be the same on all processes, got .* and 0.5 on rank 2"),
+        ({"options": {"key_range": np.array([[0, 9]])}}, "key_range must be the same"),
+        ({"dtype": "bfloat16"}, "dtype must be the same on all processes, got float32 on rank 0 and bfloat16 on rank 2"),
+        ({"arrays": {"left": np.ones(4)}}, "slopes must be the same"),
+        ({"shape": (1, 2, 4, 10, 8)}, "B must be the same on all processes, got 1 on rank 0 and 2 on rank 2"),
+        ({"shape": (1, 1, 2, 10, 8)}, "H must be the same on all processes, got 4 on rank 0 and 2 on rank 2"),
+        ({"shape": (1, 1, 4, 10, 16)}, "D must be the same on all processes, got 8 on rank 0 and 16 on rank 2"),
+    ],
+)  # fmt: skip
+def test_calls_that_differ_are_named_on_every_process(four: Ranks, change: dict[str, Any], words: str) -> None:  # fmt: skip
+    given = []
+    for rank in range(4):
+        mine = change if rank == 2 else {}
+        shape = mine.get("shape", (1, 1, 4, 10, 8))[1:]
+        arrays = {**dict.fromkeys("qkv", np.ones(shape)), **mine.get("arrays", {})}
+        given.append((arrays, mine.get("dtype", "float32"), mine.get("options", {}), False))
+    four.start("pieces:attend", given)
+    for answer in four.wait():
+        assert isinstance(answer, ValueError)
+        assert re.search(words, str(answer)), answer
+
+
+def test_a_process_that_dies_stops_the_others() -> None:
+    with Ranks(3, seconds=20) as ranks:
+        arrays = dict.fromkeys("qkv", np.ones((1, 2, 5, 4)))
+        ranks.start("pieces:attend_or_die", [(arrays, rank == 1) for rank in range(3)])
+        first, dead, last = ranks.wait()
+    assert dead is None
+    for answer in (first, last):
+        assert "the processes did not meet: one of them has died" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"halo": "some"}, "halo must be 'negotiate' or numbers, got 'some'"),
+        ({"halo": -1}, "halo must be a number, or one for each of 4 key/value heads, at least 0, got -1"),
+        ({"halo": [1, 2]}, "halo must be a number, or one for each of 4"),
+        ({"halo": 1, "lengths": [5, 5]}, r"lengths must be those of the pieces on 4 processes, 10 on rank 0, got \[5, 5\]"),
+        ({"key_range": np.array([[0, 99]])}, "key_range must be 0 <= first <= end <= S = 40, got"),
+        ({"key_range": np.array([0, 9])}, r"key_range must have shape \[B, 2\] = \[1, 2\], got \[2\]"),
+        ({"mask": np.ones((10, 10), bool)}, "unknown|mask"),
+    ],
+)  # fmt: skip
+def test_refused(four: Ranks, options: dict[str, Any], words: str) -> None:
+    arrays = dict.fromkeys("qkv", np.ones((1, 4, 10, 8)))
+    four.start("pieces:attend", [(arrays, "float32", dict(options), False)] * 4)
+    answer = four.wait()[0]
+    assert isinstance(answer, (ValueError, TypeError))
+    assert re.search(words, str(answer)), answer
