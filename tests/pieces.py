@@ -7,7 +7,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import linbias.models
+import small_models
+from linbias.models import LinbiasForMaskedLM
 from linbias.torch import context_parallel
 
 
@@ -79,3 +83,48 @@ def attend_or_die(arrays: dict[str, np.ndarray], dies: bool) -> None:
     if dies:
         os._exit(1)
     attend(arrays, "float32", {}, False)
+
+
+def read(
+    build: tuple[str, dict[str, Any]], ids: torch.Tensor, rows: slice, options: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a model's piece, and gradients of its weights, added up over the processes."""
+    model = small(*build)
+    given = {name: x[:, rows] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with context_parallel.use():
+        logits = model(input_ids=ids[:, rows], **given).logits
+        (logits * weigh(ids, logits.shape[-1])[:, rows]).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return logits.detach(), gradients
+
+
+def weigh(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """Some gradient of the logits [B, T, size]."""
+    n = ids.numel() * size
+    return torch.linspace(-1, 1, n, dtype=torch.float64).sin().view(*ids.shape, size)
+
+
+def small(kind: str, changes: dict[str, Any]) -> Any:
+    """The same small model in every process."""
+    torch.manual_seed(0)
+    if kind == "own":
+        return small_models.build(**changes)
+    if kind == "paper":
+        return small_models.build_paper(**changes)
+    if kind == "masked":
+        return LinbiasForMaskedLM(small_models.settings(**changes)).double().eval()
+    config = AutoConfig.for_model(kind, vocab_size=61, hidden_size=32, **changes)
+    return linbias.models.fuse(AutoModelForCausalLM.from_config(config).double().eval())
+
+
+def generate_in_pieces() -> None:
+    with context_parallel.use():
+        small("own", {}).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)
+
+
+def not_linbias() -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=61, hidden_size=32, n_layer=1, n_head=2)
+    with context_parallel.use():
+        AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]]))

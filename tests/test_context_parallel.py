@@ -3,12 +3,15 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import contract
+import pieces
 from cases import Case, Inputs, by_name, make_inputs
 from contract import check_case
 from ranks import Ranks
@@ -28,7 +31,7 @@ def cut(n: int, size: int, how: str) -> list[slice]:
         edges = [n * i // size for i in range(size + 1)]
     else:
         edges = [0, n // 7, n // 7, n - n // 3, n]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 class Pieces:
@@ -213,3 +216,83 @@ def test_refused(four: Ranks, options: dict[str, Any], words: str) -> None:
     answer = four.wait()[0]
     assert isinstance(answer, (ValueError, TypeError))
     assert re.search(words, str(answer)), answer
+
+
+MODELS = {
+    "own": ("own", {}),
+    "grouped heads": ("own", {"num_key_value_heads": 2}),
+    "fused block": ("own", {"block": "parallel_fused"}),
+    "symmetric": ("masked", {"encoder_position": "symmetric"}),
+    "learned slopes": ("masked", {"encoder_position": "asymmetric"}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "mpt": ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    "falcon": ("falcon", {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_whole_models_read_pieces(four: Ranks, name: str, padded: bool) -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).integers(61, size=(2, 90)))
+    options: dict[str, Any] = (
+        {} if "learned" in name or "symmetric" in name else {"use_cache": False}
+    )
+    if padded:
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][0, :37] = 0  # the whole first piece, and some of the second
+    model = pieces.small(*MODELS[name])
+    logits = model(input_ids=ids, **options).logits
+    seen = options.get("attention_mask", torch.ones_like(ids))[..., None]
+    weigh = pieces.weigh(ids, logits.shape[-1])
+    (logits * weigh).sum().backward()
+    given = [(MODELS[name], ids, rows, options) for rows in cut(90, 4, "even")]
+    found = four.run("pieces:read", given)
+    joined = torch.cat([part for part, _ in found], 1)
+    torch.testing.assert_close(joined * seen, logits.detach() * seen, rtol=1e-9, atol=1e-9)
+    if not padded:  # what a model says at padding means nothing
+        for key, weight in model.named_parameters():
+            if weight.grad is not None:
+                torch.testing.assert_close(
+                    found[0][1][key], weight.grad, rtol=1e-7, atol=1e-9, msg=key
+                )
+
+
+@pytest.mark.parametrize(
+    ("position_ids", "words"),
+    [
+        ("head and tail", "position_ids of a piece must count on .* rank 0 .*not made of head and tail"),
+        ("wrong order", "pieces must lie in the order of ranks, got position 30 at the start of that on rank 0"),
+        ("right", None),
+    ],
+)  # fmt: skip
+def test_positions_tell_pieces_that_are_not_in_order(four: Ranks, position_ids: str, words: str | None) -> None:  # fmt: skip
+    ids = torch.arange(40)[None]
+    order = torch.arange(40)[None]
+    if position_ids == "head and tail":
+        order = torch.cat([torch.cat([order[:, 5 * i : 5 * i + 5], order[:, 35 - 5 * i : 40 - 5 * i]], 1) for i in range(4)], 1)  # fmt: skip
+    elif position_ids == "wrong order":
+        order = order.view(4, 10).flip(0).reshape(1, 40)
+    four.start("pieces:read", [(("own", {}), ids, rows, {"position_ids": order, "use_cache": False}) for rows in cut(40, 4, "even")])  # fmt: skip
+    for answer in four.wait():
+        assert isinstance(answer, ValueError if words else tuple), answer
+        assert words is None or re.search(words, str(answer)), answer
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("generate_in_pieces", "queries and keys must be those of one piece, so that there is no cache"),
+        ("not_linbias", "linbias.torch.attention must run within the block, but nothing called it"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_read_pieces(function: str, words: str) -> None:
+    with Ranks(1) as one:
+        one.start(f"pieces:{function}", [()])
+        assert words in str(one.wait()[0])
+
+
+@pytest.mark.parametrize("position", ["rotary", "sinusoidal", "none"])
+def test_other_positions_are_refused(position: str) -> None:
+    with Ranks(1) as one:
+        one.start("pieces:read", [(("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {})])  # fmt: skip
+        assert "is read by linbias.torch.attention alone" in str(one.wait()[0])

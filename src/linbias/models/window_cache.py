@@ -35,7 +35,7 @@ from linbias.models.windows import (
     weights_windows,
 )
 from linbias.torch import attention
-from linbias.torch.call import prepare, run
+from linbias.torch.call import prepare, refuse_pieces, run
 from linbias.torch.operator import Inputs
 
 POLICIES = ("count", "raise", "fetch")
@@ -141,6 +141,7 @@ class WindowLayer(AttendingLayer):
         return torch.cat([self._attend(*part) for part in zip(*parts, strict=True)], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, places: Places) -> None:
+        refuse_pieces("WindowCache")
         if torch.compiler.is_compiling():
             raise ValueError(
                 "WindowCache: the model must not be compiled: what is kept depends on the keys' values"

@@ -18,6 +18,18 @@ from linbias.torch.operator import Inputs, without_autocast
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
 
+# What `context_parallel.use` puts in the place of a call over whole sequences, innermost last.
+in_pieces: list[Any] = []
+
+
+def refuse_pieces(function: str) -> None:
+    """Raise within `context_parallel.use`, where a process has a piece of the sequence only."""
+    if in_pieces:
+        raise ValueError(
+            f"{function}: a sequence in pieces on several processes (context_parallel.use) is read by linbias.torch.attention alone"
+        )
+
+
 class Options(TypedDict, total=False):
     """The keywords of `attention` that say what is computed."""
 

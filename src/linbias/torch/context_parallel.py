@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from linbias import _checks
-from linbias.torch.call import Slopes, as_slopes, autocast, prepare, run
-from linbias.torch.functional import attention as _attention
+from linbias.torch.call import Slopes, as_slopes, autocast, in_pieces, prepare, run
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 _NAME = "context_parallel.attention"
 _BLOCK = 64  # queries that are compared with the keys around them for a first idea of their sums
 _LEFT, _RIGHT = 0, 1
+_OUT_OF_ORDER = -2
 
 
 def attention(
@@ -106,17 +106,119 @@ def attention(
         q, k, v, slopes, right_slopes, group, causal=causal, scale=scale,
         key_range=key_range, dropout=dropout, tolerance=tolerance,
     )  # fmt: skip
+    out, lse = _run(piece, implementation, halo, lengths, check)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    piece: "_Piece",
+    implementation: str,
+    halo: str | int | Sequence[int],
+    lengths: Sequence[int] | None,
+    check: bool,
+) -> tuple[Tensor, Tensor]:
     if isinstance(halo, str):
         if halo != "negotiate":
             raise ValueError(f"{_NAME}: halo must be 'negotiate' or numbers, got {halo!r}")
         table = piece.meet()
-        plan = piece.agree(table, piece.needs(table))
-    else:
-        plan = piece.given(halo, lengths)
+        return piece.attend(piece.agree(table, piece.needs(table)), implementation)
+    plan = piece.given(halo, lengths)
     out, lse = piece.attend(plan, implementation)
-    if check and not isinstance(halo, str):
+    if check:
         piece.refuse_too_few(plan, lse)
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+@contextmanager
+def use(
+    group: Group = None,
+    *,
+    halo: Literal["negotiate"] | int | Sequence[int] = "negotiate",
+    lengths: Sequence[int] | None = None,
+    check: bool = True,
+) -> Iterator[None]:
+    """Within the block `linbias.torch.attention` takes what it is given for a piece: whole models read pieces of a sequence.
+
+    A model of `linbias.models`, or any that attends by that function, is called on each process with its piece of the
+    tokens (`shard`), of the attention mask, and of labels that are already those of the next tokens. It has no cache.
+    Gradients of weights, and of slopes, are those of the own piece: to be added up over the processes, which
+    DistributedDataParallel and FSDP do as for pieces of a batch. The block must hold backward as well where checkpoints of
+    activations are recomputed.
+
+    Args:
+        group, halo, lengths, check: As for `attention`. A mask with padding needs halo="negotiate".
+
+    Raises:
+        RuntimeError: Nothing within the block called `linbias.torch.attention`: the model attends in another way.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed as dist
+        >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
+        >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2)).eval()
+        >>> ids = torch.arange(100)[None]
+        >>> with use():
+        ...     logits = model(shard(ids, 1)).logits
+        >>> dist.destroy_process_group()
+    """
+    _rank_and_size(group)
+    piece = _InPieces(group, halo, lengths, check)
+    in_pieces.append(piece)
+    try:
+        yield
+    finally:
+        in_pieces.remove(piece)
+    if not piece.num_calls:
+        raise RuntimeError(
+            "context_parallel.use: linbias.torch.attention must run within the block, but nothing called it: the model attends in another "
+            "way, on each process to its own piece alone (linbias.models.load gives models that call it)"
+        )
+
+
+class _InPieces:
+    """What `use` puts in the place of `linbias.torch.attention`."""
+
+    def __init__(self, group: Group, *options: Any) -> None:
+        self.group, self.options = group, options
+        self.num_calls = 0
+        self.begins: int | None = None  # the number of the piece's first token, if it was told
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Slopes | None,
+        *,
+        query_start: Tensor | None,
+        mask: Tensor | None,
+        implementation: str,
+        return_lse: bool,
+        **given: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        if mask is not None:
+            raise ValueError(
+                "context_parallel.use: mask must be None, got one: pieces take key_range"
+            )
+        if q.shape[2] != k.shape[2] or (query_start is not None and query_start.any()):
+            raise ValueError(
+                "context_parallel.use: queries and keys must be those of one piece, so that there is no cache (use_cache=False), got "
+                f"{q.shape[2]} queries and {k.shape[2]} keys"
+            )
+        piece = _Piece(q, k, v, slopes, given.pop("right_slopes"), self.group, **given)
+        piece.within, piece.begins = True, self.begins
+        out, lse = _run(piece, implementation, *self.options)
+        return (out, lse) if return_lse else out
+
+    def expect(self, position_ids: Tensor | None) -> None:
+        """Take the numbers of a piece's tokens, which must follow each other: all processes hear of it if they do not."""
+        self.begins = None
+        if position_ids is not None and position_ids.numel():
+            in_order = bool((position_ids.diff(dim=-1) == 1).all())
+            self.begins = int(position_ids.min()) if in_order else _OUT_OF_ORDER
 
 
 def shard(x: Tensor, dim: int, group: Group = None) -> Tensor:
@@ -297,7 +399,16 @@ class _Summed(torch.autograd.Function):
 
 
 class _Piece:
-    """A process's arguments, checked, and what the processes tell each other before and after they exchange keys."""
+    """A process's arguments, checked, and what the processes tell each other before and after they exchange keys.
+
+    Attributes:
+        within: Whether a model runs on pieces (`use`): key_range counts within the piece, and gradients of slopes
+            are those of the piece.
+        begins: The number that the first token must have; None for any.
+    """
+
+    within = False
+    begins: int | None = None
 
     def __init__(
         self,
@@ -355,29 +466,59 @@ class _Piece:
             **{name: getattr(p, name) for name in ("causal", "scale", "tolerance", "dropout")},
             "slopes": _checksum(self.slopes[_LEFT]),
             "right_slopes": _checksum(self.slopes[_RIGHT]),
-            "key_range": _checksum(self.key_range),
+            "key_range": 0 if self.within else _checksum(self.key_range),
         }
-        own = [p.T, 0 if self.seed is None else int(self.seed), *alike.values()]
-        told = torch.cat([k.new_tensor([float(x) for x in own]), radius, center.flatten()])
+        seed = 0 if self.seed is None else int(self.seed)
+        own = [p.T, seed, -1 if self.begins is None else self.begins, *alike.values()]
+        ranges = torch.tensor([[0, p.T]] * p.B) if self.key_range is None else self.key_range
+        told = torch.cat([k.new_tensor([float(x) for x in own]), radius, center.flatten(), ranges.flatten().to(k)])  # fmt: skip
         # Of one size for most shapes, so that processes whose shapes differ still understand each other.
         size = max(1024, 1 << (len(told) - 1).bit_length())
         rows = self._gather(torch.nn.functional.pad(told, (0, size - len(told))))
         numbers = rows[:, : len(own)].tolist()
-        for i, name in enumerate(alike, 2):
+        for i, name in enumerate(alike, len(own) - len(alike)):
             for rank, row in enumerate(numbers):
                 if row[i] != numbers[0][i]:
                     here, there = (_told(name, numbers[r][i]) for r in (0, rank))
                     raise ValueError(
                         f"{_NAME}: {name} must be the same on all processes, got {here} on rank 0 and {there} on rank {rank}"
                     )
-        self.offset = sum(int(row[0]) for row in numbers[: self.rank])
-        balls = rows[:, len(own) : len(told)]
-        return _Table(
-            [int(row[0]) for row in numbers],
-            int(numbers[0][1]),
-            balls[:, p.G :].unflatten(1, (p.G, p.D)),
-            balls[:, : p.G],
-        )
+        lengths = [int(row[0]) for row in numbers]
+        offsets = [sum(lengths[:rank]) for rank in range(self.size)]
+        self.offset = offsets[self.rank]
+        for rank, row in enumerate(numbers):
+            if row[2] == _OUT_OF_ORDER:
+                raise ValueError(
+                    f"{_NAME}: position_ids of a piece must count on from token to token, but those on rank {rank} do not: pieces are "
+                    "contiguous (context_parallel.shard), not made of head and tail"
+                )
+            if row[2] not in (-1, offsets[rank]) and lengths[rank]:
+                raise ValueError(
+                    f"{_NAME}: pieces must lie in the order of ranks, got position {row[2]:.0f} at the start of that on rank {rank}, "
+                    f"before which there are {offsets[rank]} tokens"
+                )
+        radii, centers, ranges = rows[:, len(own) : len(told)].split([p.G, p.G * p.D, 2 * p.B], 1)
+        if self.within:
+            self._join_ranges(ranges.long().cpu().unflatten(1, (p.B, 2)), lengths, offsets)
+        return _Table(lengths, int(numbers[0][1]), centers.unflatten(1, (p.G, p.D)), radii)
+
+    def _join_ranges(self, ranges: Tensor, lengths: list[int], offsets: list[int]) -> None:
+        """Make a key range of the whole sequence of those of the pieces [ranks, B, 2]."""
+        counts = (ranges[..., 1] - ranges[..., 0]).clamp(min=0)
+        if bool((counts == torch.tensor(lengths)[:, None]).all()):
+            self.key_range = None
+            return
+        whole = ranges + torch.tensor(offsets)[:, None, None]
+        total = sum(lengths)
+        empty = (counts == 0)[..., None]
+        first = whole.masked_fill(empty, total)[..., 0].amin(0)
+        end = whole.masked_fill(empty, 0)[..., 1].amax(0)
+        broken = (counts.sum(0) != (end - first).clamp(min=0)).nonzero().flatten().tolist()
+        if broken:
+            raise ValueError(
+                f"{_NAME}: attention_mask must mark one unbroken run of tokens per row, also across pieces, got a gap in row {broken[0]}"
+            )
+        self.key_range = torch.stack([first.minimum(end), end], -1)
 
     def agree(self, table: "_Table", needs: list[list[int]]) -> _Plan:
         """The second gather: how many keys each process fetches."""
@@ -503,10 +644,12 @@ class _Piece:
         slopes = [
             s if s is None or s.dim() == 1 else s.repeat_interleave(blocks, 0) for s in self.slopes
         ]
-        _, lse = _attention(
-            queries, keys, keys[..., :1], slopes[0], causal=p.causal, right_slopes=slopes[1], scale=p.scale,
-            key_range=ranges.to(q.device), query_start=torch.full((p.B * blocks,), _BLOCK, device=q.device),
-            tolerance=2.0**-10, return_lse=True,
+        _, lse = run(
+            *prepare(
+                _NAME, queries, keys, keys[..., :1], slopes[0], causal=p.causal, right_slopes=slopes[1], scale=p.scale,
+                key_range=ranges.to(q.device), query_start=torch.full((p.B * blocks,), _BLOCK, device=q.device),
+                tolerance=2.0**-10, lse=True,
+            ), "auto", True,
         )  # fmt: skip
         return lse.unflatten(0, (p.B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :n].double()
 
@@ -515,6 +658,10 @@ class _Piece:
     def given(self, halo: int | Sequence[int], lengths: Sequence[int] | None) -> _Plan:
         """The plan of numbers that all processes know."""
         p = self.problem
+        if self.within and self.key_range is not None:
+            raise ValueError(
+                f"{_NAME}: halo must be 'negotiate' where a mask marks padding, got {halo}"
+            )
         numbers = [halo] * p.G if isinstance(halo, int) else [int(n) for n in halo]
         if len(numbers) != p.G or any(n < 0 for n in numbers):
             raise ValueError(
@@ -553,7 +700,9 @@ class _Piece:
             first = ranges[..., 0].maximum(given[..., 0])
             ranges = torch.stack([first, ranges[..., 1].minimum(given[..., 1]).maximum(first)], -1)
             ranges = ranges.clamp(max=k.shape[2])
-        slopes = [None if s is None else _Summed.apply(s, self.group) for s in self.given_slopes]
+        slopes = self.given_slopes
+        if not self.within:
+            slopes = [None if s is None else _Summed.apply(s, self.group) for s in slopes]
         inputs, problem = prepare(
             _NAME, self.q, k, v, slopes[_LEFT], right_slopes=slopes[_RIGHT], causal=p.causal, scale=p.scale,
             key_range=ranges.to(k.device), query_start=torch.full((p.B,), width, device=k.device),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from linbias import _checks
 from linbias.torch import dense, nested
-from linbias.torch.call import Options, Slopes, prepare, run
+from linbias.torch.call import Options, Slopes, in_pieces, prepare, refuse_pieces, run
 from linbias.torch.operator import without_autocast
 
 
@@ -127,6 +127,12 @@ def attention(
             mask=mask, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
             implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
+    if in_pieces:
+        piece: Tensor | tuple[Tensor, Tensor] = in_pieces[-1](
+            q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
+            mask=mask, dropout=dropout, tolerance=tolerance, implementation=implementation, return_lse=return_lse,
+        )  # fmt: skip
+        return piece
     inputs, problem = prepare(
         "attention",
         q,
@@ -181,6 +187,7 @@ def attention_weights(
     """
     if unknown:
         _checks.refuse_unknown("attention_weights", unknown, attention_weights)
+    refuse_pieces("attention_weights")
     inputs, _ = prepare(
         "attention_weights",
         q,

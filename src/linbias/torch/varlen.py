@@ -8,7 +8,16 @@ from torch import Tensor
 
 from linbias import _checks
 from linbias.torch import packed
-from linbias.torch.call import Slopes, as_slopes, autocast, describe, last_end, prepare, run
+from linbias.torch.call import (
+    Slopes,
+    as_slopes,
+    autocast,
+    describe,
+    last_end,
+    prepare,
+    refuse_pieces,
+    run,
+)
 from linbias.torch.dropout import draw_seed
 
 # Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
@@ -67,6 +76,7 @@ def attention_varlen(
     """
     if unknown:
         _checks.refuse_unknown("attention_varlen", unknown, attention_varlen)
+    refuse_pieces("attention_varlen")
     for name, array in (("q", q), ("k", k), ("v", v)):
         shape = describe(name, array, "attention_varlen").shape
         if len(shape) != 3:
