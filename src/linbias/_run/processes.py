@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import distributed
+from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -87,6 +89,36 @@ def max_over_all(number: int, device: torch.device) -> int:
     largest = torch.tensor(number, device=device)
     distributed.all_reduce(largest, distributed.ReduceOp.MAX)
     return int(largest)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which processes share a sequence with this one.
+
+    Attributes:
+        group: They, in order; None for this one alone.
+        number: Of the group.
+        of: How many groups there are.
+    """
+
+    group: ProcessGroup | None
+    number: int
+    of: int
+
+    @classmethod
+    def by(cls, function: str, size: int) -> "Sharing":
+        """Every `size` processes in a row share; all processes call this.
+
+        Raises:
+            ValueError: Their number is no multiple of the size.
+        """
+        if num_processes() % size or size < 1:
+            raise ValueError(
+                f"{function}: context_parallel must divide the number of processes, {num_processes()} (torchrun --nproc-per-node "
+                f"starts them), got {size}"
+            )
+        group = None if size == 1 else distributed.new_subgroups(size)[0]
+        return cls(group, rank() // size, num_processes() // size)
 
 
 def wait_for_all() -> None:

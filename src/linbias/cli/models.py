@@ -48,6 +48,7 @@ def train(
     validate_lengths: options.ValidateLengths = None,
     prompt: options.ContinuedPrompt = None,
     fsdp: options.Fsdp = False,
+    context_parallel: options.Pieces = 1,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     **training: Any,
@@ -67,6 +68,7 @@ def train(
     [dim]linbias train --preset annotated --corpus shakespeare.txt --epochs 2 -o output/annotated[/]
     [dim]linbias train --task seq2seq --length 64 -o output/spans[/]
     [dim]torchrun --nproc-per-node 2 -m linbias train --steps 1000[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias train --length 65536 --batch-size 1 --context-parallel 2[/]
     """
     from linbias.data.corpus import find_corpus, load_corpus
 
@@ -95,6 +97,7 @@ def train(
         "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
         "prompt": prompt,
         "fsdp": {} if fsdp else None,
+        "context_parallel": context_parallel,
         "init": None if init is None else str(init),
     }
     settings = TrainSettings(**{**chosen.training, **given})
@@ -166,6 +169,10 @@ def evaluate(
     ] = None,
     limit_tokens: options.LimitTokens = None,
     batch_tokens: options.BatchTokens = 16384,
+    context_parallel: Annotated[
+        int,
+        typer.Option(help="Processes that share each segment, a piece each (torchrun)."),
+    ] = 1,
     stream: Annotated[
         bool,
         typer.Option(
@@ -197,6 +204,7 @@ def evaluate(
     [dim]zcat library.gz | linbias evaluate output/train --stream --corpus -[/]
     [dim]linbias evaluate bigscience/bloom-560m --length 2048,8192 --slope-scale none,interpolate[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
+    [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --length 262144 --context-parallel 2[/]
     """
     from linbias._run.processes import choose_device, joined
     from linbias.lm import evaluate as measure
@@ -210,7 +218,7 @@ def evaluate(
     lengths = options.parse_numbers("--length", length)
     scales = options.parse_slope_scales(slope_scale)
     if stream:
-        others = {"--length": length, "--stride": stride, "--slope-scale": slope_scale, "--precision": precision, "--max-bytes": max_bytes}  # fmt: skip
+        others = {"--length": length, "--stride": stride, "--slope-scale": slope_scale, "--precision": precision, "--max-bytes": max_bytes, "--context-parallel": None if context_parallel == 1 else context_parallel}  # fmt: skip
         for option, value in others.items():
             if value is not None:
                 raise ValueError(f"{option}: must be left out with --stream, got {value}")
@@ -229,7 +237,13 @@ def evaluate(
         if hides and scales is not None:
             kind = type(loaded).__name__
             raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
-        score: Callable[..., Any] = partial(measure, num_bytes=text.num_bytes)
+        if context_parallel != 1 and (hides or no_fuse):
+            raise ValueError(
+                f"evaluate: --context-parallel must be 1 but for causal models with linbias' attention, got {context_parallel}"
+            )
+        score: Callable[..., Any] = partial(
+            measure, num_bytes=text.num_bytes, context_parallel=context_parallel
+        )
         if hides:
             score = _hidden_score(loaded, files.name)
         if scales is not None and "interpolate" in scales and train_length is None:

@@ -156,6 +156,12 @@ ContinuedPrompt = Annotated[
     str | None,
     training_option("Continue this text after each validation, by 25 tokens.", "--prompt", "-p"),
 ]
+Pieces = Annotated[
+    int,
+    training_option(
+        "Processes that share each sequence, a piece each (torchrun).", "--context-parallel"
+    ),
+]
 Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun).", "--fsdp")]
 
 

@@ -52,6 +52,34 @@ class Segments(Dataset[dict[str, Tensor]]):
         return {"input_ids": segments[:, :-1], "labels": segments[:, 1:]}
 
 
+class InPieces(Dataset[dict[str, Tensor]]):
+    """Segments for processes of which each `pieces` in a row read one sequence, a piece each.
+
+    Data loaders give process r of a run the batches r, r + processes, and so on. Here batch j is piece j % pieces of
+    batch j // pieces of the segments: as many columns of it as the others have, or one more.
+
+    Args:
+        segments: Of whole sequences.
+        pieces: In which each is cut, along its length.
+        batch_size: Sequences of a batch of a process.
+    """
+
+    def __init__(self, segments: Segments, pieces: int, batch_size: int) -> None:
+        self.segments, self.pieces, self.batch_size = segments, pieces, batch_size
+
+    def __len__(self) -> int:
+        return len(self.segments) * self.pieces
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        """The piece of a batch: `input_ids` and `labels`, int64 [batch, about length / pieces]."""
+        batches = {index // self.batch_size for index in indices}
+        assert len(batches) == 1, "a data loader asks for one batch at a time"
+        batch, piece = divmod(batches.pop(), self.pieces)
+        rows = [batch * self.batch_size + index % self.batch_size for index in indices]
+        whole = self.segments.__getitems__(rows)
+        return {name: x.tensor_split(self.pieces, 1)[piece] for name, x in whole.items()}
+
+
 @lru_cache(maxsize=2)  # a batch may end one pass and begin the next
 def _shuffle(seed: int, pass_number: int, size: int) -> npt.NDArray[np.integer[Any]]:
     return np.random.default_rng((seed, pass_number)).permutation(size)

@@ -31,11 +31,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from linbias._run.files import Record
-from linbias._run.processes import max_over_all, num_processes, rank, sum_over_all
+from linbias._run.processes import Sharing, max_over_all, num_processes, sum_over_all
 from linbias.lm.memory import PeakMemory
 from linbias.lm.settings import PRECISIONS
 from linbias.lm.windows import Window, check_tokens, equal_windows
@@ -43,6 +44,7 @@ from linbias.models.limits import able_to_read, position_limit
 from linbias.models.linbias import LinbiasForMaskedLM
 from linbias.models.paper import PaperForCausalLM
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
+from linbias.torch.context_parallel import shard, use
 
 _OTHERS = {
     LinbiasForMaskedLM: "sees later tokens (evaluate_hidden scores it)",
@@ -155,6 +157,7 @@ def evaluate(
     device: torch.device | str | None = None,
     precision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    context_parallel: int = 1,
 ) -> Evaluation:
     """Scores a causal language model on a text, `length` tokens at a time.
 
@@ -180,6 +183,8 @@ def evaluate(
             float32. None computes in the type of the weights.
         progress: Called with (predictions scored, predictions to score) after each batch. Of several processes,
             each reports its own share as if all were as far.
+        context_parallel: Processes that share each window, a piece each, for windows longer than one of them holds
+            (`linbias.torch.context_parallel`); their number must be a multiple. The model's attention is linbias'.
 
     Returns:
         The Evaluation.
@@ -207,19 +212,23 @@ def evaluate(
     check_call(model, length, batch_tokens, limit_tokens)
     if stride is not None and not 1 <= stride <= length:
         raise ValueError(f"evaluate: stride must lie in [1, length = {length}], got {stride}")
+    sharing = Sharing.by("evaluate", context_parallel)
     num_tokens = min(len(ids) - 1, limit_tokens or len(ids))
     loss_sum, count = np.zeros(length), np.zeros(length, np.int64)
     num_done, start_time = 0, time.perf_counter()
     with computing(model, device, precision, min(length, num_tokens)) as memory:
         separate = _head_is_separate(model, ids[:8])
         batches = _batches(model, ids, num_tokens, length, stride, batch_tokens, separate)
-        for inputs, targets in islice(batches, rank(), None, num_processes()):
-            losses = _losses(model, inputs, targets, separate).double().sum(0).cpu().numpy()
+        for inputs, targets in islice(batches, sharing.number, None, sharing.of):
             rows, keep = targets.shape
-            scored = slice(inputs.shape[1] - keep, inputs.shape[1])
-            loss_sum[scored] += losses
-            count[scored] += rows
-            num_done += rows * keep
+            scored = range(inputs.shape[1] - keep, inputs.shape[1])
+            if sharing.group is not None:
+                losses, scored = _losses_of_piece(model, inputs, targets, separate, sharing.group)
+            else:
+                losses = _losses(model, inputs, targets, separate)
+            loss_sum[scored.start : scored.stop] += losses.double().sum(0).cpu().numpy()
+            count[scored.start : scored.stop] += rows
+            num_done += rows * len(scored)
             if progress is not None:
                 progress(min(num_done * num_processes(), num_tokens), num_tokens)
     loss_sum, count = sum_over_all(loss_sum, model.device), sum_over_all(count, model.device)
@@ -349,6 +358,31 @@ def _head_is_separate(model: PreTrainedModel, ids: NDArray[Any]) -> bool:
     ).last_hidden_state
     logits = model(input_ids=inputs, use_cache=False, return_dict=True).logits
     return torch.equal(head(hidden).to(logits.dtype), logits)
+
+
+def _losses_of_piece(
+    model: PreTrainedModel,
+    inputs: Tensor,
+    targets: Tensor,
+    head_is_separate: bool,
+    group: ProcessGroup,
+) -> tuple[Tensor, range]:
+    """The nll of the targets in this process's piece of the windows, and where in the windows they are."""
+    width, (rows, keep) = inputs.shape[1], targets.shape
+    first_scored = width - keep
+    if width < group.size():  # too short to be cut
+        if group.rank():
+            return targets.new_zeros(rows, 0), range(0)
+        return _losses(model, inputs, targets, head_is_separate), range(first_scored, width)
+    places = shard(torch.arange(width), 0, group)
+    begin, end = int(places[0]), int(places[-1]) + 1
+    scored = range(max(begin, first_scored), max(end, first_scored))
+    own = targets[:, scored.start - first_scored : scored.stop - first_scored]
+    with use(group):
+        # Others read its keys, also where nothing of the piece is scored.
+        read = own if len(scored) else torch.zeros_like(inputs[:, :1])
+        losses = _losses(model, inputs[:, begin:end], read, head_is_separate)
+    return losses[:, : len(scored)], scored
 
 
 def _losses(

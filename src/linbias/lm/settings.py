@@ -73,6 +73,8 @@ class TrainSettings(Checked):
         prompt: Text that the model continues after each validation; None for none.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
+        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), for runs
+            under torchrun; the number of processes must be a multiple. For task "causal" and position "alibi".
 
     Raises:
         ValueError: A field breaks its rule.
@@ -108,6 +110,7 @@ class TrainSettings(Checked):
     prompt: str | None = None
     tensorboard: bool = False
     fsdp: dict[str, Any] | None = None
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         budget = tuple(self.budget.values())
@@ -119,6 +122,7 @@ class TrainSettings(Checked):
         each("positive", lambda n: n > 0, "seconds", "epochs", "learning_rate")
         each("in [0, 1)", lambda n: 0 <= n < 1, "warmup", "learning_rate_floor")
         self._check_validation()
+        self._check_pieces()
         each("at least 0", lambda n: n >= 0, "weight_decay", "clip")
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
@@ -159,6 +163,17 @@ class TrainSettings(Checked):
                 rule = "left out for a task other than 'causal'"
                 self._require(name, self.task == "causal", rule, value)
                 self._require(name, steps > 0, "left out without validate_steps", value)
+
+    def _check_pieces(self) -> None:
+        pieces = self.context_parallel
+        self._require("context_parallel", 1 <= pieces <= self.length, f"from 1 to length = {self.length}", pieces)  # fmt: skip
+        if pieces > 1:
+            rule = "1 unless task is 'causal' and the position 'alibi'"
+            fits = self.task == "causal" and self.model.get("position", "alibi") == "alibi"
+            self._require("context_parallel", fits, rule, pieces)
+            rule = "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads long texts)"
+            plain = not self.validate_lengths and self.prompt is None
+            self._require("context_parallel", plain, rule, pieces)
 
     @property
     def budget(self) -> dict[str, float | None]:

@@ -40,10 +40,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from linbias._run.files import Record, write_json
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.processes import from_main, is_main, wait_for_all
+from linbias._run.processes import Sharing, from_main, is_main, wait_for_all
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
-from linbias.data.segments import Segments
+from linbias.data.segments import InPieces, Segments
 from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
 from linbias.lm.checkpoints import Checkpoints
@@ -68,7 +68,7 @@ from linbias.models.loading import no_bars
 _WARM_STEPS, _TIMED_STEPS = 2, 8
 
 # What a run may continue with other values of, since its weights do not depend on them.
-_CADENCE = ("save_steps", "validate_steps", "validate_lengths", "prompt")
+_CADENCE = ("save_steps", "validate_steps", "validate_lengths", "prompt", "context_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,11 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 def _check_batch(settings: TrainSettings) -> None:
-    processes = PartialState().num_processes
-    if settings.batch_size % (processes * settings.accumulation):
+    readers = Sharing.by("train", settings.context_parallel).of
+    if settings.batch_size % (readers * settings.accumulation):
         raise ValueError(
-            f"TrainSettings: batch_size must be a multiple of processes x accumulation = "
-            f"{processes} x {settings.accumulation}, got {settings.batch_size}"
+            f"TrainSettings: batch_size must be a multiple of processes / context_parallel x accumulation = "
+            f"{readers} x {settings.accumulation}, got {settings.batch_size}"
         )
 
 
@@ -332,17 +332,19 @@ def _trainer(
     steps: int,
     callbacks: list[TrainerCallback],
 ) -> Trainer:
-    processes = PartialState().num_processes
+    sharing, pieces = Sharing.by("train", settings.context_parallel), settings.context_parallel
     validation = _validation_segments(settings, corpus) if settings.validate_steps else None
     # The Trainer averages over batches, which must be of one size for an exact mean.
     whole_batches = validation is not None and len(validation) >= settings.batch_size
+    batch_size = settings.batch_size // (sharing.of * settings.accumulation)
+    validation_batch_size = settings.batch_size // sharing.of if whole_batches else 1
     arguments = trainer_arguments(
         folder,
         device=settings.device,
         precision=settings.precision,
         fsdp=settings.fsdp,
         max_steps=steps,
-        per_device_train_batch_size=settings.batch_size // (processes * settings.accumulation),
+        per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="cosine",
@@ -356,7 +358,7 @@ def _trainer(
         logging_steps=math.gcd(settings.save_steps, 10),
         eval_strategy="steps" if settings.validate_steps else "no",
         eval_steps=_steps_between_validations(settings, corpus) or steps,
-        per_device_eval_batch_size=settings.batch_size // processes if whole_batches else 1,
+        per_device_eval_batch_size=validation_batch_size,
         # Only where spans are written do devices have unequal numbers of tokens.
         average_tokens_across_devices=settings.task == "seq2seq",
     )
@@ -370,19 +372,26 @@ def _trainer(
         outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        if pieces > 1:  # processes count alike, and their pieces may differ by a token
+            loss = loss * (labels.shape[1] * pieces / settings.length)
         if settings.task == "seq2seq" and num_items_in_batch is not None:  # parts are unequal
             return loss * ((labels != -100).sum() / num_items_in_batch)
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
+    num_segments = steps * settings.batch_size
+    train: Any = _segments(settings, corpus, corpus.train, num_segments, settings.seed)
+    valid: Any = validation
+    if pieces > 1:
+        train = InPieces(train, pieces, batch_size)
+        valid = valid and InPieces(valid, pieces, validation_batch_size)
     return LanguageModelTrainer(
         model,
         arguments,
         data_collator=lambda batch: batch,
-        train_dataset=_segments(
-            settings, corpus, corpus.train, steps * settings.batch_size, settings.seed
-        ),
-        eval_dataset=validation,
+        train_dataset=train,
+        eval_dataset=valid,
+        pieces=sharing.group,
         compute_loss_func=mean_loss,
         callbacks=callbacks,
         learning_rate_floor=settings.learning_rate_floor,
