@@ -128,3 +128,18 @@ def not_linbias() -> None:
     config = AutoConfig.for_model("bloom", vocab_size=61, hidden_size=32, n_layer=1, n_head=2)
     with context_parallel.use():
         AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]]))
+
+
+def attend_packed(
+    arrays: dict[str, np.ndarray], edges: list[int], options: dict[str, Any]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], tuple[int, int, int]]:
+    """`attend`, of packed documents: arrays [n, heads, size] and their edges in the whole sequence."""
+    leaves = {n: torch.tensor(arrays[n]).requires_grad_() for n in ("q", "k", "v", "slopes")}
+    with Sent() as sent:
+        out, lse = context_parallel.attention_varlen(
+            leaves["q"], leaves["k"], leaves["v"], torch.tensor(edges), leaves["slopes"], return_lse=True, **options
+        )  # fmt: skip
+        told = sent.bytes, sent.exchanges, sent.gathers
+        (out * torch.tensor(arrays["dout"])).sum().backward()
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    return _numpy({"out": out, "lse": lse}), _numpy(gradients), told

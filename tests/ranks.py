@@ -41,7 +41,8 @@ class Ranks:
         ]
 
     def start(self, function: str, arguments: list[tuple[Any, ...]]) -> None:
-        for process, given in zip(self._processes, arguments, strict=True):
+        for rank, (process, given) in enumerate(zip(self._processes, arguments, strict=True)):
+            assert process.poll() is None, f"rank {rank} ended with {process.poll()}"
             pickle.dump((function, given), process.stdin)
             process.stdin.flush()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import contract
+import linbias.torch
 import pieces
 from cases import Case, Inputs, by_name, make_inputs
 from contract import check_case
@@ -296,3 +297,42 @@ def test_other_positions_are_refused(position: str) -> None:
     with Ranks(1) as one:
         one.start("pieces:read", [(("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {})])  # fmt: skip
         assert "is read by linbias.torch.attention alone" in str(one.wait()[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("how", ["even", "uneven"])
+@pytest.mark.parametrize(
+    "edges", [(0, 400), (0, 10, 90, 90, 260, 400), (0, 100, 200, 300, 400)], ids=str
+)
+def test_documents_cut_by_the_edges_of_pieces(four: Ranks, edges: tuple[int, ...], how: str, causal: bool) -> None:  # fmt: skip
+    rng = np.random.default_rng(0)
+    heads = {"q": 4, "k": 2, "v": 2, "dout": 4}
+    arrays = {n: rng.standard_normal((400, h, 8)) for n, h in heads.items()}
+    slopes = np.array([2.0, 0.0, 0.02, 0.3])
+    given = [
+        ({**{n: x[rows] for n, x in arrays.items()}, "slopes": slopes}, list(edges), {"causal": causal})
+        for rows in cut(400, 4, how)
+    ]  # fmt: skip
+    found = four.run("pieces:attend_packed", given)
+    leaves = {n: torch.tensor(x).requires_grad_() for n, x in {**arrays, "slopes": slopes}.items()}
+    cu = torch.tensor(edges)
+    out, lse = linbias.torch.attention_varlen(
+        leaves["q"], leaves["k"], leaves["v"], cu, cu, leaves["slopes"], causal=causal, return_lse=True
+    )  # fmt: skip
+    (out * leaves["dout"].detach()).sum().backward()
+    for kind, whole in ((0, {"out": out, "lse": lse}), (1, {n: leaves[n].grad for n in ("q", "k", "v")})):  # fmt: skip
+        for name, expected in whole.items():
+            joined = np.concatenate([part[kind][name] for part in found])
+            np.testing.assert_allclose(joined, expected.detach().numpy(), rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found[0][1]["slopes"], leaves["slopes"].grad.numpy(), rtol=1e-10)
+    if edges == (0, 100, 200, 300, 400) and how == "even":
+        assert (
+            sum(told[0] for *_, told in found) == 4 * 3 * (1024 + 4) * 8
+        )  # nothing but two gathers
+
+
+def test_edges_of_documents_that_are_wrong(four: Ranks) -> None:
+    arrays = {n: np.ones((10, 4, 8)) for n in ("q", "k", "v", "dout")}
+    four.start("pieces:attend_packed", [({**arrays, "slopes": np.ones(4)}, [0, 30], {})] * 4)
+    for answer in four.wait():
+        assert "cu_seqlens must start at 0, never fall and end at 40" in str(answer)

@@ -26,11 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from linbias import _checks
 from linbias.torch.call import Slopes, as_slopes, autocast, in_pieces, prepare, run
+from linbias.torch.varlen import attention_varlen as _attention_varlen
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 _NAME = "context_parallel.attention"
 _BLOCK = 64  # queries that are compared with the keys around them for a first idea of their sums
+_ROWS = 1 << 14  # queries that are asked at once what they need
 _LEFT, _RIGHT = 0, 1
 _OUT_OF_ORDER = -2
 
@@ -127,6 +129,69 @@ def _run(
     if check:
         piece.refuse_too_few(plan, lse)
     return out, lse
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    scale: float | None = None,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+    group: Group = None,
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run `linbias.torch.attention_varlen` on documents packed end to end, cut into pieces anywhere, also within a document.
+
+    Otherwise as `attention`, with halo="negotiate": only the documents at the edges of a piece fetch keys.
+
+    Args:
+        q: [n, H, D], the piece's n tokens.
+        k: [n, G, D].
+        v: [n, G, E].
+        cu_seqlens: [documents + 1], integers, alike on all processes: where documents begin and end in the whole
+            sequence; they start at 0, do not fall, and end at the sum of all n.
+        slopes: [H].
+        causal, right_slopes, scale, tolerance, implementation, return_lse, group: As for `attention`.
+
+    Returns:
+        [n, H, E]; with return_lse also lse [n, H].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As `attention`; or cu_seqlens breaks the rule.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed as dist
+        >>> store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> q = k = v = torch.ones(5, 2, 4)
+        >>> attention_varlen(q, k, v, torch.tensor([0, 2, 5])).shape
+        torch.Size([5, 2, 4])
+        >>> dist.destroy_process_group()
+    """
+    if unknown:
+        _checks.refuse_unknown("context_parallel.attention_varlen", unknown, attention_varlen)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{_NAME}_varlen: {name} must have 3 axes, n, heads, size, got {list(x.shape)}")  # fmt: skip
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    piece = _Piece(q, k, v, slopes, right_slopes, group, key_range=None, causal=causal, scale=scale, tolerance=tolerance)  # fmt: skip
+    piece.documents = cu_seqlens.cpu().numpy().astype(np.int64)
+    table = piece.meet()
+    total, edges = sum(table.lengths), piece.documents
+    if edges.ndim != 1 or not len(edges) or edges[0] != 0 or edges[-1] != total or (np.diff(edges) < 0).any():  # fmt: skip
+        raise ValueError(
+            f"{_NAME}_varlen: cu_seqlens must start at 0, never fall and end at {total}, the tokens of all pieces, got {edges.tolist()}"
+        )
+    out, lse = piece.attend_documents(piece.agree(table, piece.needs(table)), implementation)
+    return (out, lse) if return_lse else out
 
 
 @contextmanager
@@ -296,24 +361,40 @@ class _Part:
 class _Fetch(torch.autograd.Function):
     """Keys and values beyond the edges: k and v to halos [B, G, width, D] and [B, G, width, E] of both sides.
 
-    A left halo ends at its last row, a right one begins at its first; what a head does not fetch is zeros.
+    A left halo ends at its last row, a right one begins at its first; what a head does not fetch is zeros. Slopes pass
+    through: their gradients are added up over the processes, in one step with the exchange, so that all processes do
+    both in one order.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, plan: _Plan, group: Group
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        left: Tensor | None,
+        right: Tensor | None,
+        plan: _Plan,
+        group: Group,
+    ) -> tuple[Tensor | None, ...]:
         ctx.plan, ctx.group, ctx.shapes = plan, group, (k.shape, v.shape)
         halos = _halos(plan, k, v)
         _exchange(plan, group, (k, v), halos, back=False)
-        return halos[0][0], halos[0][1], halos[1][0], halos[1][1]
+        slopes = (s if s is None else s.view_as(s) for s in (left, right))
+        return *halos[0], *halos[1], *slopes
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         dk, dv = (gradients[0].new_zeros(shape) for shape in ctx.shapes)
-        halos = (gradients[0], gradients[1]), (gradients[2], gradients[3])
-        _exchange(ctx.plan, ctx.group, (dk, dv), halos, back=True)
-        return dk, dv, None, None
+        _exchange(ctx.plan, ctx.group, (dk, dv), (gradients[:2], gradients[2:4]), back=True)
+        slopes = list(gradients[4:])
+        for side, needed in enumerate(ctx.needs_input_grad[2:4]):
+            if needed:
+                # A copy: the gradient may be one number that is seen many times.
+                total = slopes[side].double().clone(memory_format=torch.contiguous_format)
+                with _named_failures():
+                    dist.all_reduce(total, group=_process_group(ctx.group))
+                slopes[side] = total.to(slopes[side].dtype)
+        return dk, dv, *slopes, None, None
 
 
 def _halos(plan: _Plan, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -382,22 +463,6 @@ def _exchange(
                 target.copy_(new)
 
 
-class _Summed(torch.autograd.Function):
-    """Slopes that all processes have: their gradient is the sum of what each finds."""
-
-    @staticmethod
-    def forward(ctx: Any, slopes: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return slopes.view_as(slopes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.double()
-        with _named_failures():
-            dist.all_reduce(total, group=_process_group(ctx.group))
-        return total.to(gradient.dtype), None
-
-
 class _Piece:
     """A process's arguments, checked, and what the processes tell each other before and after they exchange keys.
 
@@ -405,10 +470,13 @@ class _Piece:
         within: Whether a model runs on pieces (`use`): key_range counts within the piece, and gradients of slopes
             are those of the piece.
         begins: The number that the first token must have; None for any.
+        documents: [documents + 1], where documents begin and end in the whole sequence, none of which sees another;
+            None for one.
     """
 
     within = False
     begins: int | None = None
+    documents: np.ndarray[Any, Any] | None = None
 
     def __init__(
         self,
@@ -467,6 +535,7 @@ class _Piece:
             "slopes": _checksum(self.slopes[_LEFT]),
             "right_slopes": _checksum(self.slopes[_RIGHT]),
             "key_range": 0 if self.within else _checksum(self.key_range),
+            "cu_seqlens": 0 if self.documents is None else zlib.crc32(self.documents.tobytes()),
         }
         seed = 0 if self.seed is None else int(self.seed)
         own = [p.T, seed, -1 if self.begins is None else self.begins, *alike.values()]
@@ -540,18 +609,43 @@ class _Piece:
         Args:
             lse: [B, H, n], of all queries; None: at least what the keys around them in the own piece make it.
         """
-        found = [[0] * self.problem.G for _ in range(2)]
+        found = np.zeros((2, self.problem.G), np.int64)
         for side, slopes in enumerate(self.slopes):
             others = range(self.rank) if side == _LEFT else range(self.rank + 1, self.size)
-            most = self._within_reach(table, side)
-            if slopes is not None and self.problem.T and int(most.max(initial=0)):
-                found[side] = self._needs_beyond(side, slopes, *table.ball(others), most, lse)
-        return found
+            most, looking = self._within_reach(table, side), self.own_document(side)
+            if slopes is None or not most.max(initial=0):
+                continue
+            ball = table.ball(others)
+            for start in range(looking.start, looking.stop, _ROWS):
+                rows = slice(start, min(start + _ROWS, looking.stop))
+                inwards = start if side == _LEFT else looking.stop - rows.stop
+                needed = self._needs_beyond(side, slopes, *ball, most, rows, inwards, lse)
+                found[side] = np.maximum(found[side], needed)
+        return found.tolist()
+
+    def own_document(self, side: int) -> slice:
+        """The own rows of the document that lies at an edge: all rows, where there are no documents."""
+        rows = slice(0, self.problem.T)
+        if self.documents is None or not self.problem.T:
+            return rows
+        begin, end = (x - self.offset for x in self._document_at(side))
+        return slice(max(begin, 0), min(end, rows.stop))
+
+    def _document_at(self, side: int) -> tuple[int, int]:
+        """Begin and end, in the whole sequence, of the document that the first or last own row belongs to."""
+        assert self.documents is not None
+        row = self.offset if side == _LEFT else self.offset + self.problem.T - 1
+        at = int(np.searchsorted(self.documents, row, "right"))
+        return int(self.documents[at - 1]), int(self.documents[at])
 
     def _within_reach(self, table: "_Table", side: int) -> np.ndarray[Any, Any]:
-        """[B]: keys between an edge and the far end of the key range, or of the sequence."""
+        """[B]: keys between an edge and the far end of the key range, of the document there, or of the sequence."""
         total = sum(table.lengths)
+        if not self.problem.T:
+            return np.zeros(self.problem.B, np.int64)
         ranges = np.array([[0, total]] * self.problem.B).reshape(-1, 2)
+        if self.documents is not None:
+            ranges[:] = self._document_at(side)
         if self.key_range is not None:
             ranges = self.key_range.numpy()
             _checks.check_key_range_values(_NAME, ranges, total)
@@ -566,14 +660,17 @@ class _Piece:
         center: Tensor,
         radius: Tensor,
         most: np.ndarray[Any, Any],
+        rows: slice,
+        inwards: int,
         lse: Tensor | None,
-    ) -> list[int]:
-        """[G]: of keys in balls around center [G, D] with radius [G], at most `most` [B] beyond an edge.
+    ) -> np.ndarray[Any, Any]:
+        """[G]: how many keys some rows need of those in balls around center [G, D] with radius [G] beyond an edge.
 
+        The rows begin, or on the right end, `inwards` from the edge, beyond which at most `most` [B] are visible.
         All keys from a distance d on weigh at most exp(scale q . c + |scale q| r - m d) / (1 - exp(-m)).
         """
         p, m = self.problem, slopes.double()[..., None]  # [H, 1] or [B, H, 1]
-        q = self.q.double()
+        q = self.q[:, :, rows].double()
         aligned = p.scale * torch.einsum(
             "bghtd,gd->bght", q.unflatten(1, (p.G, -1)), center
         ).flatten(1, 2)
@@ -585,37 +682,38 @@ class _Piece:
         best = aligned + norms * reach + rounding
         limit = torch.from_numpy(most).to(q.device)[:, None, None].double()
         count = torch.minimum(-torch.log(-torch.expm1(-m)), limit.log())
-        inwards = torch.arange(p.T, device=q.device)
+        between = torch.arange(q.shape[2], device=q.device) + inwards
         if side == _RIGHT:
-            inwards = inwards.flip(0)
+            between = between.flip(0)
 
         def beyond(lse: Tensor) -> Tensor:
             """[B, H, n]: the key at a distance of this and more may go."""
-            keys = ((best + count - lse.double() - self.log_share) / m).ceil() - 1 - inwards
+            keys = ((best + count - lse.double() - self.log_share) / m).ceil() - 1 - between
             # What cannot be bounded is fetched; a hidden side needs nothing.
             keys = torch.where(keys.isnan() | (m == 0), math.inf, keys).clamp(min=0)
             return torch.where(m.isinf(), 0.0, torch.minimum(keys, limit))
 
         if lse is None:
             # Each query's own key is a first idea of its sum. Those for which it is not enough ask their neighbours.
-            keys = beyond(self._own_scores())
+            keys = beyond(self._own_scores(rows))
             asking = (keys > 0).any(0).any(0).nonzero().flatten()
             if len(asking):
-                rows = slice(int(asking[0]), int(asking[-1]) + 1)
+                some = slice(int(asking[0]), int(asking[-1]) + 1)
                 lse = torch.full_like(keys, -math.inf)
-                lse[:, :, rows] = self._sums_around(rows)
+                lse[:, :, some] = self._sums_around(slice(rows.start + some.start, rows.start + some.stop))  # fmt: skip
                 keys = torch.minimum(keys, beyond(lse))
         else:
-            keys = beyond(lse)
-        return keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1).long().tolist()
+            keys = beyond(lse[:, :, rows])
+        most_of_head: np.ndarray[Any, Any] = keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1).long().cpu().numpy()  # fmt: skip
+        return most_of_head
 
-    def _own_scores(self) -> Tensor:
-        """[B, H, n]: the score of each query's own key, -inf where the key range hides it."""
+    def _own_scores(self, rows: slice) -> Tensor:
+        """[B, H, rows]: the score of each query's own key, -inf where the key range hides it."""
         p = self.problem
-        keys = self.k.double().repeat_interleave(p.H // p.G, 1)
-        scores = p.scale * (self.q.double() * keys).sum(-1)
+        keys = self.k[:, :, rows].double().repeat_interleave(p.H // p.G, 1)
+        scores = p.scale * (self.q[:, :, rows].double() * keys).sum(-1)
         if self.key_range is not None:
-            own = torch.arange(p.T) + self.offset
+            own = torch.arange(rows.start, rows.stop) + self.offset
             first, end = self.key_range[:, :1], self.key_range[:, 1:]
             hidden = ((own < first) | (own >= end)).to(scores.device)
             scores = scores.masked_fill(hidden[:, None], -math.inf)
@@ -687,12 +785,19 @@ class _Piece:
             seed = int(drawn)
         return _Plan(self.rank, lengths, counts, seed)
 
+    def fetch(self, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys and values [B, G, left halo + n + right halo, size], and the slopes as they were given."""
+        summed = [None if self.within else s for s in self.given_slopes]
+        found = _Fetch.apply(self.k, self.v, *summed, plan, self.group)
+        k, v = (torch.cat([found[i], x, found[i + 2]], 2) for i, x in enumerate((self.k, self.v)))
+        left, right = self.given_slopes if self.within else found[4:]
+        return k, v, left, right
+
     def attend(self, plan: _Plan, implementation: str) -> tuple[Tensor, Tensor]:
         """Out and lse of the own queries, over the own keys and those that are fetched."""
         p = self.problem
         width, _ = plan.widths()
-        left_k, left_v, right_k, right_v = _Fetch.apply(self.k, self.v, plan, self.group)
-        k, v = torch.cat([left_k, self.k, right_k], 2), torch.cat([left_v, self.v, right_v], 2)
+        k, v, *slopes = self.fetch(plan)
         left, right = (torch.tensor(counts) for counts in plan.counts[self.rank])
         ranges = torch.stack([width - left, width + p.T + right], -1).expand(p.B, -1, -1)
         if self.key_range is not None:
@@ -700,9 +805,6 @@ class _Piece:
             first = ranges[..., 0].maximum(given[..., 0])
             ranges = torch.stack([first, ranges[..., 1].minimum(given[..., 1]).maximum(first)], -1)
             ranges = ranges.clamp(max=k.shape[2])
-        slopes = self.given_slopes
-        if not self.within:
-            slopes = [None if s is None else _Summed.apply(s, self.group) for s in slopes]
         inputs, problem = prepare(
             _NAME, self.q, k, v, slopes[_LEFT], right_slopes=slopes[_RIGHT], causal=p.causal, scale=p.scale,
             key_range=ranges.to(k.device), query_start=torch.full((p.B,), width, device=k.device),
@@ -715,6 +817,32 @@ class _Piece:
             problem = replace(problem, dropout=p.dropout)
         out, lse = run(inputs, problem, implementation, True)
         return out, lse
+
+    def attend_documents(self, plan: _Plan, implementation: str) -> tuple[Tensor, Tensor]:
+        """`attend`, where queries see the keys of their own document: out [n, H, E] and lse [n, H]."""
+        p, (left, right) = self.problem, plan.widths()
+        assert self.documents is not None
+        k, v, *slopes = self.fetch(plan)
+        edges = np.unique((self.documents - self.offset).clip(0, p.T))  # those of the own rows
+        lengths = np.diff(edges)
+        ranges = np.repeat(np.stack([0 * lengths, lengths], -1)[:, None], p.G, 1)
+        starts = 0 * lengths
+        # What is fetched belongs to the documents at the edges.
+        if len(lengths):
+            counts = np.array(plan.counts[self.rank])
+            lengths[0] += left
+            starts[0] = left
+            ranges[0] += left
+            ranges[0, :, 0] -= counts[_LEFT]
+            lengths[-1] += right
+            ranges[-1, :, 1] += counts[_RIGHT]
+        keys = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
+        found = _attention_varlen(
+            self.q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), torch.from_numpy(edges if p.T else edges[:1]), keys,
+            slopes[_LEFT], right_slopes=slopes[_RIGHT], causal=p.causal, scale=p.scale, key_range=torch.from_numpy(ranges),
+            query_start=torch.from_numpy(starts), tolerance=p.tolerance / 2, implementation=implementation, return_lse=True,
+        )  # fmt: skip
+        return found[0], found[1]
 
     def refuse_too_few(self, plan: _Plan, lse: Tensor) -> None:
         """Raise on all processes if a head of one should have fetched more."""
@@ -755,7 +883,8 @@ class _Table:
 def _told(name: str, number: float) -> str:
     if name == "dtype":
         return _checks.FLOATS[int(number)]
-    return f"{'checksum ' if name in ('slopes', 'right_slopes', 'key_range') else ''}{number:.10g}"
+    is_checksum = name in ("slopes", "right_slopes", "key_range", "cu_seqlens")
+    return f"{'checksum ' if is_checksum else ''}{number:.10g}"
 
 
 def _checksum(x: Tensor | None) -> int:
