@@ -79,3 +79,17 @@ def attend_or_die(arrays: dict[str, np.ndarray], dies: bool) -> None:
     if dies:
         os._exit(1)
     attend(arrays, "float32", {}, False)
+
+
+def sent_in_a_step(
+    arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any]
+) -> tuple[int, int]:
+    """Bytes that this process sends forward, and forward and backward."""
+    q, k, v = (
+        torch.tensor(arrays[n], dtype=getattr(torch, dtype)).requires_grad_() for n in "qkv"
+    )
+    with Sent() as sent:
+        out = context_parallel.attention(q, k, v, **options)
+        forward = sent.bytes
+        out.sum().backward()
+    return forward, sent.bytes
