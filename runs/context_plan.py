@@ -14,11 +14,13 @@ Bytes are those that one rank sends for one layer in one training step of one se
     all-gather  all other pieces of K and V, and back a reduce-scatter of their gradients
     ring        K and V once around, and back K, V and their gradients
     Ulysses     q, k, v and out from pieces to heads by all-to-all, and back the gradients of all four; with more ranks than key/value
-                heads each of these is sent to several ranks, and with more ranks than query heads it cannot be done
+                heads each of these is sent to several ranks, and with more ranks than query heads it cannot be done; where ranks do not
+                divide the heads, the mean of the ranks
 
-A time of communication is bytes / link speed + messages * latency, where a collective over P ranks counts P - 1 messages. A time of
-attention is 2 * (D + E) operations for each pair of a query and a key, and 2.5 times as many backward, at the given rate: for the halo
-those pairs that the near-to-far kernels read, for the last rank; for the other ways all visible pairs, shared equally among the ranks.
+A time of communication is bytes / link speed + messages * latency. Over P ranks, a gather, all-gather or reduce-scatter counts log2 P
+messages one after the other, a round of the ring or an all-to-all P - 1, and the exchange of a halo one for each rank that gets something.
+A time of attention is 2 * (D + E) operations for each pair of a query and a key, and 2.5 times as many backward, at the given rate: for the
+halo those pairs that the near-to-far kernels read, for the last rank; for the other ways all visible pairs, shared equally among the ranks.
 """
 
 import argparse
@@ -252,6 +254,11 @@ class Machine:
         }
 
 
+def steps(ranks: int) -> int:
+    """Messages one after the other of a collective in which what is known doubles with each."""
+    return math.ceil(math.log2(ranks))
+
+
 def pairs_read(window: float, tokens: float) -> float:
     """Pairs of a query and a key in a causal sequence in which no query reads more than `window` keys."""
     window = min(window, tokens)
@@ -268,7 +275,7 @@ def others(H: int, G: int, D: int, tokens: int, ranks: int, itemsize: int, machi
     exchanged = away * n * heads * D * itemsize
     found: dict[str, Record | None] = {}
     for name, forward, backward, messages in (
-        ("all-gather", away * piece, away * piece, 2 * away),
+        ("all-gather", away * piece, away * piece, 2 * steps(ranks)),
         ("ring", away * piece, 2 * away * piece, 3 * away),
         ("ulysses", exchanged, exchanged, 8 * away),
     ):
@@ -287,7 +294,7 @@ def halo(found: list[Planned], read: list[list[float]], D: int, tokens: int, ran
     layers = []
     for planned, windows in zip(found, read, strict=True):
         step = planned.step()
-        messages = max(planned.peers) + 2 * (ranks - 1)  # exchanges, and two gathers
+        messages = max(planned.peers) + 2 * steps(ranks)  # exchanges, and two gathers
         both = zip(planned.sent, planned.fetched, planned.gathered, strict=True)
         # A link carries both ways at once: forward the larger of the two counts, and backward again.
         busiest = max(2 * max(sent, fetched) + gathered for sent, fetched, gathered in both)
@@ -379,7 +386,8 @@ def written() -> dict[str, str]:
     r = records[-1]
     text = (
         f"Times: links of {r['gbytes_per_second']:g} GB/s with {r['latency_us']:g} microseconds for each message, and attention at"
-        f" {r['tflops']:g} TFLOP/s. `python runs/context_plan.py`, {r['date']}."
+        f" {r['tflops']:g} TFLOP/s; in brackets the share of communication where neither hides behind the other."
+        f" `python runs/context_plan.py`, {r['date']}."
     )
     return {"traffic": "\n\n".join([*parts, text])}
 
@@ -403,7 +411,7 @@ def table(records: list[Record]) -> str:
         f" slopes from {max(r['slopes']):g} to {min(r['slopes']):g}; simulated up to {size(r['longest_simulated'])} tokens, calculated beyond."
     )
     lines = [
-        "| tokens | ranks | halo | busiest rank | all-gather | ring | Ulysses | all-gather / halo | messages | communication / attention, ms | all-gather, ms |",
+        "| tokens | ranks | halo | busiest rank | all-gather | ring | Ulysses | all-gather / halo | messages | halo: communication / attention, ms | all-gather: the same |",
         "|---" * 11 + "|",
     ]
     for r in sorted(records, key=lambda r: (r["tokens"], r["ranks"])):
@@ -427,7 +435,8 @@ def size(tokens: int) -> str:
 
 
 def times(figures: Record) -> str:
-    return f"{short(figures['communication_ms'])} / {short(figures['attention_ms'])}"
+    both = short(figures["communication_ms"]), short(figures["attention_ms"])
+    return f"{' / '.join(both)} ({figures['share']:.0%})"
 
 
 def megabytes(count: float) -> str:

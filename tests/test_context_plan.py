@@ -99,6 +99,7 @@ def test_the_other_ways_by_hand() -> None:
     sent = 9 * piece / 25e9 + 9 * 50e-6
     assert found["ring"]["communication_ms"] == pytest.approx(sent * 1e3, rel=1e-3)
     assert found["ring"]["longer"] == "communication"
+    assert [found[name]["messages"] for name in found] == [2 * 2, 3 * 3, 8 * 3]
 
 
 def test_pairs_that_are_read() -> None:
