@@ -154,4 +154,5 @@ def test_the_script_of_the_guide_runs_on_two_processes(tmp_path: Any) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0: 4096 tokens", "rank 1: 4096 tokens"]
+    for rank in range(2):  # in any order, and perhaps in one line
+        assert done.stdout.count(f"rank {rank}: 4096 tokens") == 1

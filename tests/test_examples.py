@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
 
     def start(*given):
         done = subprocess.run([sys.executable, *words, *given], capture_output=True, text=True, check=True)  # fmt: skip
-        return sorted(line.split(",")[0] for line in done.stdout.splitlines())
+        return sorted(re.findall(r"rank \d: [^,]*jsonl", done.stdout))
 
     assert start(*files[:2]) == [f"rank {i}: {files[i]}" for i in range(2)]
     written = {path: path.stat().st_mtime_ns for path in vectors.iterdir()}
