@@ -143,3 +143,17 @@ def attend_packed(
         (out * torch.tensor(arrays["dout"])).sum().backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     return _numpy({"out": out, "lse": lse}), _numpy(gradients), told
+
+
+def sent_in_a_step(
+    arrays: dict[str, np.ndarray], dtype: str, options: dict[str, Any]
+) -> tuple[int, int]:
+    """Bytes that this process sends forward, and forward and backward."""
+    q, k, v = (
+        torch.tensor(arrays[n], dtype=getattr(torch, dtype)).requires_grad_() for n in "qkv"
+    )
+    with Sent() as sent:
+        out = context_parallel.attention(q, k, v, **options)
+        forward = sent.bytes
+        out.sum().backward()
+    return forward, sent.bytes

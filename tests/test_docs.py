@@ -107,6 +107,10 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     write_paper_model(tmp_path)
     if document.name == "existing-models.md":
         write_existing_models(tmp_path)
+    if document.name == "many-machines.md":  # as torchrun says it to one process
+        for variable, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 0)):
+            monkeypatch.setenv(variable, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
     from linbias.models import LinbiasConfig, LinbiasForCausalLM
 
@@ -192,7 +196,7 @@ def test_tables_of_abilities_are_those_of_the_implementations():
 
 
 def test_results_are_what_the_records_say():
-    """`runs/update_readme.py`, and `--only write` of `runs/paper_small.py` and `runs/streams.py`, write them."""
+    """`runs/update_readme.py`, and `--only write` of `runs/paper_small.py` and `runs/streams.py`, `runs/context_plan.py --write`, write them."""
     report, update, minus = (
         run_script("paper_report"),
         run_script("update_readme"),
@@ -201,6 +205,8 @@ def test_results_are_what_the_records_say():
     comparison = report.parts(report.read_kept())
     parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
     parts["docs/guides/endless-texts.md", "measured"] = run_script("streams").measured()
+    plans = run_script("context_plan").written()
+    parts |= {("docs/guides/many-machines.md", part): text for part, text in plans.items()}
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
         shown = re.search(rf"<!-- {part}: .*? -->\n(.*?)\n<!-- /{part} -->", written, re.DOTALL)

@@ -1,9 +1,14 @@
 """Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/test_flax.py.)"""
 
 import importlib.util
+import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,7 +41,11 @@ def test_an_example_trains_and_reads_beyond_its_length(name, capsys, monkeypatch
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SIZES, "flax_extrapolation"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *SIZES,
+        "flax_extrapolation",
+        "embed_many",
+    }
 
 
 def test_the_existing_model_reads_padded_rows_as_alone():
@@ -70,3 +79,35 @@ def test_the_existing_model_is_the_definition():
         model.set_attn_implementation("eager")
         theirs = model(tokens, attention_mask=mask).logits
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.processes
+def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
+    from linbias.data.tokenizers import byte_tokenizer
+    from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, read_documents
+
+    config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)  # fmt: skip
+    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
+    byte_tokenizer().save(tmp_path / "encoder")
+    files = [tmp_path / f"part-{number}.jsonl" for number in range(5)]
+    for number, file in enumerate(files):
+        lines = [json.dumps({"text": f"text {i} of {number}", "id": i}) for i in range(3)]
+        file.write_text("\n".join(lines))
+    vectors = tmp_path / "vectors"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", vectors]
+
+    def start(*given):
+        done = subprocess.run([sys.executable, *words, *given], capture_output=True, text=True, check=True)  # fmt: skip
+        return sorted(re.findall(r"rank \d: [^,]*jsonl", done.stdout))
+
+    assert start(*files[:2]) == [f"rank {i}: {files[i]}" for i in range(2)]
+    written = {path: path.stat().st_mtime_ns for path in vectors.iterdir()}
+    # The next start finds two files, and its two processes share what is left of their own.
+    assert start(*files) == sorted(f"rank {i % 2}: {files[i]}" for i in range(2, 5))
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert load("embed_many").main([*map(str, (tmp_path / "encoder", vectors, *files))]) == []
+    for file in files:
+        alone = embed(tmp_path / "encoder", read_documents([file])).vectors
+        np.testing.assert_allclose(np.load(vectors / f"{file.stem}.npy"), alone, atol=1e-6)
+    assert not list(vectors.glob("*.partial"))
