@@ -219,11 +219,11 @@ def needed_halo(
 
     Example:
         >>> from functools import partial
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = jax.make_mesh((1,), ("x",))  # one device has all keys
-        >>> q = k = jnp.ones((1, 6, 2, 4))
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh, pieces = jax.make_mesh((1,), ("x",)), P(None, "x")  # one device, which has all keys
+        >>> q = jax.device_put(jnp.ones((1, 6, 2, 4)), NamedSharding(mesh, pieces))
         >>> measure = partial(needed_halo, axis_name="x")
-        >>> jax.shard_map(measure, mesh=mesh, in_specs=P(None, "x"), out_specs=P())(q, k).tolist()
+        >>> jax.shard_map(measure, mesh=mesh, in_specs=pieces, out_specs=P())(q, q).tolist()
         [0, 0]
     """
     function = "context_parallel.needed_halo"
@@ -340,6 +340,10 @@ def _exchange(
 
 
 def _num_pieces(function: str, axis_name: AxisName) -> int:
+    if not all(isinstance(name, str) for name in _names(axis_name)):
+        raise TypeError(
+            f"{function}: axis_name must be a string or a tuple of strings, got {axis_name!r}"
+        )
     try:
         return lax.axis_size(axis_name)
     except NameError:
