@@ -197,14 +197,14 @@ def needed_halo(
 ) -> Array:
     """Measure how many keys beyond the edges of a piece each key/value head needs, inside `jax.shard_map`.
 
-    For any fixed vector c, with the largest |k - c| over all devices, all keys left of a query q from distance d on weigh together at
-    most
+    For any fixed vector c, here the mean key, and a radius within which the keys of all devices lie around it, the keys left of a
+    query q from distance d on weigh together at most
 
-        exp(scale * q . c + |scale| * |q| * max |k - c| - slope * d) / (1 - exp(-slope))
+        exp(scale * q . c + |scale| * |q| * radius - slope * d) / (1 - exp(-slope))
 
-    and so on the right. The answer is the smallest halo for which that is at most half of the tolerance (a quarter
-    on each side, where two are open) of what the keys of the own piece weigh, for every query of all devices. c is the mean key. It holds
-    for these q, k and slopes: measure on several batches and leave a margin, or measure again now and then. A head with
+    and so on the right. The answer is the smallest halo for which that is at most half of the tolerance (a quarter on
+    each side, where two are open) of what the keys of the own piece weigh, for every query of all devices. It holds for
+    these q, k and slopes: measure on several batches and leave a margin, or measure again now and then. A head with
     slope 0 needs all keys, one whose slopes are inf none. Costs a forward pass over the own piece. Not differentiable.
 
     Args:
