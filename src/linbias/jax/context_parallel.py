@@ -204,8 +204,8 @@ def needed_halo(
 
     and so on the right. The answer is the smallest halo for which that is at most half of the tolerance (a quarter on
     each side, where two are open) of what the keys of the own piece weigh, for every query of all devices. It holds for
-    these q, k and slopes: measure on several batches and leave a margin, or measure again now and then. A head with
-    slope 0 needs all keys, one whose slopes are inf none. Costs a forward pass over the own piece. Not differentiable.
+    these q, k and slopes and for finite values: measure on several batches and leave a margin, or measure again now and
+    then. A head with slope 0 needs all keys, one whose slopes are inf none. Costs a forward pass over the own piece. Not differentiable.
 
     Args:
         q, k, slopes, axis_name, causal, right_slopes, scale: As for `attention`.
