@@ -282,28 +282,28 @@ def by_vmap(function, *pieces, out_axes=0):
     return jax.vmap(function, axis_name="x", out_axes=out_axes)(*pieces)
 
 
-def cut(x):
-    """[B, S, ...] -> [NUM_PIECES, B, T, ...]."""
-    return np.stack(np.split(x, NUM_PIECES, axis=1))
+def cut(x, length=T):
+    """[B, S, ...] -> [pieces, B, length, ...]."""
+    return np.stack(np.split(x, x.shape[1] // length if length else NUM_PIECES, axis=1))
 
 
-def smallest_halo(q, k, slopes, right, share):
+def smallest_halo(q, k, slopes, right, share, length=T):
     """[G]: the smallest halo beyond which no query has more than this share of its probability, in float64."""
     q, k = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k))
     sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
     weights = linbias.attention_weights(q, k, slopes, **sides)
     keys, row = np.arange(q.shape[2]), np.arange(q.shape[2])[:, None]
-    edge = row // T * T
-    beyond = np.maximum(edge - keys, keys - (edge + T - 1))  # 1 for the key beside the edge
+    edge = row // length * length
+    beyond = np.maximum(edge - keys, keys - (edge + length - 1))  # 1 for the key beside the edge
     left_out = [(weights * (beyond > halo)).sum(-1).max((0, 2)) for halo in range(len(keys))]
     of_groups = np.reshape(left_out, (len(keys), k.shape[1], -1)).max(2)
     return (of_groups > share).sum(0)  # it falls with the halo, down to 0
 
 
-def measure(q, k, slopes, right, **options):
+def measure(q, k, slopes, right, length=T, **options):
     sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
     function = partial(needed_halo, axis_name="x", slopes=slopes, **sides, **options)
-    return np.asarray(by_vmap(function, cut(q), cut(k), out_axes=None))
+    return np.asarray(by_vmap(function, cut(q, length), cut(k, length), out_axes=None))
 
 
 @pytest.mark.parametrize("right", (None, (0.8, 3.0, 1.0, 2.0)))
@@ -318,22 +318,35 @@ def test_what_a_measured_halo_leaves_out_is_within_the_tolerance(right, toleranc
             assert (needed >= smallest_halo(q, k, slopes, right, tolerance / 2)).all()
 
 
-@pytest.mark.parametrize("right", (None, (1.0, 1.0)))
-@pytest.mark.parametrize("aligned", ("equal keys", "one key beyond an edge scores most"))
-def test_a_measured_halo_is_tight_where_keys_lie_as_the_bound_assumes(right, aligned):
-    """With keys that all score alike, or where one beyond an edge scores most, hardly a key too many."""
-    size, tolerance = NUM_PIECES * T, 2.0**-10
-    q = np.zeros((1, size, 2, 8), np.float32)
-    q[..., 0] = 4
-    k = np.zeros((1, size, 2, 8), np.float32)
-    k[..., 0] = 1
-    if aligned == "one key beyond an edge scores most":
-        k[:, 2 * T - 9, :, 0] = 3
-    slopes = (1.0, 1.0)
-    smallest = smallest_halo(q, k, slopes, right, tolerance / 2)
-    needed = measure(q, k, slopes, right, tolerance=tolerance)
-    assert (smallest > 3).all()
-    assert (needed >= smallest).all() and (needed <= smallest + 8).all()
+def along_one_axis(scores):
+    """q and k of two heads [1, S, 2, 4] whose scores depend on the key alone, at scale 1."""
+    q, k = np.zeros((2, 1, len(scores), 2, 4), np.float32)
+    q[..., 0], k[..., 0] = 1, np.asarray(scores)[:, None]
+    return q, k
+
+
+@pytest.mark.parametrize(
+    ("scores", "slope", "sides", "length", "tolerance"),
+    [
+        (np.ones(64), 1.0, 2, T, 2.0**-10),
+        (np.ones(64), 0.7, 1, T, 2.0**-10),
+        # A far key that scores most, of which only its own device knows.
+        (np.where(np.arange(64) == T - 9, 8, 0), 1.0, 1, T, 0.01),
+        # The mean key lies at 0; the first piece scores most, and the second least of all: the far tail is all that counts.
+        (np.repeat([3, -3, 0, 0], T), 0.3, 1, T, 0.2),
+        # Pieces of one token: its row loses as much on the one side as on the other.
+        (np.ones(16), 4.0, 2, 1, 1e-3),
+    ],
+)
+def test_a_measured_halo_is_tight_where_keys_lie_as_the_bound_assumes(
+    scores, slope, sides, length, tolerance
+):
+    (q, k), slopes = along_one_axis(scores), (slope, slope)
+    right = slopes if sides == 2 else None
+    smallest = smallest_halo(q * 2, k, slopes, right, tolerance / 2, length)  # its scale is 1 / 2
+    needed = measure(q, k, slopes, right, length, tolerance=tolerance, scale=1.0)
+    assert (smallest > 1).all()
+    assert (needed >= smallest).all() and (needed <= smallest + 4).all()
 
 
 def test_heads_that_need_all_keys_or_none():
@@ -350,7 +363,7 @@ def test_heads_that_need_all_keys_or_none():
 def test_a_halo_of_nothing_and_pieces_without_rows():
     empty = np.zeros((NUM_PIECES, 1, 0, 2, 4), np.float32)
     assert by_vmap(partial(attention, axis_name="x", halo=3), *[empty] * 3).shape == empty.shape
-    assert measure(empty[0], empty[0], None, None).tolist() == [0, 0]
+    assert measure(empty[0], empty[0], None, None, length=0).tolist() == [0, 0]
     q = np.random.default_rng(0).normal(size=(NUM_PIECES, 1, T, 2, 4)).astype(np.float32)
     out = by_vmap(partial(attention, axis_name="x", halo=0), q, q, q)
     np.testing.assert_allclose(out[1], linbias.jax.attention(q[1], q[1], q[1]), atol=1e-6)
