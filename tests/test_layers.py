@@ -209,6 +209,7 @@ def test_public_names():
         "replace_attention",
     }
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
+    assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]
     assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)
 
 

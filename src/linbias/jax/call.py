@@ -56,8 +56,12 @@ def prepare(
     dropout: float = 0.0,
     dropout_key: Array | None = None,
     tolerance: float | None = None,
+    sequence_axes: Sequence[str] = (),
 ) -> tuple[Inputs, _checks.Problem]:
-    """Check the arguments of a call and fill in what they leave open: what the implementations take."""
+    """Check the arguments of a call and fill in what they leave open: what the implementations take.
+
+    sequence_axes: mesh axes of a shard_map over which the length is split, and the heads are not.
+    """
     described = describe_all(function, q, k, v)
     wide = np.float64 if described[0].dtype == "float64" else np.float32
     left, right = (
@@ -84,7 +88,7 @@ def prepare(
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
     if left is None:
-        _refuse_in_shard_map(function)
+        _refuse_in_shard_map(function, sequence_axes)
         left = np.asarray(slopes_of_paper(problem.H) if problem.H else (), wide)
     if not causal and right is None:
         right = left
@@ -138,10 +142,11 @@ def spec_on_mesh(q: Array) -> tuple[Any, ...]:
     return (*spec, *[None] * (q.ndim - len(spec)))
 
 
-def _refuse_in_shard_map(function: str) -> None:
+def _refuse_in_shard_map(function: str, sequence_axes: Sequence[str]) -> None:
     """A shard cannot tell whether its heads are all there are, or those of a part, whose slopes are others."""
     mesh = jax.sharding.get_abstract_mesh()
-    split = [f"{name!r}" for name in mesh.manual_axes if mesh.shape[name] > 1]
+    others = (name for name in mesh.manual_axes if name not in sequence_axes)
+    split = [f"{name!r}" for name in others if mesh.shape[name] > 1]
     if split:
         raise ValueError(
             f"{function}: slopes must be given inside shard_map, here over {', '.join(split)}: those of the heads of"

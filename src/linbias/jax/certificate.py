@@ -56,11 +56,11 @@ class Certificate:
         slack = (k.shape[-1] + 8) * float(jnp.finfo(k.dtype).eps)  # eps is twice the unit roundoff
         count = jnp.maximum(seen.sum(1), 1)[:, None].astype(k.dtype)
         center = k.sum(1) / count
-        radius = _norm(k - center[:, None]) * (1 + slack) + 0 * v.sum(-1)
+        radius = norm(k - center[:, None]) * (1 + slack) + 0 * v.sum(-1)
         radius = jnp.where(seen, radius, 0)
         from_key_on = None if slopes[1] is None else lax.cummax(radius, axis=1, reverse=True)
-        q_norm = _norm(q) * (1 + slack)
-        largest = _norm(center) + radius.max(1)
+        q_norm = norm(q) * (1 + slack)
+        largest = norm(center) + radius.max(1)
         exact = lax.Precision.HIGHEST
         aligned = jnp.einsum("btrd,bd->btr", q, center, precision=exact)
         base = aligned + slack * (q_norm * largest[:, None, None])
@@ -105,7 +105,7 @@ class Certificate:
         return (small | nothing).all()
 
 
-def _norm(x: Array) -> Array:
+def norm(x: Array) -> Array:
     """The length of [..., D], also where the squares of all entries would vanish; NaN for entries that are not finite."""
     largest = jnp.abs(x).max(-1, keepdims=True)
     return jnp.linalg.norm(x / jnp.where(largest == 0, 1, largest), axis=-1) * largest[..., 0]

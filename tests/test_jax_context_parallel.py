@@ -1,0 +1,426 @@
+"""One sequence over four devices gives what one device gives, and sends what the heads need and no more.
+
+JAX has to know the number of its devices before it starts: the checks on four of them run in one process, which is this
+file as a program. `jax.vmap` with a named axis stands in for devices where nothing is sent.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import linbias
+import linbias.jax
+from budget import compare
+from linbias import _checks
+from linbias.jax import cpu
+from linbias.jax.context_parallel import attention, needed_halo
+
+NUM_PIECES, T = 4, 16
+INF = np.inf
+HAS_CORE = cpu.WHY_MISSING is None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence of NUM_PIECES * T tokens. halo None: what is measured."""
+
+    slopes: tuple[float, ...]
+    right: tuple[float, ...] | None = None
+    causal: bool = True
+    num_kv_heads: int = 2
+    halo: int | tuple[int, ...] | None = None
+    dtype: str = "float32"
+    implementation: str = "cpu"
+    check_vma: bool = True
+
+    @property
+    def options(self):
+        return {"causal": self.causal}
+
+    def arrays(self, seed=0):
+        """q, k, v, the slopes, and what out and lse are weighed with, in float64; a size of their own for values."""
+        random = np.random.default_rng(seed)
+        H, G, S = len(self.slopes), self.num_kv_heads, NUM_PIECES * T
+        shapes = {"q": (H, 8), "k": (G, 8), "v": (G, 6), "dout": (H, 6), "dlse": (H,)}
+        found = {name: random.normal(size=(2, S, *shape)) for name, shape in shapes.items()}
+        found |= {"slopes": np.array(self.slopes)}
+        if self.right is not None:
+            found["right_slopes"] = np.array(self.right)
+        of_dtype = {
+            name: self.dtype if name in ("q", "k", "v", "dout") else "float32" for name in found
+        }
+        return {name: np.asarray(jnp.asarray(x, of_dtype[name])) for name, x in found.items()}
+
+
+CASES = {
+    "causal": Case((2.0, 0.5, 1.5, 0.6)),
+    "symmetric": Case((2.0, 0.5, 1.5, 0.6), causal=False, check_vma=False),
+    "directional": Case((2.0, 0.7, INF, INF), (INF, INF, 2.0, 0.7), causal=False),
+    "asymmetric": Case((2.0, 0.5, 1.5, 0.6), (0.9, 3.0, 0.6, 1.0), causal=False),
+    "a halo for each head over several hops": Case((3.0, 2.0, 0.6, 0.1), num_kv_heads=4, halo=(13, 18, 46, 48)),
+    "slopes of 0 and inf": Case((0.0, INF, 0.5, INF), num_kv_heads=4),
+    "one key/value head": Case((2.0, 0.5, 1.5, 0.6), (1.0,) * 4, causal=False, num_kv_heads=1, halo=47),
+    "bfloat16": Case((2.0, 0.5, 1.5, 0.6), dtype="bfloat16"),
+    "blocked": Case((2.0, 0.5, 1.5, 0.6), (INF, 1.0, 1.0, 1.0), causal=False, implementation="blocked"),
+    "dense": Case((2.0, 0.5, 1.5, 0.6), implementation="dense"),
+}  # fmt: skip
+
+
+def on_one_device(case, arrays, implementation, x64=False):
+    """Results and gradients of the whole sequence, or in float64."""
+    with jax.enable_x64(x64):
+        wide = {name: jnp.asarray(x, "float64" if x64 else x.dtype) for name, x in arrays.items()}
+        attend = partial(linbias.jax.attention, implementation=implementation, return_lse=True)
+        return with_gradients(case, attend, wide)
+
+
+def with_gradients(case, attend, arrays):
+    leaves = {name: x for name, x in arrays.items() if name not in ("dout", "dlse")}
+
+    @jax.jit
+    def run(leaves, dout, dlse):
+        (out, lse), pull = jax.vjp(lambda x: attend(**x, **case.options), leaves)
+        return {"out": out, "lse": lse} | {f"d{n}": x for n, x in pull((dout, dlse))[0].items()}
+
+    results = run(leaves, arrays["dout"], arrays["dlse"])
+    return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
+
+
+# The bodies of the tests on four devices.
+
+
+def the_mesh():
+    return jax.make_mesh((NUM_PIECES,), ("x",), axis_types=(AxisType.Auto,))
+
+
+PIECES = P(None, "x")
+
+
+def in_pieces(function, arrays, out_specs=PIECES, check_vma=True):
+    """A function of whole arrays that runs on their pieces."""
+    specs = {name: P() if "slopes" in name else PIECES for name in arrays}
+
+    def run(**arrays):
+        return jax.shard_map(
+            lambda given: function(**given),
+            mesh=the_mesh(),
+            in_specs=({name: specs[name] for name in arrays},),
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )(arrays)
+
+    return run
+
+
+def measured_halo(case, arrays, **options):
+    given = {name: arrays[name] for name in ("q", "k", "slopes", "right_slopes") if name in arrays}
+    measure = partial(needed_halo, axis_name="x", **case.options, **options)
+    found = jax.jit(in_pieces(measure, given, P()))(**given)
+    assert (found.dtype, found.shape) == (np.int32, (case.num_kv_heads,))
+    return np.asarray(found)
+
+
+def on_four_devices(case, arrays, halo):
+    name = case.implementation if HAS_CORE or case.implementation != "cpu" else "blocked"
+    attend = partial(attention, axis_name="x", halo=halo, implementation=name, return_lse=True)
+
+    def run(causal, **leaves):
+        function = partial(attend, causal=causal)
+        return in_pieces(function, leaves, (PIECES, PIECES), case.check_vma)(**leaves)
+
+    return with_gradients(case, run, arrays)
+
+
+@cache
+def references(name):
+    case, arrays = CASES[name], CASES[name].arrays()
+    plain = on_one_device(case, arrays, "dense")
+    return arrays, on_one_device(case, arrays, "dense", x64=True), plain
+
+
+def worst_share(name, results):
+    """The largest error of results and gradients over the budget, and in words."""
+    case, (_, truth, plain) = CASES[name], references(name)
+    assert results.keys() == truth.keys()
+    shares = {}
+    for part, actual in results.items():
+        dtype = case.dtype if part in ("out", "dq", "dk", "dv") else "float32"
+        tolerance = _checks.TOLERANCE[case.dtype]
+        share, words = compare(actual, truth[part], [plain[part]], dtype, tolerance)
+        shares[part] = share, f"{name}: {part}: {words}"
+    return max(shares.values())
+
+
+def check_case(name):
+    case, arrays = CASES[name], references(name)[0]
+    halo = measured_halo(case, arrays) if case.halo is None else case.halo
+    share, words = worst_share(name, on_four_devices(case, arrays, halo))
+    print(f"{name}: halo {halo}, {share:.2f} of the budget", file=sys.stderr)
+    assert share <= 1, words
+
+
+def check_a_halo_that_is_too_small_shows():
+    for name in ("causal", "symmetric"):
+        case, arrays = CASES[name], references(name)[0]
+        needed = measured_halo(case, arrays)
+        assert (needed > 3).all()
+        for halo in (np.array([needed[0], 3]), np.array([3, needed[1]])):
+            share, _ = worst_share(name, on_four_devices(case, arrays, halo))
+            assert share > 100, f"{name} with a halo of {halo}: {share} of the budget"
+
+
+def check_messages_hold_what_heads_need_and_no_more():
+    case = Case((2.0, 0.5, 1.5, 0.6), num_kv_heads=4)
+    arrays = {name: x for name, x in case.arrays().items() if name in "qkv"}
+    for halo, slopes, right in (
+        ((5, 40, 0, 16), case.slopes, None),
+        ((5, 40, 100, 5), case.slopes, case.slopes),
+        (21, (0.5, 0.5, INF, INF), (INF, INF, 0.5, 0.5)),
+        (0, case.slopes, None),
+    ):
+        one = partial(attention, axis_name="x", halo=halo, slopes=slopes, causal=right is None, right_slopes=right)  # fmt: skip
+        forward = in_pieces(one, arrays)
+
+        def both_ways(arrays, forward=forward):
+            return jax.grad(lambda x: forward(**x).astype(jnp.float32).sum())(arrays)
+
+        counts = np.broadcast_to(np.minimum(halo, (NUM_PIECES - 1) * T), 4)
+        sides = [np.isfinite(side) for side in (slopes, right) if side is not None]
+        expected = 2 * (8 + 6) * sum((counts * side).sum() for side in sides)
+        assert numbers_sent(lambda x, forward=forward: forward(**x), arrays) == expected
+        assert numbers_sent(both_ways, arrays) == 2 * expected
+        if halo == 21:  # of 48 that a ring would send to each side, for half of the heads
+            assert expected == 2 * 14 * 21 * 4
+    # Two query heads share a key/value head: it is read while one of them looks that way.
+    pairs = {"q": arrays["q"]} | {name: arrays[name][:, :, :2] for name in "kv"}
+    one = partial(attention, axis_name="x", halo=9, slopes=(0.5, INF, INF, INF))
+    forward = in_pieces(one, pairs)
+    assert numbers_sent(lambda x: forward(**x), pairs) == 2 * 14 * 9
+    half = {name: x.astype("bfloat16") for name, x in arrays.items()}
+    run = jax.jit(in_pieces(partial(attention, axis_name="x", halo=7), half))
+    assert "xbf16>) -> tensor<2x392xbf16>" in run.lower(**half).as_text()
+
+
+def numbers_sent(function, arrays):
+    """What each device sends in the compiled program, counted from the shapes of its messages."""
+    text = jax.jit(function).lower(arrays).compile().as_text()
+    shapes = re.findall(r"= \(?f32\[([\d,]+)\]\S* collective-permute(?:-start)?\(", text)
+    assert len(shapes) == len(re.findall(r" collective-permute(?:-start)?\(", text))
+    return sum(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+
+
+def check_an_axis_of_two_names_and_sharded_arrays():
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    names = ("a", "b")
+    q = np.random.default_rng(0).normal(size=(1, 64, 4, 8)).astype(np.float32)
+    split = jax.device_put(q, NamedSharding(mesh, P(None, names)))
+    attend = partial(attention, axis_name=names, halo=48)
+    run = jax.shard_map(attend, mesh=mesh, in_specs=P(None, names), out_specs=P(None, names))
+    expected = linbias.jax.attention(q, q, q)
+    np.testing.assert_allclose(run(split, split, split), expected, atol=1e-5)
+    try:  # the heads may be split over the other axis
+        one = partial(attention, axis_name="a", halo=1)
+        jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P(None, "a"))(q, q, q)
+    except ValueError as error:
+        assert "slopes must be given inside shard_map, here over 'b'" in str(error)
+    else:
+        raise AssertionError("slopes were guessed")
+
+
+def check_the_page_runs_on_four_devices():
+    from documents import ROOT, blocks
+
+    names, (imports, *others) = {}, blocks(ROOT / "docs/jax.md", "python")
+    (found,) = (block for block in others if "context_parallel" in block)
+    exec(imports, names)
+    exec(found, names)
+    assert names["mesh"].size == NUM_PIECES and (names["halo"] < 3 * 128).any()
+
+
+CHECKS = {name: partial(check_case, name) for name in CASES} | {
+    name.removeprefix("check_").replace("_", " "): function
+    for name, function in sorted(globals().items())
+    if name.startswith("check_") and name != "check_case"
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each check on four devices ended with: nothing, or a traceback."""
+    flags = os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={NUM_PIECES}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", __file__],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_four_devices(check, found):
+    assert found[check] == ""
+
+
+def by_vmap(function, *pieces, out_axes=0):
+    """A function of pieces [NUM_PIECES, B, T, ...], with an axis in the place of devices."""
+    return jax.vmap(function, axis_name="x", out_axes=out_axes)(*pieces)
+
+
+def cut(x, length=T):
+    """[B, S, ...] -> [pieces, B, length, ...]."""
+    return np.stack(np.split(x, x.shape[1] // length if length else NUM_PIECES, axis=1))
+
+
+def smallest_halo(q, k, slopes, right, share, length=T):
+    """[G]: the smallest halo beyond which no query has more than this share of its probability, in float64."""
+    q, k = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k))
+    sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
+    weights = linbias.attention_weights(q, k, slopes, **sides)
+    keys, row = np.arange(q.shape[2]), np.arange(q.shape[2])[:, None]
+    edge = row // length * length
+    beyond = np.maximum(edge - keys, keys - (edge + length - 1))  # 1 for the key beside the edge
+    left_out = [(weights * (beyond > halo)).sum(-1).max((0, 2)) for halo in range(len(keys))]
+    of_groups = np.reshape(left_out, (len(keys), k.shape[1], -1)).max(2)
+    return (of_groups > share).sum(0)  # it falls with the halo, down to 0
+
+
+def measure(q, k, slopes, right, length=T, **options):
+    sides = {"causal": True} if right is None else {"causal": False, "right_slopes": right}
+    function = partial(needed_halo, axis_name="x", slopes=slopes, **sides, **options)
+    return np.asarray(by_vmap(function, cut(q, length), cut(k, length), out_axes=None))
+
+
+@pytest.mark.parametrize("right", (None, (0.8, 3.0, 1.0, 2.0)))
+@pytest.mark.parametrize("tolerance", (2.0**-24, 0.01))
+def test_what_a_measured_halo_leaves_out_is_within_the_tolerance(right, tolerance):
+    slopes = (2.0, 0.8, 1.5, 0.6)
+    for seed in range(3):
+        arrays = Case(slopes).arrays(seed)
+        for size in (0.1, 1.0, 2.0):
+            q, k = arrays["q"] * np.float32(size), arrays["k"] + np.float32(seed)
+            needed = measure(q, k, slopes, right, tolerance=tolerance)
+            assert (needed >= smallest_halo(q, k, slopes, right, tolerance / 2)).all()
+
+
+def along_one_axis(scores):
+    """q and k of two heads [1, S, 2, 4] whose scores depend on the key alone, at scale 1."""
+    q, k = np.zeros((2, 1, len(scores), 2, 4), np.float32)
+    q[..., 0], k[..., 0] = 1, np.asarray(scores)[:, None]
+    return q, k
+
+
+@pytest.mark.parametrize(
+    ("scores", "slope", "sides", "length", "tolerance"),
+    [
+        (np.ones(64), 1.0, 2, T, 2.0**-10),
+        (np.ones(64), 0.7, 1, T, 2.0**-10),
+        # A far key that scores most, of which only its own device knows.
+        (np.where(np.arange(64) == T - 9, 8, 0), 1.0, 1, T, 0.01),
+        # The mean key lies at 0; the first piece scores most, and the second least of all: the far tail is all that counts.
+        (np.repeat([3, -3, 0, 0], T), 0.3, 1, T, 0.2),
+        # Pieces of one token: its row loses as much on the one side as on the other.
+        (np.ones(16), 4.0, 2, 1, 1e-3),
+    ],
+)
+def test_a_measured_halo_is_tight_where_keys_lie_as_the_bound_assumes(
+    scores, slope, sides, length, tolerance
+):
+    (q, k), slopes = along_one_axis(scores), (slope, slope)
+    right = slopes if sides == 2 else None
+    smallest = smallest_halo(q * 2, k, slopes, right, tolerance / 2, length)  # its scale is 1 / 2
+    needed = measure(q, k, slopes, right, length, tolerance=tolerance, scale=1.0)
+    assert (smallest > 1).all()
+    assert (needed >= smallest).all() and (needed <= smallest + 4).all()
+
+
+def test_heads_that_need_all_keys_or_none():
+    arrays, everything = Case((1.0,) * 4).arrays(), (NUM_PIECES - 1) * T
+    q, k = arrays["q"], np.concatenate([arrays["k"]] * 2, axis=2)
+    assert measure(q, k, (0.0, INF, 20.0, 1e-9), None).tolist() == [everything, 0, 1, everything]
+    assert measure(q, k, (3.0, INF, 2.0, INF), None, tolerance=0.0).tolist() == [everything, 0] * 2
+    k = k.copy()
+    k[1, 40, 0, 3], k[0, 2, 2, 0] = np.nan, np.inf
+    needed = measure(q, k, (9.0, 9.0, 9.0, INF), None)
+    assert needed[[0, 2, 3]].tolist() == [everything, everything, 0] and needed[1] < everything
+
+
+def test_a_halo_of_nothing_and_pieces_without_rows():
+    empty = np.zeros((NUM_PIECES, 1, 0, 2, 4), np.float32)
+    assert by_vmap(partial(attention, axis_name="x", halo=3), *[empty] * 3).shape == empty.shape
+    assert measure(empty[0], empty[0], None, None, length=0).tolist() == [0, 0]
+    q = np.random.default_rng(0).normal(size=(NUM_PIECES, 1, T, 2, 4)).astype(np.float32)
+    out = by_vmap(partial(attention, axis_name="x", halo=0), q, q, q)
+    np.testing.assert_allclose(out[1], linbias.jax.attention(q[1], q[1], q[1]), atol=1e-6)
+
+
+ONES = np.ones((NUM_PIECES, 1, T, 2, 4), np.float32)
+REFUSED = [
+    (dict(halo=-1), ValueError, "attention: halo must be at least 0, got -1"),
+    (dict(halo=[3, -2]), ValueError, "attention: halo must be at least 0, got -2"),
+    (dict(halo=[1, 2, 3]), ValueError, r"attention: halo must be an integer, or one for each of the 2 key/value heads, got shape \[3\]"),
+    (dict(halo=2.5), TypeError, "attention: halo must hold integers, got float64"),
+    (dict(halo=True), TypeError, "attention: halo must hold integers, got bool"),
+    (dict(axis_name="y"), ValueError, "attention: axis_name must be an axis of the jax.shard_map around the call, got 'y'"),
+    (dict(axis_name=0), TypeError, "attention: axis_name must be a string or a tuple of strings, got 0"),
+    (dict(mask=None), TypeError, "attention: there is no argument mask; a sequence in pieces has all its keys and no dropout"),
+    (dict(attention_mask=None), TypeError, "attention: there is no argument attention_mask; a sequence in pieces"),
+    (dict(dropout=0.1), TypeError, "attention: there is no argument dropout; a sequence in pieces"),
+    (dict(is_causal=True), TypeError, "attention: there is no argument is_causal; say causal"),
+    (dict(right_slopes=[1.0, 1.0]), ValueError, "attention: right_slopes contradicts causal=True"),
+    (dict(tolerance=2.0), ValueError, r"attention: tolerance must be in \[0, 1\), got 2.0"),
+    (dict(implementation="flash", halo=0), ValueError, "attention: implementation must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), REFUSED)
+def test_what_is_refused_is_said(options, kind, words):
+    with pytest.raises(kind, match=f"^context_parallel.{words}"):
+        by_vmap(partial(attention, **{"axis_name": "x", "halo": 1, **options}), ONES, ONES, ONES)
+
+
+def test_lengths_that_differ_and_a_traced_halo_are_refused():
+    attend = partial(attention, axis_name="x", halo=1)
+    words = "context_parallel.attention: k must be as long as q, .* got 15 keys and 16 queries"
+    with pytest.raises(ValueError, match=words):
+        by_vmap(attend, ONES, ONES[:, :, 1:], ONES[:, :, 1:])
+    with pytest.raises(ValueError, match="attention: k has 16 keys but v has 15"):
+        by_vmap(attend, ONES, ONES, ONES[:, :, 1:])
+    words = "attention: halo must be known when the program is traced, .*; measure it in a program of its own"
+    with pytest.raises(TypeError, match=words):
+        jax.jit(lambda n: by_vmap(partial(attention, axis_name="x", halo=n), *[ONES] * 3))(1)
+    for options, words in (
+        ({"axis_name": "y"}, "axis_name must be an axis"),
+        ({"axis_name": "x", "halo": 1}, "there is no argument halo; there are q, k"),
+    ):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"^context_parallel.needed_halo: {words}"
+        ):
+            by_vmap(partial(needed_halo, **options), ONES, ONES)
+
+
+if __name__ == "__main__":
+    results = {}
+    for check, body in CHECKS.items():
+        try:
+            body()
+        except Exception:
+            results[check] = traceback.format_exc()
+        else:
+            results[check] = ""
+    print(json.dumps(results))
