@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import contract
+import linbias
 import linbias.torch
 import pieces
 from cases import Case, Inputs, by_name, make_inputs
@@ -336,3 +337,23 @@ def test_edges_of_documents_that_are_wrong(four: Ranks) -> None:
     four.start("pieces:attend_packed", [({**arrays, "slopes": np.ones(4)}, [0, 30], {})] * 4)
     for answer in four.wait():
         assert "cu_seqlens must start at 0, never fall and end at 40" in str(answer)
+
+
+def test_the_bound_is_attained(four: Ranks) -> None:
+    """Where all keys are alike, what a row misses is near what may be missing, and not above it."""
+    tolerance, n = 1e-3, 64
+    shape = (1, 1, n, 4)
+    arrays = {
+        "q": np.ones(shape),
+        "k": np.ones(shape),
+        "v": np.ones(shape),
+        "left": np.array([0.5]),
+    }
+    given = [
+        ({name: x[:, :, rows] if name in "qkv" else x for name, x in arrays.items()}, "float64", {"tolerance": tolerance}, False)
+        for rows in cut(n, 4, "even")
+    ]  # fmt: skip
+    found = np.concatenate([part[0]["lse"] for part in four.run("pieces:attend", given)], 2)
+    _, lse = linbias.attention(*(arrays[x] for x in "qkv"), arrays["left"], return_lse=True)
+    missing = (-np.expm1(found - lse)).max()
+    assert 0.1 * tolerance < missing <= tolerance

@@ -37,7 +37,7 @@ LAYERS = {
     "models": {"data", "_run", "torch", "variants", "definition", "streams", "_checks"} | ANYONE,
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
-    "lm": {"models", "data", "_run"} | ANYONE,
+    "lm": {"models", "torch", "data", "_run"} | ANYONE,
     "plots": {"_checks", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from linbias.data.segments import InPieces, Segments
 
 pytestmark = pytest.mark.processes
 
@@ -64,6 +67,19 @@ def test_training_in_pieces_is_that_of_one_process(tmp_path: Path) -> None:
     weights = [load_file(folder / "model.safetensors") for folder in (two, killed)]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
+
+
+def test_segments_in_pieces() -> None:
+    """Batch j of the loader is piece j % pieces of batch j // pieces, and all pieces make whole segments."""
+    whole = Segments(np.arange(1000, dtype=np.int16), length=10, num_segments=12, seed=0)
+    cut = InPieces(whole, pieces=3, batch_size=2)
+    assert len(cut) == 36
+    for batch in range(6):
+        expected = whole.__getitems__([2 * batch, 2 * batch + 1])
+        parts = [cut.__getitems__([6 * batch + 2 * p, 6 * batch + 2 * p + 1]) for p in range(3)]
+        assert [part["labels"].shape[1] for part in parts] == [4, 3, 3]
+        for name, x in expected.items():
+            assert torch.equal(torch.cat([part[name] for part in parts], 1), x)
 
 
 def evaluated(processes: int, model: Path, *more: str) -> list[dict[str, Any]]:
