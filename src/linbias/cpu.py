@@ -68,10 +68,7 @@ def attention(
         k: [..., G, S, D]. H must be a multiple of G.
         v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
         slopes, causal, right_slopes, scale, return_lse: As for `linbias.attention`.
-        key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of its
-            key/value heads; keys outside are never used, whatever they hold.
-        query_start: [...], integers: the position of query 0 of each batch row, from -2^30 to 2^30. None means that the
-            last query stands at the last key of the range (of the range that ends last, where heads have their own).
+        key_range, query_start: [..., 2] or [..., G, 2], and [...], integers: as for `linbias.attention`.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means 2^-53,
             2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, 0 reads every key.
         num_threads: Threads to use, at least 1.

@@ -29,11 +29,9 @@ def bias(
 
     Args:
         slopes: [H] or [B, H], at least 0 or inf, which hides the side: slope towards keys before the query.
-        T: Number of queries.
-        S: Number of keys.
-        right_slopes: Like slopes, or one number for all heads: slope towards keys after the query. None means symmetric
-            (the same slopes); `jnp.inf` gives the causal bias.
-        query_start: The position of query 0, an integer; None means S - T, so that the last query stands at the last key.
+        T, S, query_start: As for `linbias.bias`.
+        right_slopes: Like slopes, or one number for all heads: slope towards keys after the query. None means symmetric;
+            `jnp.inf` gives the causal bias.
 
     Returns:
         [H, T, S] (or [B, H, T, S]) in the dtype of slopes if that is floating, and at least float32.

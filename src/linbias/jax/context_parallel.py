@@ -103,10 +103,8 @@ def attention(
             keys to fetch beyond each open side of the piece (causal: the left one). More than there are is cut. Where slopes are
             known to be inf for all query heads of a key/value head, that side is not open.
         causal, right_slopes, scale: As for `linbias.jax.attention`.
-        tolerance: As for `linbias.jax.attention`. One half is for far keys that are there and not read, the other for keys beyond
-            the halo, if that is what `needed_halo` says for the same tolerance.
-        implementation: As for `linbias.jax.attention`.
-        return_lse: Also return lse.
+        tolerance: As for `linbias.jax.attention`: half for keys that are not read, half for keys beyond `needed_halo`.
+        implementation, return_lse: As for `linbias.jax.attention`.
 
     Returns:
         [B, T, H, E] in q's dtype; with return_lse also lse [B, T, H], float32 (float64 for float64 inputs).

@@ -88,15 +88,10 @@ def attention(
         slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. None means
             `linbias.slopes(H)`; zeros mean no bias. Values, here and below, are checked where they are known and on
             the CPU.
-        causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
-        right_slopes: Like slopes: slope towards later keys; needs causal=False.
-        scale: Factor on q . k. None means D ** -0.5.
+        causal, right_slopes, scale: As for `linbias.attention`.
         key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
-            key/value heads; keys outside are never used, whatever they hold. For left padding,
-            [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
-        query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
-            the keys or beyond them too. None means that the last query stands at the last key of the range (of the
-            range that ends last, where heads have their own). For right padding with T = S, zeros.
+            key/value heads, as for `linbias.torch.attention`.
+        query_start: [B], integers: the position of query 0 of each batch row, likewise.
         mask: Broadcasts to [B, H, T, S]. Of bool, True takes part, as for `jax.nn.dot_product_attention`; of floating point,
             it is added to the scores (its `bias`). Keys that it hides must still be finite, unless it hides them from
             every query. `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.

@@ -14,9 +14,8 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
 
         lse = log sum over i of exp(lses[i])        out = sum over i of exp(lses[i] - lse) * outs[i]
 
-    For keys that lie on several devices or come piece by piece. Each call needs its part's own `query_start`, counted
-    from the first key of the part. A row whose lse is -inf has seen no key of that part, and `out` is not read there;
-    a row that has seen no key at all gives zeros and -inf. Differentiable in all arrays.
+    Each part's call needs its own `query_start`, counted from the first key of the part. A row that has seen no key at
+    all gives zeros and -inf. Differentiable in all arrays.
 
     Args:
         outs: n arrays [B, T, H, E], or one [n, B, T, H, E], any floating dtype.

@@ -8,7 +8,7 @@ certificate (`linbias.torch.certificate`) cannot do without. A call is, on each 
     3. one exchange of exactly those keys and values, over as many neighbours as a window reaches
     4. attention of its own queries over [halo, own piece, halo], by the kernels of `linbias.torch.attention`
 
-and backward one exchange of the gradients of what was fetched. DESIGN section 12 tells why it is done so.
+and backward one exchange of the gradients of what was fetched. DESIGN section 11 tells why it is done so.
 """
 
 import math
@@ -205,7 +205,7 @@ def use(
     """Within the block `linbias.torch.attention` takes what it is given for a piece: whole models read pieces of a sequence.
 
     A model of `linbias.models`, or any that attends by that function, is called on each process with its piece of the
-    tokens (`shard`), of the attention mask, and of labels that are already those of the next tokens. It has no cache.
+    tokens (`context_parallel.shard(ids, dim=1)`: as long as the others' or one longer), of the attention mask, and of labels that are already those of the next tokens. It has no cache.
     Gradients of weights, and of slopes, are those of the own piece: to be added up over the processes, which
     DistributedDataParallel and FSDP do as for pieces of a batch. The block must hold backward as well where checkpoints of
     activations are recomputed.
