@@ -9,7 +9,7 @@ from linbias import cli
 
 # Every option of every command. A new one comes here when no other option means the same: else it takes that one's name.
 NAMES = """
-    accumulation batch-size batch-tokens back batches-per-step call causal chunk clip context-window corpus csv
+    accumulation batch-size batch-tokens back batches-per-step call causal chunk clip context-parallel context-window corpus csv
     dataset device dict epochs fsdp fuse head init initial-learning-rate json learning-rate length
     limit-tokens log-steps max-bias max-bytes max-length max-new-tokens max-tokens methods min-learning-rate
     momentum no-fuse no-open normalize nwords output period plot pooling position precision preset prompt prompt-file

@@ -8,7 +8,7 @@ certificate (`linbias.torch.certificate`) cannot do without. A call is, on each 
     3. one exchange of exactly those keys and values, over as many neighbours as a window reaches
     4. attention of its own queries over [halo, own piece, halo], by the kernels of `linbias.torch.attention`
 
-and backward one exchange of the gradients of what was fetched. DESIGN section 11 tells why it is done so.
+and backward one exchange of the gradients of what was fetched.
 """
 
 import math
@@ -63,8 +63,6 @@ def attention(
     for the whole sequence, up to rounding and the tolerance. Pieces may be of any length, also empty. Differentiable in
     q, k, v and the slopes, whose gradients are those of the whole sequence on every process. A repeated call gives the same bits.
     Each query stands at the key of its own number.
-
-    A head with slope m reads keys up to a distance of about 30 / m; one of slope 0 fetches all there are.
 
     Args:
         q: [B, H, n, D], the piece's n tokens; B, H, dtype and all options alike on all processes.
