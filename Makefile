@@ -90,7 +90,7 @@ $(VENV)/bin/python:
 	  { echo "linbias needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-CXX_SOURCES := $(wildcard csrc/*.* csrc/include/linbias/* bindings/*)
+CXX_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/include/linbias/* bindings/*)
 SOURCES := CMakeLists.txt $(CXX_SOURCES)
 
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)

@@ -226,6 +226,7 @@ MODELS = {
     "fused block": ("own", {"block": "parallel_fused"}),
     "symmetric": ("masked", {"encoder_position": "symmetric"}),
     "learned slopes": ("masked", {"encoder_position": "asymmetric"}),
+    "paper": ("paper", {"position": "alibi"}),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
     "mpt": ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "falcon": ("falcon", {"num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}),

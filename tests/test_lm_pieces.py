@@ -69,6 +69,20 @@ def test_training_in_pieces_is_that_of_one_process(tmp_path: Path) -> None:
         assert torch.equal(weight, weights[1][name]), name
 
 
+@pytest.mark.parametrize("sharded", [(), ("--fsdp",)])
+def test_pieces_of_sequences_and_parts_of_batches(
+    tmp_path: Path, sharded: tuple[str, ...]
+) -> None:
+    """Four processes: two share a sequence, and the two pairs a batch; the model whole, or sharded over all."""
+    short = (*TRAIN, "--steps", "10", "--validate-steps", "0", "--save-steps", "5")
+    run(1, *short, "-o", str(tmp_path / "one"))
+    run(4, *short, "-o", str(tmp_path / "four"), "--context-parallel", "2", *sharded)
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert len(expected) == len(found) == 2
+    for a, b in zip(expected, found, strict=True):
+        assert b == pytest.approx(a, abs=1e-5)
+
+
 def test_segments_in_pieces() -> None:
     """Batch j of the loader is piece j % pieces of batch j // pieces, and all pieces make whole segments."""
     whole = Segments(np.arange(1000, dtype=np.int16), length=10, num_segments=12, seed=0)
