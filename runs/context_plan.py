@@ -382,11 +382,12 @@ def written() -> dict[str, str]:
     for r in records:
         by_name[r["activations"]].append(r)
     whole = [found for found in by_name.values() if {r["tokens"] for r in found} >= {*LENGTHS}]
-    parts = [bars(by_name), *map(table, whole)]
+    few = [[r for r in found if r["ranks"] == 8] for found in whole[1:]]
+    parts = [bars(by_name), *map(table, [*whole[:1], *few])]
     r = records[-1]
     text = (
         f"Times: links of {r['gbytes_per_second']:g} GB/s with {r['latency_us']:g} microseconds for each message, and attention at"
-        f" {r['tflops']:g} TFLOP/s; in brackets the share of communication where neither hides behind the other."
+        f" {r['tflops']:g} TFLOP/s; the records have the busiest ranks, messages and further numbers of ranks."
         f" `python runs/context_plan.py`, {r['date']}."
     )
     return {"traffic": "\n\n".join([*parts, text])}
@@ -411,8 +412,8 @@ def table(records: list[Record]) -> str:
         f" slopes from {max(r['slopes']):g} to {min(r['slopes']):g}; simulated up to {size(r['longest_simulated'])} tokens, calculated beyond."
     )
     lines = [
-        "| tokens | ranks | halo | busiest rank | all-gather | ring | Ulysses | all-gather / halo | messages | halo: communication / attention, ms | all-gather: the same |",
-        "|---" * 11 + "|",
+        "| tokens | ranks | halo, MB | all-gather | ring | Ulysses | all-gather / halo | halo: send + attend, ms | all-gather: the same |",
+        "|---" * 9 + "|",
     ]
     for r in sorted(records, key=lambda r: (r["tokens"], r["ranks"])):
         found = r["halo"]
@@ -422,8 +423,7 @@ def table(records: list[Record]) -> str:
         ]
         cells = [
             *(size(r["tokens"]), f"{r['ranks']}", megabytes(found["step_bytes_mean"])),
-            *(megabytes(found["step_bytes_worst"]), *sums, f"{r['all_gather_over_halo']:,.1f}"),
-            f"{max(layer['messages'] for layer in found['layers'])}",
+            *(*sums, f"{r['all_gather_over_halo']:,.0f}"),
             *(times(x) for x in (found, r["all-gather"])),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -435,17 +435,16 @@ def size(tokens: int) -> str:
 
 
 def times(figures: Record) -> str:
-    both = short(figures["communication_ms"]), short(figures["attention_ms"])
-    return f"{' / '.join(both)} ({figures['share']:.0%})"
+    return f"{short(figures['communication_ms'], 2)} + {short(figures['attention_ms'], 2)}"
 
 
 def megabytes(count: float) -> str:
-    return f"{short(count / 1e6)} MB"
+    return short(count / 1e6)
 
 
-def short(x: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{x:,.{max(0, 2 - math.floor(math.log10(x)))}f}" if x else "0"
+def short(x: float, digits: int = 3) -> str:
+    """So many digits, or all before the point."""
+    return f"{x:,.{max(0, digits - 1 - math.floor(math.log10(x)))}f}" if x else "0"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
