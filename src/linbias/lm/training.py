@@ -185,8 +185,11 @@ def _threads(number: int | None) -> Iterator[None]:
 def _check_batch(settings: TrainSettings) -> None:
     readers = Sharing.by("train", settings.context_parallel).of
     if settings.batch_size % (readers * settings.accumulation):
+        processes = (
+            "processes" if settings.context_parallel == 1 else "processes / context_parallel"
+        )
         raise ValueError(
-            f"TrainSettings: batch_size must be a multiple of processes / context_parallel x accumulation = "
+            f"TrainSettings: batch_size must be a multiple of {processes} x accumulation = "
             f"{readers} x {settings.accumulation}, got {settings.batch_size}"
         )
 
