@@ -341,8 +341,10 @@ def measured() -> str:
         row("likeliest token the same, of 2,500 steps at 262,144", "same", lambda r: f"{r['equal']:,}"),
     ]  # fmt: skip
     last = records[-1]
+    stages = {machine: sorted({r["stage"] for r in records if r["machine"] == machine}) for machine in sorted({r["machine"] for r in records})}  # fmt: skip
+    where = "; ".join(f"{machine} ({', '.join(names)})" for machine, names in stages.items())
     text = (
-        f"Chunks of 512 tokens, float32, tolerance 2^-24, {last['threads']} threads, {last['machine']}, torch {last['versions']['torch']},"
+        f"Chunks of 512 tokens, float32, tolerance 2^-24, {last['threads']} threads, {where if len(stages) > 1 else last['machine']}, torch {last['versions']['torch']},"
         f" {last['date']}, `python runs/streams.py`."
     )
     if ("attack", None) in found:
