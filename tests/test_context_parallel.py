@@ -358,3 +358,20 @@ def test_the_bound_is_attained(four: Ranks) -> None:
     _, lse = linbias.attention(*(arrays[x] for x in "qkv"), arrays["left"], return_lse=True)
     missing = (-np.expm1(found - lse)).max()
     assert 0.1 * tolerance < missing <= tolerance
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_not_finite_shows_in_every_piece_as_in_one_process(four: Ranks, name: str, wrong: float) -> None:  # fmt: skip
+    """A far key or value that is not finite is fetched, though its head would not see a finite one."""
+    arrays = {n: np.ones((1, 2, 400, 4)) for n in "qkv"} | {"left": np.array([1.0, 1.0])}
+    arrays[name][0, 0, 7] = wrong
+    given = [
+        ({n: x[:, :, rows] if n in "qkv" else x for n, x in arrays.items()}, "float32", {}, False)
+        for rows in cut(400, 4, "even")
+    ]
+    out = np.concatenate([part[0]["out"] for part in four.run("pieces:attend", given)], 2)
+    whole = {n: torch.tensor(x, dtype=torch.float32) for n, x in arrays.items()}
+    expected = linbias.torch.attention(whole["q"], whole["k"], whole["v"], whole["left"]).numpy()
+    assert not np.isfinite(expected[0, 0, 399]).any()
+    np.testing.assert_array_equal(np.isfinite(out), np.isfinite(expected))

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -523,9 +524,11 @@ class _Piece:
         center = center.nan_to_num(0.0, 0.0, 0.0)
         radius = k.new_zeros(p.G)
         if p.B * p.S:
-            # A key that is not finite lies in no ball: all fetch it, and it shows as it would in one process.
-            radius = (k - center[:, None]).norm(dim=-1).amax((0, 2)) * (1 + 1e-9)
-            radius = radius.nan_to_num(math.inf, math.inf)
+            # A key or value that is not finite lies in no ball: all fetch it, and it shows as it would in one process.
+            distances = (k - center[:, None]).norm(dim=-1) * (
+                1 + 1e-9
+            ) + 0.0 * self.v.double().sum(-1)
+            radius = distances.amax((0, 2)).nan_to_num(math.inf, math.inf)
         alike = {
             **{name: getattr(p, name) for name in "BHGDE"},
             "dtype": _checks.FLOATS.index(p.dtype),
@@ -675,7 +678,7 @@ class _Piece:
         norms = abs(p.scale) * q.norm(dim=-1) * (1 + 1e-9)
         reach = radius.repeat_interleave(p.H // p.G)[:, None]
         # Scores are rounded, those of the keys that are there as well.
-        largest = reach + center.norm(dim=-1).amax() + self.k.double().norm(dim=-1).amax()
+        largest = reach + center.norm(dim=-1).amax() + self._longest_key
         rounding = (p.D + 8) * torch.finfo(slopes.dtype).eps * norms * largest
         best = aligned + norms * reach + rounding
         limit = torch.from_numpy(most).to(q.device)[:, None, None].double()
@@ -704,6 +707,11 @@ class _Piece:
             keys = beyond(lse[:, :, rows])
         most_of_head: np.ndarray[Any, Any] = keys.amax((0, 2)).unflatten(0, (p.G, -1)).amax(1).long().cpu().numpy()  # fmt: skip
         return most_of_head
+
+    @cached_property
+    def _longest_key(self) -> Tensor:
+        """[], of the own keys."""
+        return torch.linalg.vector_norm(self.k.detach(), dim=-1, dtype=torch.float64).amax()
 
     def _own_scores(self, rows: slice) -> Tensor:
         """[B, H, rows]: the score of each query's own key, -inf where the key range hides it."""
