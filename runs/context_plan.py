@@ -45,7 +45,8 @@ from torch import Tensor  # noqa: E402
 import linbias  # noqa: E402
 import record  # noqa: E402
 from linbias._run.files import write_whole  # noqa: E402
-from linbias.torch import context_parallel, visited  # noqa: E402
+from linbias.torch import pieces, visited  # noqa: E402
+from linbias.torch.halo import Plan  # noqa: E402
 
 RECORDS, DOCUMENT = ROOT / "records" / "context_plan.jsonl", "docs/guides/many-machines.md"
 LENGTHS = [2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
@@ -58,7 +59,7 @@ Record = dict[str, Any]
 # What the pieces fetch
 
 
-class Piece(context_parallel._Piece):
+class Piece(pieces.Piece):
     """A process's piece of a sequence without the process: a gather returns what the pieces told that were made before.
 
     Attributes:
@@ -70,7 +71,7 @@ class Piece(context_parallel._Piece):
     def __init__(
         self, q: Tensor, k: Tensor, slopes: Tensor, rank: int, size: int, **options: Any
     ) -> None:
-        here = mock.patch.object(context_parallel, "_rank_and_size", lambda group: (rank, size))
+        here = mock.patch.object(pieces, "rank_and_size", lambda group: (rank, size))
         given = {"causal": True, "scale": None, "key_range": None, "dropout": 0.0, **options}
         given = {"tolerance": None, **given}
         with here:  # keys stand for values, which are as wide and decide nothing
@@ -132,7 +133,7 @@ def simulate(
     return traffic(plan, token, [piece.gathered_bytes for piece in pieces])
 
 
-def traffic(plan: context_parallel._Plan, token: int, gathered: list[int]) -> Planned:
+def traffic(plan: Plan, token: int, gathered: list[int]) -> Planned:
     """What a plan sends, given the bytes of a head's key and value."""
     ranks = range(len(plan.lengths))
     lent = np.zeros((len(ranks), len(ranks)), np.int64)  # [owner, reader]
@@ -153,7 +154,7 @@ def extrapolate(found: Planned, tokens: int, token: int) -> Planned:
     before = np.cumsum([0, *lengths])[:-1]
     beyond = np.stack([before, tokens - before - lengths[0]], -1)[..., None]  # [ranks, 2, 1]
     counts = np.minimum(most, beyond).tolist()
-    plan = context_parallel._Plan(0, lengths, counts, 0)
+    plan = Plan(0, lengths, counts, 0)
     return traffic(plan, token, found.gathered)
 
 
