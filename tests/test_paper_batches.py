@@ -121,3 +121,28 @@ def test_first_training_row_reads_the_original_s_ids() -> None:
     start, stop = blocks(len(ids.tokens), 64)[number]
     inputs, _ = block_tokens(ids.tokens, start, stop)
     assert inputs.tolist() == golden["first_batch_first_row_input_ids"]
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 7])
+def test_pieces_of_batches_make_the_batches(pieces: int) -> None:
+    """Also of the short block at a text's end and of the empty batch, which are narrower than seven."""
+    ids = np.arange(4, 27, dtype=np.uint16)
+
+    def order(number: int) -> list[list[int]]:
+        return batch_order(len(ids), 5, 10, seed=1, epoch=number)
+
+    whole = Batches(ids, 5, order, per_step=2, steps=4)
+    cut = Batches(ids, 5, order, per_step=2, steps=4, pieces=pieces)
+    assert len(cut) == pieces * len(whole) and cut.num_tokens() == whole.num_tokens()
+    for number in range(len(whole)):
+        parts = [cut[pieces * number + piece] for piece in range(pieces)]
+        assert {part["num_items_in_batch"] for part in parts} == {
+            whole[number]["num_items_in_batch"]
+        }
+        for name, padding in {"input_ids": 1, "targets": -100}.items():
+            joined, expected = torch.cat([part[name] for part in parts], 1), whole[number][name]
+            width = expected.shape[1]
+            assert all(part[name].shape[1] for part in parts)
+            assert (
+                torch.equal(joined[:, :width], expected) and (joined[:, width:] == padding).all()
+            )

@@ -97,10 +97,14 @@ data, folder = map(Path, sys.argv[1:])
 train(data, folder / "ddp", SMOOTH, progress=False)
 sharded = replace(SMOOTH, fsdp={})
 train(data, folder / "fsdp", sharded, progress=False)
-try:
-    train(data, folder / "resumed", sharded, progress=False, callbacks=[StopAt(7)])
-except Stop:
-    train(data, folder / "resumed", sharded, progress=False)
+pieces = replace(SMOOTH, context_parallel=2)
+train(data, folder / "pieces", pieces, progress=False)
+for name, recipe in {"fsdp": sharded, "pieces": pieces}.items():
+    broken = folder / f"resumed-{name}"
+    try:
+        train(data, broken, recipe, progress=False, callbacks=[StopAt(7)])
+    except Stop:
+        train(data, broken, recipe, progress=False)
 distributed.destroy_process_group()
 """
 
@@ -113,12 +117,13 @@ def test_two_processes_train_the_model_of_one(paper_data: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and "missing keys" not in done.stderr
     alone = train_into(paper_data, tmp_path / "alone", SMOOTH)
-    for kind in ("ddp", "fsdp"):
+    for kind in ("ddp", "fsdp", "pieces"):
         for line, theirs in zip(log(alone), log(tmp_path / kind), strict=True):
             assert theirs == pytest.approx(line, rel=1e-4)
         weights = load_file(tmp_path / kind / "model.safetensors")
         for name, value in load_file(alone / "model.safetensors").items():
             torch.testing.assert_close(weights[name], value, atol=1e-4, rtol=0)
-    assert_same_run(tmp_path / "resumed", tmp_path / "fsdp")
+    for kind in ("fsdp", "pieces"):
+        assert_same_run(tmp_path / f"resumed-{kind}", tmp_path / kind)
     with pytest.raises(ValueError, match="num_processes is 2 there and 1 here"):
         train(paper_data, tmp_path / "ddp", SMOOTH, progress=False)

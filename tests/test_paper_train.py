@@ -19,7 +19,7 @@ import linbias.lm.paper.train as train_module
 from interrupting import Stop, StopAt
 from linbias.lm.paper.blocks import batch_order, block_tokens, blocks
 from linbias.lm.paper.optimizer import NAG, cosine_lr
-from linbias.lm.paper.step import PaperTrainer
+from linbias.lm.paper.step import PaperTrainer, SeedEachStep
 from linbias.lm.paper.store import read_ids, write_ids
 from linbias.lm.paper.train import PaperMetrics, train
 from linbias.models import load as load_model
@@ -197,8 +197,9 @@ def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> Non
         recipe,
         lambda trainer: None,
         model=load(ORIGINAL / "ckpt" / "ckpt_C_12heads_vocab1024.pt"),
-        args=train_module._arguments(recipe, tmp_path, 1),
-        eval_dataset=train_module._validation_batches(recipe, ids),
+        args=train_module._arguments(recipe, tmp_path, 1, readers=1),
+        eval_dataset=train_module._validation_batches(recipe, ids, readers=1),
+        pieces=None,
     )
     trainer.remove_callback(PrinterCallback)
     bits = trainer.evaluate()["eval_loss"] / math.log(2)
@@ -285,10 +286,20 @@ def test_several_gpus_in_one_process_are_refused(
 def test_batches_that_cannot_be_shared_are_refused(
     paper_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = SimpleNamespace(num_processes=2)
-    monkeypatch.setattr(train_module, "PartialState", lambda **_: two)
+    monkeypatch.setattr(train_module.Sharing, "by", lambda *_: SimpleNamespace(of=2))
     with pytest.raises(ValueError, match="multiple of the 2 processes, got 3"):
         train(paper_data, tmp_path, RECIPE, progress=False)
+
+
+def test_each_piece_of_a_sequence_draws_its_own_dropout() -> None:
+    def drawn(piece: int) -> list[float]:
+        state = SimpleNamespace(global_step=3)
+        SeedEachStep(1, piece).on_step_begin(None, state)  # type: ignore[arg-type]
+        return torch.rand(2).tolist()
+
+    torch.manual_seed(1 + 3)
+    assert torch.rand(2).tolist() == drawn(0)
+    assert drawn(1) == drawn(1) != drawn(0)
 
 
 def test_damaged_data_is_refused_before_anything_is_written(

@@ -104,6 +104,7 @@ def train(
     position: options.PaperPosition = "alibi",
     fields: options.Fields = None,
     fsdp: options.Fsdp = False,
+    context_parallel: options.Pieces = 1,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     **recipe_fields: Any,
@@ -123,7 +124,12 @@ def train(
     """
     model = options.parse_fields(fields)
     recipe = recipe_from_preset(
-        preset, model=model, position=position, fsdp={} if fsdp else None, **recipe_fields
+        preset,
+        model=model,
+        position=position,
+        fsdp={} if fsdp else None,
+        context_parallel=context_parallel,
+        **recipe_fields,
     )
     from linbias.lm.paper.train import train as run  # loads torch: the recipe is known to be good
 

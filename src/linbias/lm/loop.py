@@ -1,6 +1,7 @@
 """What every training run on Transformers' Trainer does alike.
 
 uses_cpu            where to compute
+PiecesTrainer       a Trainer whose processes may share sequences
 trainer_arguments   the Trainer's arguments
 run_trainer         train, from the newest complete checkpoint if there is one
 publish             write the model aside, then move its files into place
@@ -13,12 +14,15 @@ import errno
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from linbias._run.files import Record, move_into_place, read_json, write_json
@@ -26,6 +30,7 @@ from linbias._run.processes import is_main
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory, keep_freed_memory
 from linbias.lm.watch import ProgressBar
+from linbias.torch import context_parallel
 
 _WRITER = "inline_container|PytorchStreamWriter"  # in each error of PyTorch's writer
 _LITTLE = 2**20  # bytes: a disk with less is full to whoever writes a model
@@ -88,6 +93,34 @@ class TrainingMetrics:
     def write(self, folder: Path) -> None:
         """Writes the metrics.json of a run's folder."""
         write_json(folder / "metrics.json", self.to_dict())
+
+
+class PiecesTrainer(Trainer):
+    """The Trainer, for processes that may share sequences.
+
+    Args:
+        pieces: The processes that share each sequence, of which the data sets give a piece to each; None where each
+            process reads whole ones.
+        arguments, options: Those of the Trainer.
+    """
+
+    def __init__(self, *arguments: Any, pieces: ProcessGroup | None, **options: Any) -> None:
+        self.pieces = pieces
+        super().__init__(*arguments, **options)
+
+    def in_pieces(self) -> AbstractContextManager[None]:
+        """Within the block the model reads its piece of each sequence."""
+        return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        """Forward and backward of a batch."""
+        with self.in_pieces():
+            return super().training_step(*arguments, **options)
+
+    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
+        """Forward of a batch of a validation."""
+        with self.in_pieces():
+            return super().prediction_step(*arguments, **options)
 
 
 def is_finished(folder: Path) -> bool:

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from linbias.lm.loop import PiecesTrainer
 from linbias.lm.validate import Validation
-from linbias.torch import context_parallel
 
 
-class LanguageModelTrainer(Trainer):
+class LanguageModelTrainer(PiecesTrainer):
     """The Trainer, changed so that validations do not affect the training and only matrices decay.
 
     Args:
         learning_rate_floor: Share of its peak below which the learning rate does not go after the warmup.
         validation: What a validation measures instead of the loss alone; None leaves it at that.
-        pieces: The processes that share each sequence, of which the data sets give a piece to each (`InPieces`); None
-            where each process reads whole ones.
-        arguments, options: Those of the Trainer.
+        arguments, options: Those of `PiecesTrainer`.
     """
 
     def __init__(
@@ -35,11 +29,9 @@ class LanguageModelTrainer(Trainer):
         *arguments: Any,
         learning_rate_floor: float,
         validation: Validation | None,
-        pieces: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         self.learning_rate_floor, self.validation = learning_rate_floor, validation
-        self.pieces = pieces
         super().__init__(*arguments, **options)
 
     def create_scheduler(
@@ -66,19 +58,6 @@ class LanguageModelTrainer(Trainer):
             table = model.get_input_embeddings().weight
             spared |= {name for name, weight in model.named_parameters() if weight is table}
         return [name for name in names if name not in spared]
-
-    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Forward and backward of a batch."""
-        with self._in_pieces():
-            return super().training_step(*arguments, **options)
-
-    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
-        """Forward of a batch of a validation."""
-        with self._in_pieces():
-            return super().prediction_step(*arguments, **options)
-
-    def _in_pieces(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Evaluate as the Trainer does, and put the random numbers back that it draws for the order of its data."""

@@ -120,6 +120,8 @@ class Batches(Dataset[dict[str, Any]]):
             numbers. All passes have equally many batches.
         per_step: Batches per step.
         steps: Steps of the run; None: those of one pass.
+        pieces: Of how many pieces, along the tokens, a batch consists, for as many processes: item i is then piece
+            i % pieces of batch i // pieces.
 
     Example:
         >>> ids = np.arange(4, 11, dtype=np.uint16)
@@ -136,32 +138,36 @@ class Batches(Dataset[dict[str, Any]]):
         *,
         per_step: int,
         steps: int | None = None,
+        pieces: int = 1,
     ) -> None:
         self.ids, self.spans, self.per_step = ids, blocks(len(ids), length), per_step
+        self.pieces = pieces
         self.order = lru_cache(maxsize=2)(order)
         self.steps_per_pass = math.ceil(len(order(1)) / per_step)
         self.steps = steps or self.steps_per_pass
 
     def __len__(self) -> int:
-        return self.steps * self.per_step
+        return self.steps * self.per_step * self.pieces
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A batch: input_ids and targets, int64 [rows, longest block], and the step's targets.
+        """A batch: input_ids and targets, int64 [rows, longest block], and the number of the step's targets.
 
         Rows are padded on the right: <pad> is read there, and the target is -100, which is not
         scored.
         """
+        index, piece = divmod(index, self.pieces)
         step, slot = divmod(index, self.per_step)
         batches = self._batches(step)
         batch = batches[slot] if slot < len(batches) else []
         rows = [block_tokens(self.ids, *self.spans[block]) for block in batch]
-        shape = max(1, len(rows)), max((len(targets) for _, targets in rows), default=1)
+        longest = max((len(targets) for _, targets in rows), default=1)
+        shape = max(1, len(rows)), max(self.pieces, longest)
         all_inputs, all_targets = np.full(shape, Dictionary.PAD), np.full(shape, -100)
         for row, (inputs, targets) in enumerate(rows):
             all_inputs[row, : len(inputs)], all_targets[row, : len(targets)] = inputs, targets
         return {
-            "input_ids": torch.from_numpy(all_inputs),
-            "targets": torch.from_numpy(all_targets),
+            "input_ids": torch.from_numpy(all_inputs).tensor_split(self.pieces, 1)[piece],
+            "targets": torch.from_numpy(all_targets).tensor_split(self.pieces, 1)[piece],
             "num_items_in_batch": self.num_targets(step),
         }
 

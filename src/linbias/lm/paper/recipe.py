@@ -43,6 +43,8 @@ class Recipe(Checked):
         log_steps: Steps between lines of the log.
         device: "auto" takes a GPU where there is one; or "cpu".
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
+        context_parallel: Processes that share each batch, a piece of every block each (`linbias.torch.context_parallel`),
+            for runs under torchrun with position "alibi".
 
     Raises:
         ValueError: A field breaks its rule.
@@ -76,6 +78,7 @@ class Recipe(Checked):
     log_steps: int = 100
     device: str = "auto"
     fsdp: dict[str, Any] | None = None
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         each, length, log_steps = self._require_of_each, self.length, self.log_steps
@@ -89,6 +92,9 @@ class Recipe(Checked):
         each("in [0, 1)", lambda n: 0 <= n < 1, "momentum")
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
+        each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
+        is_alone = self.context_parallel == 1 or self.position == "alibi"
+        self._require("context_parallel", is_alone, "1 unless position is 'alibi'", self.context_parallel)  # fmt: skip
         derived = sorted(set(self.model) & {"vocab_size", "train_length", "position"})
         rule = f"without {derived}, which follow from other fields"
         self._require("model", not derived, rule, self.model)

@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import (
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -20,18 +19,19 @@ from transformers import (
 )
 
 from linbias._run.files import Record
+from linbias.lm.loop import PiecesTrainer
 from linbias.lm.paper.optimizer import NAG, cosine_lr
 from linbias.lm.paper.recipe import Recipe
 from linbias.lm.watch import Log
 
 
-class PaperTrainer(Trainer):
+class PaperTrainer(PiecesTrainer):
     """The Trainer with the paper's optimizer, schedule, loss and validation.
 
     Args:
         recipe: What to train.
         publish: Called, by every process, when the model is the best so far.
-        arguments: The Trainer's own.
+        arguments: Those of `PiecesTrainer`.
     """
 
     loss_is_scaled_for_ga = True  # `compute_loss` returns a share of the step's mean loss
@@ -93,7 +93,8 @@ class PaperTrainer(Trainer):
         self.model.eval()
         total, count = 0.0, 0
         for inputs in self.get_eval_dataloader():
-            loss = self.model(**self._prepare_inputs(inputs), use_cache=False).loss
+            with self.in_pieces():
+                loss = self.model(**self._prepare_inputs(inputs), use_cache=False).loss
             total += loss.item() * inputs["num_items_in_batch"]
             count += inputs["num_items_in_batch"]
         metrics = {"eval_loss": sum(gather_object([total])) / count}
@@ -114,10 +115,13 @@ class PaperTrainer(Trainer):
 
 
 class SeedEachStep(TrainerCallback):
-    """Seeds PyTorch with seed + steps done, in every process alike, as the original does."""
+    """Seeds PyTorch with seed + steps done, in every process alike, as the original does.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    Where processes share sequences, those with the same piece are alike: the other pieces of a sequence draw other numbers.
+    """
+
+    def __init__(self, seed: int, piece: int = 0) -> None:
+        self.seed = seed + (piece << 22)  # PyTorch's generator of the CPU takes 32 bits of a seed
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any

@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from linbias._run.files import fingerprint
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.processes import is_main, wait_for_all
+from linbias._run.processes import Sharing, is_main, rank, wait_for_all
 from linbias.data.dictionary import Dictionary
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.loop import (
@@ -86,7 +86,7 @@ def train(
 
     Blocks, batches and their order, optimizer, schedule, clipping and the logged numbers are those
     of the paper's code. Sets the global random seeds. Under torchrun every process calls this, and
-    any number of processes that divides `batches_per_step` trains the same model.
+    any number of processes that divides `batches_per_step` (times `context_parallel`) trains the same model.
 
     Args:
         data: Folder of dict.txt, train.bin, train.idx and, unless `validate_steps` is 0, valid.bin
@@ -191,9 +191,11 @@ def _check_processes(recipe: Recipe, on_cpu: bool) -> None:
             f"train: every GPU must have a process of its own, got 1 for {devices} (start with "
             f"torchrun --nproc-per-node {devices}, or show it one by CUDA_VISIBLE_DEVICES=0)"
         )
-    if recipe.batches_per_step % processes:
+    readers, pieces = Sharing.by("train", recipe.context_parallel).of, recipe.context_parallel
+    if recipe.batches_per_step % readers:
+        what = "processes" if pieces == 1 else f"groups of {pieces} processes"
         raise ValueError(
-            f"train: batches_per_step must be a multiple of the {processes} processes, "
+            f"train: batches_per_step must be a multiple of the {readers} {what}, "
             f"got {recipe.batches_per_step}"
         )
 
@@ -208,6 +210,7 @@ def _open_run(recipe: Recipe, data: Path, splits: Iterable[str], output: Path) -
             "num_processes": PartialState().num_processes,
         },
         "train",
+        may_change=["recipe.context_parallel"],
     )
 
 
@@ -222,6 +225,7 @@ def _run(
 ) -> None:
     add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
     checkpoints = Checkpoints(output / "checkpoints", add_dictionary)
+    sharing = Sharing.by("train", recipe.context_parallel)
     batches = _training_batches(recipe, splits["train"])
     tokens_per_step = len(batches.ids) // batches.steps_per_pass
     bar, watch = ProgressBar(tokens_per_step, visible=progress and is_main()), StopWatch()
@@ -234,12 +238,15 @@ def _run(
         recipe,
         save,
         model=PaperForCausalLM(config),
-        args=_arguments(recipe, checkpoints.folder, batches.steps_per_pass),
+        args=_arguments(recipe, checkpoints.folder, batches.steps_per_pass, sharing.of),
+        pieces=sharing.group,
         train_dataset=batches,
-        eval_dataset=_validation_batches(recipe, splits["valid"]) if "valid" in splits else None,
+        eval_dataset=(
+            _validation_batches(recipe, splits["valid"], sharing.of) if "valid" in splits else None
+        ),
         callbacks=[
-            *(checkpoints, SeedEachStep(recipe.seed), LogFile(output / "log.jsonl")),
-            *(FiniteLoss(), bar, watch, *callbacks),
+            *(checkpoints, SeedEachStep(recipe.seed, rank() % recipe.context_parallel)),
+            *(LogFile(output / "log.jsonl"), FiniteLoss(), bar, watch, *callbacks),
         ],
     )
 
@@ -279,18 +286,22 @@ def _training_batches(recipe: Recipe, split: StoredIds) -> Batches:
         order,
         per_step=recipe.batches_per_step,
         steps=recipe.steps,
+        pieces=recipe.context_parallel,
     )
 
 
-def _validation_batches(recipe: Recipe, split: StoredIds) -> Batches:
-    """One pass in the order of the text; each process scores one batch of every "step"."""
+def _validation_batches(recipe: Recipe, split: StoredIds, readers: int) -> Batches:
+    """One pass in the order of the text; each process, or each group that shares it, scores one batch of every "step"."""
     ids, rows = split.tokens, recipe.max_tokens // recipe.length
     numbers = range(len(blocks(len(ids), recipe.length)))
     order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
-    return Batches(ids, recipe.length, lambda _: order, per_step=PartialState().num_processes)
+    pieces = recipe.context_parallel
+    return Batches(ids, recipe.length, lambda _: order, per_step=readers, pieces=pieces)
 
 
-def _arguments(recipe: Recipe, folder: Path, steps_per_pass: int) -> TrainingArguments:
+def _arguments(
+    recipe: Recipe, folder: Path, steps_per_pass: int, readers: int
+) -> TrainingArguments:
     return trainer_arguments(
         folder,
         device=recipe.device,
@@ -299,7 +310,7 @@ def _arguments(recipe: Recipe, folder: Path, steps_per_pass: int) -> TrainingArg
         max_steps=recipe.steps,
         per_device_train_batch_size=1,  # an item of `Batches` is a whole batch
         per_device_eval_batch_size=1,
-        gradient_accumulation_steps=recipe.batches_per_step // PartialState().num_processes,
+        gradient_accumulation_steps=recipe.batches_per_step // readers,
         learning_rate=recipe.learning_rate,  # for messages only
         max_grad_norm=recipe.clip,
         seed=recipe.seed,
