@@ -20,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from linbias._run.neighbours import considerate
 from linbias.cli import biases, encoders, explore, models, paper, start, streams
 from linbias.cli.console import new_group, out
 
@@ -44,7 +45,8 @@ app.add_typer(paper.app, name="paper", rich_help_panel="The paper")
 
 def main() -> None:
     """Runs the command line."""
-    app(prog_name="linbias")
+    with considerate():
+        app(prog_name="linbias")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,132 @@
+"""OpenMP's threads sleep while others want the cores: when a team that outnumbers the cores is there, and when it is not."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from linbias._run import neighbours
+
+pytestmark = pytest.mark.skipif(not neighbours._STAT.exists(), reason="there is no /proc/stat")
+
+
+class Outnumbered:
+    """Stands for the team: what was asked for, and the event by which it ends."""
+
+    def __init__(self) -> None:
+        self.events: list[threading.Event] = []
+
+    def __call__(self, cores: int) -> threading.Event:
+        self.events.append(threading.Event())
+        return self.events[-1]
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, float]]
+) -> list[threading.Event]:
+    """The teams that a watch over two cores starts, for (cores used by all, cores used by this process) at each look."""
+    ended, outnumbered = threading.Event(), Outnumbered()
+
+    def times() -> Iterator[tuple[float, float, float]]:
+        used = own = 0.0
+        yield 0.0, used, own
+        for second, (more, ours) in enumerate(looks, start=1):
+            used, own = used + more, own + ours
+            if second == len(looks):
+                ended.set()
+            yield float(second), used, own
+
+    told = times()
+    monkeypatch.setattr(neighbours, "_PERIOD", 0)
+    monkeypatch.setattr(neighbours, "_times", lambda: next(told))
+    monkeypatch.setattr(neighbours, "_outnumber", outnumbered)
+    monkeypatch.setattr(neighbours.os, "sched_getaffinity", lambda _: {0, 1})
+    neighbours._watch(ended)
+    return outnumbered.events
+
+
+@pytest.mark.parametrize(
+    ("looks", "teams"),
+    [
+        pytest.param([(2.0, 2.0)] * 9, 0, id="alone"),
+        pytest.param([(1.1, 0.1)] * 9, 0, id="a neighbour with a core to itself"),
+        pytest.param([(2.0, 1.0)] * 9, 1, id="a neighbour"),
+        pytest.param(
+            [(2.0, 1.0), *[(1.2, 0.2)] * 8], 1, id="it stays while we wait for something"
+        ),
+        pytest.param([(2.0, 1.0), *[(2.0, 2.0)] * 3, (2.0, 1.0)], 1, id="a short rest is none"),
+        pytest.param([(2.0, 1.0), *[(2.0, 2.0)] * 4, (2.0, 1.0)], 2, id="it went and came again"),
+    ],
+)
+def test_a_team_for_each_time_that_cores_are_shared(
+    monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, float]], teams: int
+) -> None:
+    events = watched(monkeypatch, looks)
+    assert len(events) == teams
+    assert all(event.is_set() for event in events), "every team has ended with the watch"
+
+
+def test_times_count_this_process() -> None:
+    before, start = neighbours._times(), time.process_time()
+    while time.process_time() < start + 0.3:
+        pass
+    after = neighbours._times()
+    clock, used, own = (b - a for a, b in zip(before, after, strict=True))
+    assert 0.3 <= own <= clock + 0.05
+    assert used >= 0.8 * own
+
+
+TEAM = """
+import os, time
+import torch
+from linbias._run.neighbours import _outnumber
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def wait(rule):
+    for _ in range(500):
+        if rule(count()):
+            return
+        time.sleep(0.01)
+    raise SystemExit(f"{count()} threads")
+
+(torch.ones(2**21) + 1).sum()
+before = count()
+alone = _outnumber(4)
+wait(lambda found: found == before + 5)
+alone.set()
+wait(lambda found: found == before)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
+def test_the_team_has_more_threads_than_cores_and_ends() -> None:
+    from linbias.torch.cpu import _TEAM
+
+    if not _TEAM:
+        pytest.skip("PyTorch's OpenMP is not libgomp")
+    done = subprocess.run(
+        [sys.executable, "-c", TEAM], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_a_setting_of_the_user_wins(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(neighbours, "_watch", seen.append)
+    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(variable, raising=False)
+    with neighbours.considerate():
+        pass
+    assert len(seen) == 1
+    monkeypatch.setenv(name, "0")
+    with neighbours.considerate():
+        assert os.environ[name] == "0"
+    assert len(seen) == 1
