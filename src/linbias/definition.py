@@ -346,7 +346,7 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint sets of keys. A row
-    that sees no key in any part stays a row of zeros with lse = -inf.
+    that sees no key stays a row of zeros with lse = -inf.
 
     Args:
         outs: Arrays [..., T, E], one for each part.

@@ -43,7 +43,7 @@ def bias(
         >>> bias(jnp.array([0.5]), 2, 2, jnp.inf).tolist()
         [[[0.0, -inf], [-0.5, 0.0]]]
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; the Flax exercise among the project's seed documents.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if unknown:
         _checks.refuse_unknown("bias", unknown, bias)

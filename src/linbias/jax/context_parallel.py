@@ -193,8 +193,8 @@ def needed_halo(
 ) -> Array:
     """Measure how many keys beyond the edges of a piece each key/value head needs, inside `jax.shard_map`.
 
-    For any fixed vector c, here the mean key, and a radius within which the keys of all devices lie around it, the keys left of a
-    query q from distance d on weigh together at most
+    With c the mean key, and a radius within which the keys of all devices lie around it, the keys left of a query q from
+    distance d on weigh together at most
 
         exp(scale * q . c + |scale| * |q| * radius - slope * d) / (1 - exp(-slope))
 

@@ -76,7 +76,7 @@ def attention_fn(
         >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
         (1, 5, 8)
 
-    Source: Press, Smith and Lewis, ICLR 2022; the Flax exercise among the project's seed documents.
+    Source: Press, Smith and Lewis, ICLR 2022.
     """
     if unknown:
         _checks.refuse_unknown("attention_fn", unknown, attention_fn)
@@ -159,7 +159,7 @@ def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Arr
         >>> mha_alibi(0, jnp.ones((3, 8)), num_heads=2, qkv_features=4).shape
         (24,)
 
-    Source: the Flax exercise "ALiBi: Attention with Linear Biases" among the project's seed documents.
+    Source: the Flax exercise "ALiBi: Attention with Linear Biases".
     """
     from flax import linen  # takes a second to import, and attention_fn does without
 

@@ -165,9 +165,9 @@ def attention_weights(
     mask: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+    """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
-    The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
+    Differentiable in q, k and the slopes.
 
     Args:
         q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.
