@@ -54,7 +54,7 @@ class TrainSettings(Checked):
         learning_rate: Peak of the schedule: linear warmup, then a cosine down to the floor.
         learning_rate_floor: As a share of the peak.
         warmup: Share of the steps that raise the learning rate.
-        warmup_steps: Their number, in the place of `warmup`; None leaves it to that.
+        warmup_steps: Their number, in the place of `warmup`.
         weight_decay: Of AdamW, on matrices only; not on an embedding from which the output weights are not read.
         clip: Largest norm of the gradient.
         precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
@@ -62,18 +62,18 @@ class TrainSettings(Checked):
         seed: Fixes the initial weights, the order of the text, and dropout.
         threads: CPU threads; None leaves PyTorch's choice.
         device: "auto" takes a GPU where there is one; or "cpu".
-        init: Folder of a model that `train` made, to go on from; None draws fresh weights. Its
-            tokenizer and its shape stay, the optimizer and the schedule start anew.
+        init: Folder of a model that `train` made, to go on from. Its tokenizer and its shape stay, the optimizer and the
+            schedule start anew.
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
             validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for none.
         validate_lengths: Further lengths to validate at, but for those that a table of learned positions does not have. Each
             validation then also keeps the accuracy, and the loss at the first token, at `length` and at the last (see
             `linbias.lm.validate`).
-        prompt: Text that the model continues after each validation; None for none.
+        prompt: Text that the model continues after each validation.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
-        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), for runs
-            under torchrun; the number of processes must be a multiple. For task "causal" and position "alibi".
+        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), under torchrun;
+            the number of processes must be a multiple. For task "causal" and position "alibi".
 
     Raises:
         ValueError: A field breaks its rule.

@@ -71,7 +71,7 @@ def attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; q, k and v are not equally long; the halo was too
-            small, or breaks a rule above.
+            small, or breaks a rule.
         RuntimeError: The processes' calls differ, named by rank; a process died or missed the timeout of the group.
 
     Example:
