@@ -108,8 +108,8 @@ def attention(
         [B, T, H, E] in q's dtype; with return_lse also lse [B, T, H], float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError: As `linbias.jax.attention`; the halo is traced or no integer; there is no such argument: masks,
-            key_range, query_start and dropout are for whole sequences.
+        TypeError: As `linbias.jax.attention`; the halo is traced or no integer; masks, key_range, query_start and dropout are
+            for whole sequences.
         ValueError: As `linbias.jax.attention`; q, k and v are not equally long; a halo breaks the rule above; no shard_map around
             the call has the axis.
         NotImplementedError: As `linbias.jax.attention`.

@@ -74,9 +74,8 @@ def attention(
                        x .
                        x x
 
-    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
-    h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice, and in forward mode, only by `dense`. Works
+    Rows that see no key, and shared key heads, are as in `linbias.attention`. Scores, softmax and sums are float32 for 16-bit
+    inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice, and in forward mode, only by `dense`. Works
     under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis types, and in shard_map over batch and heads, where
     slopes must be given: those of the shard's heads. Traced values of key_range and query_start are not checked but moved to
     the nearest that is allowed.

@@ -16,8 +16,8 @@ from linbias.variants import is_causal, variant_slopes
 class MultiheadAttention(nn.Module):
     """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
 
-    It takes the place of one in `torch.nn.TransformerEncoderLayer`, `TransformerDecoderLayer` and `Transformer`;
-    `replace_attention` does so for a whole model, and `from_torch` and `load_state_dict` take over the weights.
+    It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a whole model, and `from_torch` and
+    `load_state_dict` take over the weights.
 
     | variant       | slopes, right_slopes                                  | for                             |
     |---------------|------------------------------------------------------|---------------------------------|
@@ -67,8 +67,8 @@ class MultiheadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 12]), torch.Size([2, 3, 5, 5]))
 
-    Source: Press, Smith and Lewis, ICLR 2022; encoder and cross-attention variants: the discussion "Modifying ALiBi
-    for Encoder-Attention or Cross-Attention" in the paper's repository.
+    Source: Press, Smith and Lewis, ICLR 2022; other variants: the discussion "Modifying ALiBi for Encoder-Attention or
+    Cross-Attention" in the paper's repository.
     """
 
     # What PyTorch's encoders ask for; with another answer they warn, or fail, instead of leaving attention to this layer.
