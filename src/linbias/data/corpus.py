@@ -69,10 +69,10 @@ class Corpus:
         test: Text to report.
         num_bytes: UTF-8 bytes of each split's text, by the split's name.
         fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
-        location: Where the text is, however `name` spells it: "stdlib", the absolute path of a file
-            or folder (of a glob: its folders before the first wildcard), or a data set's id.
-        splits: By split, a SHA-256 of what belongs to it: the paths of its files in the folder, or
-            the bytes at which one text was cut. Not of their content.
+        location: "stdlib", the absolute path of a file or folder (of a glob: its folders before the first wildcard), or a data
+            set's id.
+        splits: By split, a SHA-256 of what belongs to it, not of its content: the paths of its files in the folder, or the
+            bytes at which one text was cut.
     """
 
     name: str

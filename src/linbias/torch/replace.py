@@ -34,8 +34,7 @@ def replace_attention(
 
     Raises:
         TypeError: model is such a layer itself, whose place nothing holds.
-        ValueError: There is nothing to replace, or it was replaced before; a variant is unknown, or a layer has a key or value beside those of
-            its sequence.
+        ValueError: There is nothing to replace; a variant is unknown, or a layer has a key or value beside those of its sequence.
 
     Example:
         >>> model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
