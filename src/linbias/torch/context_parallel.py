@@ -56,10 +56,10 @@ def attention(
         q: [B, H, n, D], the piece's n tokens; B, H, dtype and all options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
-        slopes, causal, right_slopes, scale, dropout, implementation, return_lse: As for `linbias.torch.attention`. The mask
-            of dropout is that of one process with the seed of rank 0.
-        key_range: [B, 2], integers, alike on all processes: as for `linbias.torch.attention`, counted in the whole sequence.
-        tolerance: As for `linbias.torch.attention`: half of it for keys that are not fetched, half for those not read.
+        slopes, causal, right_slopes, scale, implementation, return_lse: As for `linbias.torch.attention`.
+        key_range: [B, 2], likewise, alike on all processes and counted in the whole sequence.
+        dropout: Likewise; its mask is that of one process with the seed of rank 0.
+        tolerance: Likewise; half of it for keys that are not fetched, half for those not read.
         group: A process group, or a mesh of one dimension; None is the group of all processes.
         halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value heads or one for each:
             fetch so many from each open side, without waiting for other processes' numbers.

@@ -221,9 +221,9 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
-        A causal attn_mask is recognised, and padding at the ends of rows: neither is then in memory as a mask of
-        scores. Others are, and run by `sdpa` (with dropout by `dense`). Under `torch.compile` no attn_mask is
-        recognised, say is_causal; and a key_padding_mask must lie at the ends of rows.
+        A causal attn_mask, and padding at the ends of rows, need no mask of scores in memory; other masks do, and run by `sdpa`
+        (with dropout by `dense`). Under `torch.compile` say is_causal, since no attn_mask is recognised, and a
+        key_padding_mask must lie at the ends of rows.
 
         Args:
             query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch. Query,
