@@ -74,11 +74,11 @@ def attention(
                        x .
                        x x
 
-    Rows that see no key, and shared key heads, are as in `linbias.attention`. Scores, softmax and sums are float32 for 16-bit
-    inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice, and in forward mode, only by `dense`. Works
-    under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis types, and in shard_map over batch and heads, where
-    slopes must be given: those of the shard's heads. Traced values of key_range and query_start are not checked but moved to
-    the nearest that is allowed.
+    Rows that see no key, and shared key heads, are as in `linbias.attention`. Scores, softmax and sums are float32 for
+    16-bit inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice,
+    and in forward mode, only by `dense`. Works under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis
+    types, and in shard_map over batch and heads, where slopes must be given: those of the shard's heads. Traced values of
+    key_range and query_start are not checked but moved to the nearest that is allowed.
 
     Args:
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
@@ -92,7 +92,8 @@ def attention(
             `jax.nn.dot_product_attention`. Keys that it hides must still be finite, unless it hides them from every query.
             `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
         key_bound, dropout, tolerance: As for `linbias.torch.attention`.
-        dropout_key: A key of `jax.random` to draw the dropout mask from; needed if dropout is not 0.
+        dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all implementations; needed if
+            dropout is not 0.
         implementation: "auto" takes the first that can run the call: `cpu` (the compiled core) and `blocked` (any device) are
             near to far, `dense` is the whole score matrix. A name is obeyed or refused. Where q is traced, its device is taken
             to be JAX's default one.
