@@ -49,21 +49,19 @@ def fuse(
 ) -> PreTrainedModel:
     """Run the attention of an existing BLOOM, Falcon (with `alibi=True`) or MPT model on `linbias.torch.attention`.
 
-    The model is changed in place; its weights and their names stay. Everything around attention is Transformers' own
-    code, so that training, gradient checkpointing, padding on either side, caches and `generate` work as before, for
-    any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. No other model is
-    touched; Transformers learns a function that makes masks for `attn_implementation="linbias"`, which no other model asks for.
-    A call whose `position_ids` mark several texts in a row (packed batches) is refused.
+    The model is changed in place, and no other; its weights and their names stay. Everything around attention is Transformers'
+    own code: training, gradient checkpointing, padding on either side, caches and `generate` work as before, for any length.
+    Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids` mark several texts in a row
+    (packed batches) is refused. `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
-        rounding: "exact": slope * distance in float32, as the model was meant. "checkpoint": as Transformers' code
-            for this architecture rounds it, which is what the weights met in use: Falcon rounds slope and product to
-            bfloat16, BLOOM the product to the type of the model. What it rounds besides, scores of a bfloat16 model,
-            is not repeated. MPT is the same either way.
+        rounding: "exact": slope * distance in float32. "checkpoint": as Transformers' code for this architecture rounds it,
+            which is what the weights met in use: Falcon rounds slope and product to bfloat16, BLOOM the product to the type
+            of the model (its rounding of scores is not repeated). MPT is the same either way.
         implementation: As in `linbias.torch.attention`.
-        slope_scale: Multiply all slopes, which slows or hastens the fall of far scores: a positive factor, or
-            "interpolate", train_length / S for a text of S > train_length tokens.
+        slope_scale: Multiply all slopes: a positive factor, or "interpolate", train_length / S for a text of
+            S > train_length tokens.
         train_length: For "interpolate"; None: what the configuration says, if it does.
         heads: Which heads of the model its layers hold, where each process has some of them (tensor parallelism);
             None: all.
