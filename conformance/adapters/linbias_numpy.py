@@ -4,6 +4,9 @@ import numpy as np
 
 import linbias
 
+NAME, PACKAGE, RUNS = "linbias, NumPy", "linbias", "all"
+DTYPES = ("float32", "float64")
+
 
 def attention(
     q, k, v, *, slopes, causal, scale, right_slopes=None, key_range=None, query_start=None, segments=None,
