@@ -22,9 +22,9 @@ ROOT = HERE.parent
 RECORDS = ROOT / "records" / "conformance.jsonl"
 # What could not be run here, and why.
 NOT_RUN = {
-    "flash-attn 2 (package)": "its source package asks for CUDA when it is installed; its formulas are above",
-    "vLLM": "its source package asks for PyTorch with CUDA when it is installed",
-    "TransformerEngine": "its source package asks for CUDA when it is installed",
+    "flash-attn 2 (package)": "its kernels need CUDA; their formulas are above",
+    "vLLM": "its source package did not build here, without CUDA",
+    "TransformerEngine": "its source package did not build here, without CUDA",
 }
 DESCRIBE = """
 import importlib, json, sys
@@ -61,7 +61,11 @@ def run(name: str) -> list[dict]:
     python = environment(name)
     options = {"cwd": HERE, "text": True, "env": {**os.environ, "PYTHONPATH": str(HERE)}}
     told = subprocess.run(
-        [python, "-W", "ignore", "-c", DESCRIBE, name], capture_output=True, timeout=300, **options
+        [python, "-W", "ignore", "-c", DESCRIBE, name],
+        capture_output=True,
+        timeout=300,
+        check=False,
+        **options,
     )
     if told.returncode:
         raise SystemExit(f"{name}: {told.stderr.strip().splitlines()[-1]}")
@@ -71,16 +75,16 @@ def run(name: str) -> list[dict]:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             call = ["check.py", "--call", f"adapters.{name}:attention", "--dtype", dtype]
             command = [python, "-W", "ignore", *call, "--json", file.name]
-            subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, **options)
+            subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False, **options)
             records = json.loads(Path(file.name).read_text())
-        key = {"implementation": about["implementation"], "dtype": dtype}
+        key = {"adapter": name, "dtype": dtype}
         reasons = {}
         for record in records:
             if record["verdict"] == "not claimed":
                 reasons.setdefault(record["note"], []).append(record["row"])
         machine = {"machine": f"{processor()} {num_cores()} cores", "date": now()[:10]}
-        about_run = {x: about[x] for x in ("version", "runs")}
-        lines.append({**key, **about_run, **machine, "adapter": name, "not_claimed": reasons})
+        about_run = {x: about[x] for x in ("implementation", "version", "runs")}
+        lines.append({**key, **about_run, **machine, "not_claimed": reasons})
         for record in records:
             if record["verdict"] == "not claimed":
                 continue
@@ -103,7 +107,7 @@ def main() -> None:
         lines += found
     if not sys.argv[1:]:
         lines += [{"implementation": name, "not_run": why} for name, why in NOT_RUN.items()]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         RECORDS.write_text(text, encoding="utf-8")
         print(f"{RECORDS.name}: {len(text) / 1e3:.0f} kB")
 

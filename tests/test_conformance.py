@@ -301,3 +301,36 @@ def test_it_runs_as_a_program_without_linbias(tmp_path):
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0 right, 1 wrong, 0 failed, 0 not claimed"
+
+
+# The page
+
+
+def test_the_page_says_what_rows_and_records_say():
+    """`python runs/conformance_page.py` writes it."""
+    sys.path.insert(0, str(ROOT / "runs"))
+    try:
+        page, markers = (importlib.import_module(x) for x in ("conformance_page", "markers"))
+    finally:
+        sys.path.remove(str(ROOT / "runs"))
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    for name, part in page.written_parts().items():
+        assert (
+            f"<!-- {name}: python runs/conformance_page.py -->\n{markers.minus(part)}\n<!-- /{name} -->"
+            in text
+        )
+
+
+def test_records_cover_every_adapter_and_the_rows_that_are_there():
+    path = ROOT / "records" / "conformance.jsonl"
+    assert path.stat().st_size < 100_000
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    adapters = {p.stem for p in (FOLDER / "adapters").glob("*.py")} - {"parts"}
+    assert {r["adapter"] for r in records if "runs" in r} == adapters
+    for about in (r for r in records if "runs" in r):
+        key = {name: about[name] for name in ("adapter", "dtype")}.items()
+        rows = [r["row"] for r in records if "row" in r and key <= r.items()]
+        rows += [row for names in about["not_claimed"].values() for row in names]
+        assert sorted(rows) == sorted(row["name"] for row in ROWS)
+    ours = [r for r in records if "row" in r and r["adapter"].startswith("linbias")]
+    assert len(ours) > 100 and {r["verdict"] for r in ours} == {"right"}

@@ -5,7 +5,7 @@ import numpy as np
 import linbias
 
 NAME, PACKAGE, RUNS = "linbias, NumPy", "linbias", "all"
-DTYPES = ("float32", "float64")
+DTYPES = ("float64",)
 
 
 def attention(
