@@ -42,11 +42,13 @@ def results_table() -> str:
             f"| {about['implementation']}{version} | {about['runs']} | {about['dtype']}"
             f" | {right} of {len(found)} | {others(found)} |"
         )
+    lines += [
+        f"| {r['implementation']} | nothing | - | - | {r['not_run']} |"
+        for r in records
+        if "not_run" in r
+    ]
     where = sorted({f"{about['machine']}, {about['date']}" for about in abouts})
-    not_run = "; ".join(
-        f"{r['implementation']}: {r['not_run']}" for r in records if "not_run" in r
-    )
-    return "\n".join([*lines, "", f"{'; '.join(where)}. Not run: {not_run}."])
+    return "\n".join([*lines, "", f"{'; '.join(where)}."])
 
 
 def others(found: list[dict[str, Any]]) -> str:
