@@ -23,8 +23,8 @@ RECORDS = ROOT / "records" / "conformance.jsonl"
 # What could not be run here, and why.
 NOT_RUN = {
     "flash-attn 2 (package)": "its kernels need CUDA; their formulas are above",
-    "vLLM": "its source package did not build here, without CUDA",
-    "TransformerEngine": "its source package did not build here, without CUDA",
+    "vLLM": "its source package could not be built here",
+    "TransformerEngine": "its source package could not be built here",
 }
 DESCRIBE = """
 import importlib, json, sys
