@@ -28,6 +28,7 @@ from linbias.models import (
     load,
     loading,
 )
+from linbias.models.encoders import bert
 from linbias.models.encoders.original import to_original, to_ours
 from linbias.models.places import read_attention_mask
 from small_models import RELEASED, assert_near, needs_released, write_folder
@@ -226,6 +227,27 @@ def test_attention_weights_and_hidden_states() -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_the_feed_forward_part_of_many_tokens_is_computed_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = masked_model().eval()
+    ids = torch.arange(1, 12)[None].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    whole = model(ids, attention_mask=mask).logits
+    seen: list[int] = []
+    for layer in model.encoder.layers:
+        layer.feed_forward.act.register_forward_hook(lambda *x: seen.append(x[2].shape[-2]))
+    monkeypatch.setattr(bert, "_TOKENS_AT_ONCE", 4)
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, whole)
+    assert max(seen) == 4
+    seen.clear()
+    with torch.enable_grad():
+        model(ids, attention_mask=mask)
+    assert min(seen) > 4, "gradients keep everything anyway"
+
+
 def test_split_over_devices(tmp_path: Path) -> None:
     """Layers that lie on disk, and what a layer on another device is given."""
     model = masked_model().eval()
