@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import linbias
+from linbias import near_to_far
 from positions import PLACED, B, D, E, G, H, Placed, backward, truth
 
 BY_NAME = {call.name: call for call in PLACED}
@@ -71,3 +72,104 @@ def test_gradients_by_positions_equal_central_differences(call: Placed):
             assert gradient[index] == pytest.approx(expected, abs=2e-6, rel=1e-4), index
         unused = ~(np.abs(array) < 1e290)
         assert not gradient[unused].any()
+
+
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_near_to_far_equals_the_definition(call: Placed):
+    out, lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    for rows, keys in ((2, 3), (16, 1)):
+        visit = near_to_far.attention(
+            *call.arrays, **call.given, tolerance=2.0**-53, rows=rows, keys=keys
+        )
+        np.testing.assert_allclose(visit.out, out, atol=1e-12)
+        np.testing.assert_allclose(visit.lse, lse, atol=1e-12)
+
+
+def test_near_to_far_one_scan_has_the_sums_over_all_pairs():
+    x = np.sort(np.random.default_rng(0).integers(0, 30, (2, 40)).astype(float))
+    inside = np.array([[False] * 3 + [True] * 30 + [False] * 7, [True] * 40])
+    slope = np.array([0.0, 0.7])
+    sums = near_to_far.log_sums(x, slope, inside)
+    for b, j in np.ndindex(2, 33):
+        counted = [s for s in range(j + 1) if inside[b, s]]
+        expected = sum(np.exp(-slope[b] * (x[b, j] - x[b, s])) for s in counted)
+        assert np.exp(sums[b, j]) == pytest.approx(expected, rel=1e-13)
+
+
+def test_near_to_far_the_geometric_series_is_a_scan_over_counted_positions():
+    sums = near_to_far.log_sums(np.arange(500.0), 0.1)
+    exact = np.log(-np.expm1(-0.1 * np.arange(1, 501)) / -np.expm1(-0.1))
+    np.testing.assert_allclose(sums, exact, atol=1e-14)
+    assert (sums <= near_to_far.log_geometric(0.1, np.inf) + 1e-14).all()
+
+
+N = 400
+_RNG = np.random.default_rng(5)
+PATTERNS = {
+    "even": np.arange(N) * 1.0,
+    "bursts": np.cumsum(_RNG.exponential(size=N) * _RNG.choice([0.01, 5], N, p=[0.8, 0.2])),
+    "plateaus": np.floor(np.arange(N) / 37) * 11.0,
+    "one-place": np.where(np.arange(N) < N // 2, 0.0, 8.0),
+    "jump": np.arange(N) * 1e-3 + np.where(np.arange(N) > 300, 30.0, 0.0),
+    "geometric": -np.geomspace(400.0, 1e-3, N),
+    "mirrored": np.geomspace(1e-3, 400.0, N),
+    "gates": np.cumsum(-np.log(1 / (1 + np.exp(-_RNG.normal(3, 2, N))))),
+}
+
+
+def _missing(x, q, k, slope, tolerance, sides, keys=8):
+    """The largest share of a row's probability that was left unread."""
+    T = 24
+    start = N - T if sides == 1 else N // 2
+    options = {"positions": x, "scale": 1.0, "query_start": start}
+    if sides == 2:
+        options |= {"causal": False}
+    visit = near_to_far.attention(
+        q[None], k[None], k[None], [slope], tolerance=tolerance, rows=8, keys=keys, **options
+    )
+    tiles = visit.tiles[0][0]
+    first, end = (
+        np.repeat([getattr(tile, name) for tile in tiles], 8)[:T] for name in ("first", "end")
+    )
+    return near_to_far.share_outside(
+        q[None], k[None], first[None], end[None], [slope], **options
+    ).max()
+
+
+@pytest.mark.parametrize("sides", (1, 2))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_near_to_far_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
+    """All keys alike and along the queries: what is left out is what the bound says of it."""
+    q, k = np.full((24, 4), 0.5), np.full((N, 4), 0.5)
+    shares = []
+    for tolerance in 0.5 * 0.7 ** np.arange(14):
+        for slope in (0.3, 1.0):
+            share = _missing(PATTERNS[pattern], q, k, slope, tolerance, sides, keys=1)
+            shares.append(share / tolerance)
+    assert max(shares) <= 1 + 1e-9
+    assert max(shares) > 0.3, "the bound says more than it must"
+
+
+def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
+    """A climb over positions, keys and queries towards what loses most, from random beginnings."""
+    rng = np.random.default_rng(11)
+    worst = 0.0
+    for sides in (1, 2):
+        for pattern in PATTERNS:
+            x, tolerance = PATTERNS[pattern].copy(), float(10 ** rng.uniform(-6, -0.5))
+            q = rng.normal(size=(24, 4)) * np.exp(rng.uniform(-1, 1))
+            k = rng.normal(size=(N, 4)) if rng.random() < 0.5 else np.tile(q[0], (N, 1))
+            best, slope = 0.0, float(np.exp(rng.uniform(-3, 1)))
+            for _ in range(25):
+                steps = np.diff(x, prepend=x[0])
+                here = np.sort(rng.integers(0, N + 1, 2))
+                steps[here[0] : here[1]] *= np.exp(rng.normal() * rng.choice([0.1, 1, 4]))
+                tried = np.cumsum(steps)
+                keys = k * np.exp(rng.normal() * 0.2)
+                keys[slice(*np.sort(rng.integers(0, N + 1, 2)))] *= rng.choice([0.0, 1.0, 1.1])
+                share = _missing(tried, q, keys, slope, tolerance, sides) / tolerance
+                assert share <= 1 + 1e-9, (pattern, sides)
+                if share >= best:
+                    best, x, k = share, tried, keys
+            worst = max(worst, best)
+    assert worst > 0.1, "the attack came nowhere near the tolerance"
