@@ -56,6 +56,7 @@ def _between(x: np.ndarray, start: int, T: int) -> np.ndarray:
 
 GATES = -np.log(1 / (1 + np.exp(-np.random.default_rng(1).normal(4, 1.5, (B, H, 11)))))
 SIDES = {"causal": False, "right_slopes": np.array([0.3, 0.0, INF, 1.0])}
+SIDES_OF_ROWS = {"causal": False, "right_slopes": np.outer([1.0, 2.0], [0.3, 0.0, 0.7, 1.0])}
 HIDING = {"causal": False, "right_slopes": np.array([INF, 0.5, INF, 0.0])}
 STAMPS, PER_HEAD = _rising(2, B, 11), _rising(3, B, H, 11)
 JUMP = np.where(np.arange(11) == 6, 1e4, 0.25).cumsum() * np.ones((B, H, 1))
@@ -73,7 +74,7 @@ PLACED = (
     Placed("equal-stamps", 11, 11, EQUAL),
     Placed("equal-stamps-hidden", 11, 11, EQUAL, [INF, INF, 0.5, 0.0], HIDING),
     Placed("symmetric", 11, 11, STAMPS, options={"causal": False}),
-    Placed("asymmetric", 6, 11, PER_HEAD, np.ones((B, H)) * [[0.5], [2.0]], SIDES),
+    Placed("asymmetric", 6, 11, PER_HEAD, np.ones((B, H)) * [[0.5], [2.0]], SIDES_OF_ROWS),
     Placed("chunk", 4, 11, STAMPS, options={"query_start": np.array([3, 7]), **SIDES}),
     Placed("left-padding", 11, 11, _padded(_rising(4, B, 11), (3, 11), (0, 11)),
            options={"key_range": np.array([[3, 11], [0, 11]]), **SIDES}),

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-import linbias
+import linbias.torch
 from linbias import near_to_far
 from positions import PLACED, B, D, E, G, H, Placed, backward, truth
 
@@ -173,3 +174,130 @@ def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
                     best, x, k = share, tried, keys
             worst = max(worst, best)
     assert worst > 0.1, "the attack came nowhere near the tolerance"
+
+
+def _call(call: Placed, dtype=torch.float64, positions=torch.float64, **options):
+    """PyTorch's arguments for a call: arrays that require grad, and options."""
+    q, k, v, slopes = (torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays)
+    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
+    for name in ("positions", "query_positions"):
+        if name in given and given[name].is_floating_point():
+            given[name] = given[name].to(positions).requires_grad_()
+    if "right_slopes" in given:
+        given["right_slopes"] = given["right_slopes"].to(dtype).requires_grad_()
+    return (q, k, v, slopes), given | options
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
+    arrays, given = _call(call, implementation=implementation, return_lse=True)
+    out, lse = linbias.torch.attention(*arrays, **given)
+    expected, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out.detach(), expected, atol=1e-12)
+    np.testing.assert_allclose(lse.detach(), expected_lse, atol=1e-12)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * lse.detach().isfinite()
+    torch.autograd.backward((out, lse), (dout, dlse))
+    gradients = backward(call, dout.numpy(), dlse.numpy())
+    pairs = list(zip(arrays[:3], gradients[:3], strict=True))
+    dslopes = gradients.dslopes
+    if not given.get("causal", True) and "right_slopes" not in given:
+        dslopes = dslopes + gradients.dright_slopes
+    pairs.append((arrays[3], dslopes))
+    for name in ("right_slopes", "positions", "query_positions"):
+        if name in given and given[name].requires_grad:
+            pairs.append((given[name], getattr(gradients, f"d{name}")))
+    for leaf, gradient in pairs:
+        np.testing.assert_allclose(leaf.grad, gradient, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
+def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
+    call = BY_NAME[name]
+    expected = linbias.attention(*call.arrays, **call.given)
+    for dtype, budget in ((torch.float32, 5e-6), (torch.bfloat16, 0.04)):
+        arrays, given = _call(call, dtype, implementation=implementation)
+        arrays[3].data = torch.tensor(call.arrays[3], dtype=torch.float32)
+        out = linbias.torch.attention(*arrays, **given)
+        assert out.dtype == dtype
+        np.testing.assert_allclose(out.detach().double(), expected, atol=budget)
+
+
+def test_torch_takes_positions_in_float32_and_integers():
+    call = BY_NAME["integers"]
+    expected = linbias.attention(*call.arrays, **call.given)
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        arrays, given = _call(call)
+        given["positions"] = given["positions"].to(dtype)
+        found = linbias.torch.attention(*arrays, **given)
+        np.testing.assert_allclose(found.detach(), expected, atol=1e-12)
+
+
+def test_torch_weights_are_those_of_the_definition():
+    for call in PLACED:
+        (q, k, _, slopes), given = _call(call)
+        weights = linbias.torch.attention_weights(q, k, slopes, **given)
+        expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+        np.testing.assert_allclose(weights.detach(), expected, atol=1e-13)
+
+
+def test_torch_gradients_by_positions_are_right_to_second_order():
+    call = BY_NAME["queries-between"]
+    (q, k, v, slopes), given = _call(call, implementation="dense")
+    right = given.pop("right_slopes").detach()
+
+    def run(x, xq):
+        return linbias.torch.attention(
+            q.detach(), k.detach(), v.detach(), slopes.detach(), right_slopes=right,
+            **{**given, "positions": x, "query_positions": xq},
+        )  # fmt: skip
+
+    places = given["positions"], given["query_positions"]
+    assert torch.autograd.gradcheck(run, places)
+    assert torch.autograd.gradgradcheck(run, places)
+
+
+def test_torch_others_say_that_positions_are_not_built():
+    x = torch.ones(1, 2, 4, 4)
+    positions = torch.zeros(1, 4)
+    for name in ("cpu", "blocked"):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} cannot run .*: positions are not built yet"
+        ):
+            linbias.torch.attention(x, x, x, positions=positions, implementation=name)
+    with pytest.raises(NotImplementedError, match=r"visited: .*positions are not built yet"):
+        linbias.torch.visited(x, x, x, positions=positions)
+    ragged = torch.nested.nested_tensor([torch.ones(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ValueError, match="positions cannot be given with nested tensors"):
+        linbias.torch.attention(ragged, ragged, ragged, positions=positions)
+
+
+def test_torch_auto_with_dropout_and_under_transforms():
+    call = BY_NAME["stamps"]
+    arrays, given = _call(call)
+    assert linbias.torch.attention(*arrays, **given, dropout=0.5).isfinite().all()
+
+    def loss(x):
+        return linbias.torch.attention(*arrays, positions=x).square().sum()
+
+    x = given["positions"].detach()
+    (expected,) = torch.autograd.grad(loss(given["positions"]), given["positions"])
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    stacked = torch.stack([x, 2 * x])
+    together = torch.func.vmap(lambda x: linbias.torch.attention(*arrays, positions=x))(stacked)
+    for found, x in zip(together, stacked, strict=True):
+        torch.testing.assert_close(found, linbias.torch.attention(*arrays, positions=x))
+
+
+def test_torch_compiled_with_every_gradient():
+    compiled = torch.compile(linbias.torch.attention, fullgraph=True, backend="aot_eager")
+    for name in ("gates-chunk", "left-padding", "queries-between"):
+        found = []
+        for function in (linbias.torch.attention, compiled):
+            arrays, given = _call(BY_NAME[name])
+            out = function(*arrays, **given)
+            out.square().sum().backward()
+            places = [given[n].grad for n in ("positions", "query_positions") if n in given]
+            found.append([out, *(x.grad for x in arrays), *places])
+        torch.testing.assert_close(*found)
