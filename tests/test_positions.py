@@ -273,6 +273,17 @@ def test_torch_others_say_that_positions_are_not_built():
         linbias.torch.attention(ragged, ragged, ragged, positions=positions)
 
 
+def test_torch_sdpa_keeps_no_bias_of_positions():
+    call = BY_NAME["stamps"]
+    q, k, v, slopes = map(torch.tensor, call.arrays)
+    for x in (torch.tensor(call.positions), torch.tensor(call.positions) * 2):
+        out, expected = (
+            linbias.torch.attention(q, k, v, slopes, positions=x, implementation=name)
+            for name in ("sdpa", "dense")
+        )
+        torch.testing.assert_close(out, expected)
+
+
 def test_torch_auto_with_dropout_and_under_transforms():
     call = BY_NAME["stamps"]
     arrays, given = _call(call)
