@@ -41,6 +41,25 @@ def test_counted_positions_are_the_default(sides, T, start):
     assert gradients.dpositions.shape == (B, 9) and expected.dpositions is None
 
 
+def test_the_trace_shows_real_distances():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 3, 2))
+    trace = linbias.explain(q, k, v, [2.0], positions=[0.0, 0.5, 4.0], causal=False)
+    np.testing.assert_array_equal(trace.bias[0], [[0, -1, -8], [-1, 0, -7], [-8, -7, 0]])
+    assert "0 " in trace.table() and "-7.0000" in trace.table()
+
+
+def test_batch_axes_are_those_of_the_call():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 4, 7, 5))
+    for shape in ((2, 3, 7), (2, 3, 4, 7)):
+        x = np.cumsum(rng.random(shape), -1)
+        out = linbias.attention(q, k, v, positions=x)
+        alone = linbias.attention(q[1, 2], k[1, 2], v[1, 2], positions=x[1, 2])
+        np.testing.assert_array_equal(out[1, 2], alone)
+        gradients = linbias.attention_backward(q, q, k, v, positions=x)
+        assert gradients.dpositions.shape == shape
+
+
 @pytest.mark.parametrize("call", PLACED, ids=str)
 def test_gradients_by_positions_equal_central_differences(call: Placed):
     rng = np.random.default_rng(7)
