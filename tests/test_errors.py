@@ -71,6 +71,13 @@ MESSAGES = [
     (dict(mask=torch.ones(2, 5, 7) > 0), ValueError, r"mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[2, 5, 7\]"),
     (dict(mask=torch.ones(1, 2, 4, 5, 7) > 0), ValueError, r"mask must broadcast to .*, got \[1, 2, 4, 5, 7\]"),
     (dict(mask=torch.ones(5, 7, device="meta", dtype=torch.bool)), ValueError, "mask is on meta but q is on cpu"),
+    (dict(positions=[[1.0]]), TypeError, "positions must be a torch.Tensor, got list"),
+    (dict(positions=torch.ones(2, 7, dtype=torch.bfloat16)), TypeError, "attention: positions must be float32, .*, got bfloat16"),
+    (dict(positions=torch.ones(2, 2, 7)), ValueError, r"positions must have shape \[B, S\] = \[2, 7\] or \[B, H, S\] = \[2, 4, 7\], got \[2, 2, 7\]"),
+    (dict(positions=torch.ones(2, 7, device="meta")), ValueError, "positions is on meta but q is on cpu"),
+    (dict(positions=-torch.arange(7.0).expand(2, 7)), ValueError, r"attention: positions must not fall, got -1.0 after -0.0 at \[0, 1\]"),
+    (dict(positions=torch.ones(2, 7), query_positions=torch.zeros(2, 4, 5)), ValueError, r"query_positions must be at least .*, got 0.0 at \[0, 0, 0\] where key 2 stands at 1.0"),
+    (dict(positions=torch.ones(2, 7), query_start=torch.tensor([0, 3])), ValueError, "query 4 of batch row 1 would stand at key 7 of 7"),
     (dict(scale=float("inf")), ValueError, "scale must be finite, got inf"),
     (dict(scale="1"), TypeError, "scale must be a number, got '1'"),
     (dict(dropout=1.0), ValueError, r"dropout must be in \[0, 1 - 2\^-32\], got 1.0"),
@@ -134,6 +141,15 @@ def test_attention_varlen_says_what_is_wrong(arguments, words):
 
 
 ONES = np.ones((2, 3, 4))
+
+
+def at(positions, query_positions=None, **options):
+    """Attention with keys at these positions."""
+    return linbias.attention(
+        ONES, ONES, ONES, positions=positions, query_positions=query_positions, **options
+    )
+
+
 NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES[0], ONES, ONES), ValueError, r"attention: q must have at least 3 axes, .*, got \[3, 4\]; num_heads= splits the last of 2"),
     (lambda: linbias.attention(ONES[0], ONES[0], ONES[0], num_heads=3), ValueError, r"attention: q must be \[..., length, heads \* size\] with a multiple of 3 columns, got \[3, 4\]"),
@@ -189,6 +205,22 @@ NUMPY_MESSAGES = [
     (lambda: linbias.attention(ONES, ONES, ONES, mask=np.ones((3, 3), int)), TypeError, "attention: mask must hold bool, .*numbers that are added to the scores, got int64"),
     (lambda: linbias.near_to_far.attention(ONES, ONES, ONES, mask=np.ones((3, 3), bool)), TypeError, "near_to_far: there is no argument mask; say key_range"),
     (lambda: linbias.cpu.attention(ONES, ONES, ONES, mask=np.ones((3, 3))), TypeError, "attention: there is no argument mask; say key_range"),
+    (lambda: at([0, 1]), ValueError, r"attention: positions must have shape \[B, S\] = \[1, 3\] or \[B, H, S\] = \[1, 2, 3\], got \[1, 2\]"),
+    (lambda: at([0, 1, 2], [0, 1]), ValueError, r"query_positions must have shape \[B, T\] = \[1, 3\] or \[B, H, T\] = \[1, 2, 3\], got \[1, 2\]"),
+    (lambda: at(None, [0, 1, 2]), ValueError, "attention: query_positions lie among positions of keys; give positions too"),
+    (lambda: at([1j, 2, 3]), TypeError, "attention: positions must be float32, float64 or integers, which tell far positions apart, got complex128"),
+    (lambda: at(np.float16([0, 1, 2])), TypeError, "positions must be .*, got float16"),
+    (lambda: at([0, 1, 2], [True] * 3), TypeError, "query_positions must be .*, got bool"),
+    (lambda: at([0, np.nan, 2]), ValueError, r"positions must be numbers within 2\^53 of 0, got nan at \[0, 1\]"),
+    (lambda: at([[0, 1, 2], [0, 1, np.inf]]), ValueError, r"positions must be numbers within 2\^53 of 0, got inf at \[0, 1, 2\]"),
+    (lambda: at([0, 1, 2**53 + 1]), ValueError, r"positions must be .* of 0, got 9007199254740993 at \[0, 2\]"),
+    (lambda: at([0, 1, 2], [0, -np.inf, 2]), ValueError, r"query_positions must be numbers within 2\^53 of 0, got -inf at \[0, 1\]"),
+    (lambda: at([5.0, 3.0, 7.0]), ValueError, r"attention: positions must not fall, got 3.0 after 5.0 at \[0, 1\]"),
+    (lambda: at([[0, 1, 2], [0, 2, 1]]), ValueError, r"positions must not fall, got 1.0 after 2.0 at \[0, 1, 2\]"),
+    (lambda: at([0, 1, 2], query_start=-1), ValueError, "attention: query 0 of batch row 0 would stand at key -1 of 3; say where with query_positions"),
+    (lambda: at([0, 1, 2], query_start=1), ValueError, "query 2 of batch row 0 would stand at key 3 of 3"),
+    (lambda: at([0, 4, 9], [3, 3.5, 9]), ValueError, r"query_positions must be at least that of every key before the query, got 3.5 at \[0, 1\] where key 1 stands at 4.0"),
+    (lambda: at([0, 4, 9], [[0, 5, 9], [4.5, 5, 9]]), ValueError, r"query_positions must be at most that of every key after the query, got 4.5 at \[0, 1, 0\] where key 1 stands at 4.0"),
     (lambda: linbias.distances(-1, 2), ValueError, "T and S must be at least 0, got T=-1, S=2"),
 ]  # fmt: skip
 
@@ -332,4 +364,4 @@ def test_a_slow_fallback_warns_once(monkeypatch):
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here."""
     source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
-    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 36
+    assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 44

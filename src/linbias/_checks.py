@@ -32,6 +32,14 @@ TOLERANCE = {
 
 LARGEST_START = 2**30
 
+# Positions differ by what matters, however large they are: 16 bits cannot tell them apart, nor float64 beyond 2^53.
+POSITION_TYPES = (
+    "float32",
+    "float64",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+)
+LARGEST_POSITION = 2**53
+
 # Of published models, several times over: more are a length in the place of the heads.
 MOST_HEADS = 1024
 
@@ -109,6 +117,7 @@ class Problem:
     query_start: bool = False
     mask: bool = False  # a mask hides further keys
     added: bool = False  # the mask holds numbers, which are added to the scores
+    positions: bool = False  # keys stand at real numbers
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -131,6 +140,8 @@ def check(
     query_start: Described | None = None,
     key_bound: Described | None = None,
     mask: Described | None = None,
+    positions: Described | None = None,
+    query_positions: Described | None = None,
     *,
     causal: bool = True,
     scale: float | None = None,
@@ -192,6 +203,13 @@ def check(
         )
     if mask is not None:
         _check_mask(function, mask, (B, H, T, S), q.device)
+    if positions is None and query_positions is not None:
+        raise ValueError(
+            f"{function}: query_positions lie among positions of keys; give positions too"
+        )
+    for name, place, n in (("positions", positions, S), ("query_positions", query_positions, T)):
+        if place is not None:
+            _check_positions(function, name, place, (B, H, n), q.device)
     return Problem(
         B,
         H,
@@ -210,6 +228,7 @@ def check(
         query_start=query_start is not None,
         mask=mask is not None,
         added=mask is not None and mask.dtype in FLOATS,
+        positions=positions is not None,
         **asked,
     )
 
@@ -238,6 +257,24 @@ def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: s
         )
     if mask.device != device:
         raise ValueError(f"{function}: mask is on {mask.device} but q is on {device}")
+
+
+def _check_positions(
+    function: str, name: str, array: Described, full: tuple[int, ...], device: str
+) -> None:
+    """Positions have the shape of all heads, or of all but the heads, a type that is fine enough, and lie where q does."""
+    if array.dtype not in POSITION_TYPES:
+        raise TypeError(
+            f"{function}: {name} must be float32, float64 or integers, which tell far positions apart, got {array.dtype}"
+        )
+    B, H, n = full
+    if not has_shape(array, (B, n), full):
+        last = "S" if name == "positions" else "T"
+        raise ValueError(
+            f"{function}: {name} must have shape [B, {last}] = {[B, n]} or [B, H, {last}] = {[B, H, n]}, got {array}"
+        )
+    if array.device != device:
+        raise ValueError(f"{function}: {name} is on {array.device} but q is on {device}")
 
 
 def has_shape(array: Any, *allowed: tuple[int, ...]) -> bool:
@@ -364,6 +401,77 @@ def check_query_start_values(function: str, starts: np.ndarray) -> None:
         raise ValueError(
             f"{function}: query_start must be within 2^30 of key 0, got {starts[bad[0]]} in batch row {bad[0]}"
         )
+
+
+def check_position_values(
+    function: str,
+    problem: Problem,
+    positions: np.ndarray,
+    query_positions: np.ndarray | None,
+    ranges: np.ndarray | None,
+    starts: np.ndarray | None,
+) -> None:
+    """Positions do not fall within a range of keys, and each query stands between the keys before and after it.
+
+    The shapes are those that `check` allows; None stands for what a call leaves open.
+    """
+    H, G, T, S = problem.H, problem.G, problem.T, problem.S
+    ranges = np.array([[0, S]]) if ranges is None else ranges
+    ranges = ranges[:, None] if ranges.ndim == 2 else ranges
+    ranges = np.broadcast_to(ranges, (problem.B, G, 2)).repeat(H // max(1, G), axis=1)
+    first, end = ranges[..., :1], ranges[..., 1:]
+    inside = (np.arange(S) >= first) & (np.arange(S) < end)
+    x = _finite(function, "positions", positions, inside)
+    falls = inside[..., 1:] & inside[..., :-1] & (x[..., 1:] < x[..., :-1])
+    for b, h, s in np.argwhere(falls)[:1]:
+        raise ValueError(
+            f"{function}: positions must not fall, got {x[b, h, s + 1]} after {x[b, h, s]}"
+            f" at {_index(positions, b, h, s + 1)}"
+        )
+    starts = end[..., 0].max(1, initial=0) - T if starts is None else starts
+    place = (starts[:, None] + np.arange(T))[:, None]
+    if query_positions is None:
+        nowhere = ((place < 0) | (place >= S)) & (first < end)
+        for b, _, t in np.argwhere(nowhere)[:1]:
+            raise ValueError(
+                f"{function}: query {t} of batch row {b} would stand at key {place[b, 0, t]} of {S};"
+                " say where with query_positions"
+            )
+        return
+    xq = _finite(function, "query_positions", query_positions, np.ones((1, H, T), bool))
+    if not S:
+        return
+    before, after = np.minimum(place, end - 1), np.maximum(place + 1, first)
+    for words, key, there, sign in (
+        ("at least that of every key before the query", before, before >= first, 1),
+        ("at most that of every key after the query", after, after < end, -1),
+    ):
+        key = np.clip(key, 0, S - 1)
+        stands = np.take_along_axis(x, key, -1)
+        for b, h, t in np.argwhere(there & (sign * xq < sign * stands))[:1]:
+            raise ValueError(
+                f"{function}: query_positions must be {words}, got {xq[b, h, t]}"
+                f" at {_index(query_positions, b, h, t)} where key {key[b, h, t]} stands at {stands[b, h, t]}"
+            )
+
+
+def _finite(
+    function: str, name: str, positions: np.ndarray, used: np.ndarray
+) -> npt.NDArray[np.float64]:
+    """[B, n] or [B, H, n] -> [B, H, n] in float64, 0 where not used (which broadcasts); the others lie within 2^53 of 0."""
+    x = positions[:, None] if positions.ndim == 2 else positions
+    known = (x <= LARGEST_POSITION) & (x >= -LARGEST_POSITION)
+    for b, h, i in np.argwhere(used & ~known)[:1]:
+        where = _index(positions, b, h, i)
+        raise ValueError(
+            f"{function}: {name} must be numbers within 2^53 of 0, got {positions[tuple(where)]} at {where}"
+        )
+    return np.where(used, x, 0).astype(np.float64)
+
+
+def _index(array: np.ndarray, b: int, h: int, i: int) -> list[int]:
+    """An index of [B, H, n], as an array has it that may be [B, n]."""
+    return [int(n) for n in ((b, i) if array.ndim == 2 else (b, h, i))]
 
 
 def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:

@@ -25,6 +25,7 @@ class Abilities:
     largest_head: int | None = None
     mask: bool = False
     added: bool = False  # a mask of numbers, too, which are added to the scores
+    positions: bool = False  # keys at given positions
     dropout: bool = True
     transforms: bool = True
     higher_derivatives: bool = False
@@ -41,6 +42,8 @@ class Abilities:
             return "it takes a key_range but no mask"
         if problem.added and not self.added:
             return "it takes a mask of bool, but none of numbers that are added to the scores"
+        if problem.positions and not self.positions:
+            return "positions are not built yet"
         if problem.dropout and not self.dropout:
             return "its dropout would draw another mask"
         if problem.transformed and not self.transforms:

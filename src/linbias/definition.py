@@ -102,14 +102,17 @@ def bias(
     for name, values in (("slopes", left), ("right_slopes", right)):
         _checks.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
-    return _bias(left, right, distances(T, S, query_start))
+    order = distances(T, S, query_start)
+    return _bias(left, right, order, order)
 
 
-def _bias(left: Float64, right: Float64, distance: npt.NDArray[np.int64]) -> Float64:
-    """Slopes [..., H] and distances that broadcast with [..., H, T, S] -> [..., H, T, S]."""
-    slope = np.where(distance > 0, left[..., None, None], right[..., None, None])
-    # inf * 0 would be NaN, and a query always sees its own position. Subtracted from 0 to give 0, not -0.
-    return 0.0 - np.where(distance == 0, 0.0, slope) * np.abs(distance)
+def _bias(left: Float64, right: Float64, order: npt.NDArray[np.int64], distance: Array) -> Float64:
+    """Slopes [..., H], and by how many keys and how far each key lies back, [..., H, T, S] -> [..., H, T, S]."""
+    slope = np.where(order >= 0, left[..., None, None], right[..., None, None])
+    hidden = np.isinf(slope)  # and inf * 0 would be NaN
+    # Subtracted from 0 to give 0, not -0. A query always sees its own key, and a hidden side begins beside it.
+    bias = 0.0 - np.where(hidden, 0.0, slope) * np.abs(distance)
+    return np.where(hidden & (order != 0), -np.inf, bias)
 
 
 class Options(TypedDict, total=False):
@@ -121,6 +124,8 @@ class Options(TypedDict, total=False):
     key_range: npt.ArrayLike | None
     query_start: npt.ArrayLike | None
     mask: npt.ArrayLike | None
+    positions: npt.ArrayLike | None
+    query_positions: npt.ArrayLike | None
 
 
 @overload
@@ -157,6 +162,8 @@ def attention(
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
     num_heads: int | None = None,
     return_lse: bool = False,
     **unknown: object,
@@ -180,6 +187,10 @@ def attention(
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Everything is computed in float64.
 
+    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p become xq[t] - x[s] and
+    x[s] - xq[t], for time stamps, or the sums of -log of forget gates (slopes 1). Which side a key is on, and what is
+    hidden, goes by order alone, also among keys at one place.
+
     Args:
         q: [..., H, T, D], any real dtype; leading axes are batch axes (none, one or more).
         k: [..., G, S, D]. H must be a multiple of G.
@@ -195,6 +206,10 @@ def attention(
             None: the last query stands at the last key of the range (where heads have their own, of that which ends last).
         mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides.
+        positions: [..., S] or [..., H, S], float32, float64 or integers within 2^53 of 0, never falling within the range
+            of keys: where keys stand; outside the range they may be anything. None: key s at s.
+        query_positions: [..., T] or [..., H, T], likewise, each between those of the keys before and after it: where queries
+            stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
             v [..., S, G * E].
         return_lse: Also return lse.
@@ -223,7 +238,7 @@ def attention(
     inputs = prepare(
         "attention", q, k, v, slopes,
         causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start, mask=mask,
-        **unknown,
+        positions=positions, query_positions=query_positions, **unknown,
     )  # fmt: skip
     steps = compute(inputs)
     out = inputs.restore(steps.output).astype(inputs.dtype)
@@ -259,13 +274,15 @@ def attention_weights(
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes of the arguments, float64; `dright_slopes` is None for causal attention."""
+    """Gradients in the shapes of the arguments, float64; None where there was no such argument."""
 
     dq: Float64
     dk: Float64
     dv: Float64
     dslopes: Float64
-    dright_slopes: Float64 | None
+    dright_slopes: Float64 | None  # None: causal
+    dpositions: Float64 | None = None
+    dquery_positions: Float64 | None = None
 
 
 def attention_backward(
@@ -286,7 +303,11 @@ def attention_backward(
         dq = scale * dscore k      dk = scale * dscore^T q      dv = P^T dout
         dslopes = -sum dscore * (p - s) over s < p,   dright_slopes = -sum dscore * (s - p) over s > p
 
-    The gradient of an infinite slope is 0. With causal=False and right_slopes=None, the one slope of both sides
+    With positions these have their distances, and a key pulls at the two places that its distance lies between:
+
+        dx[s] = sum pull,   dxq[t] = -sum pull,   pull = slope * dscore for s <= p, -right_slope * dscore for s > p
+
+    where dxq[t] is part of dx at the key of query t, unless query_positions are given. The gradient of an infinite slope is 0. With causal=False and right_slopes=None, the one slope of both sides
     has the gradient dslopes + dright_slopes.
 
     Args:
@@ -295,7 +316,7 @@ def attention_backward(
         dlse: [..., H, T], gradient with respect to lse; None means zeros.
 
     Returns:
-        dq, dk, dv, dslopes, dright_slopes.
+        dq, dk, dv, dslopes, dright_slopes, dpositions, dquery_positions.
 
     Raises:
         TypeError, ValueError: As `attention`; or dout or dlse has another shape than the output or lse.
@@ -325,18 +346,47 @@ def attention_backward(
     dweight = dout @ inputs.per_query_head(inputs.v).swapaxes(-1, -2)
     dscore = steps.weights * (dweight - delta[..., None])
     # A slope enters the score of every pair on its side, times the distance.
-    dslope = -dscore * np.abs(inputs.distance)
-    sides = inputs.distance > 0, inputs.distance < 0
+    dslope = 0.0 - dscore * np.abs(inputs.distance)
+    sides = inputs.order >= 0, inputs.order < 0
     dleft, dright = (
         inputs.sum_slope(np.where(side, dslope, 0.0), slope)
         for side, slope in zip(sides, (inputs.left, inputs.right), strict=True)
     )
+    dpositions, dquery_positions = _position_gradients(inputs, dscore, options)
     return Gradients(
         dq=inputs.restore(inputs.scale * dscore @ inputs.per_query_head(inputs.k)),
         dk=inputs.restore(inputs.per_key_head(inputs.scale * dscore.swapaxes(-1, -2) @ inputs.q)),
         dv=inputs.restore(inputs.per_key_head(steps.weights.swapaxes(-1, -2) @ dout)),
         dslopes=dleft,
         dright_slopes=None if options.get("causal", True) else dright,
+        dpositions=dpositions,
+        dquery_positions=dquery_positions,
+    )
+
+
+def _position_gradients(
+    inputs: "Inputs", dscore: Float64, options: Options
+) -> tuple[Float64 | None, Float64 | None]:
+    """dscore [B, H, T, S] -> dpositions and dquery_positions; None where not given."""
+    if inputs.positions is None or inputs.own_key is None:
+        return None, None
+    slope = np.where(
+        inputs.order >= 0, inputs.left[..., None, None], -inputs.right[..., None, None]
+    )
+    pull = np.where(np.isinf(slope), 0.0, slope) * dscore
+    of_keys, of_queries = pull.sum(-2), -pull.sum(-1)
+    positions, query_positions = options.get("positions"), options.get("query_positions")
+    if query_positions is None:
+        own = inputs.own_key[..., None] == np.arange(inputs.k.shape[2])
+        of_keys += (own * of_queries[..., None]).sum(-2)
+
+    def as_given(gradient: Float64, given: npt.ArrayLike) -> Float64:
+        shared = np.ndim(given) == len(inputs.batch) + 1  # by all heads
+        return inputs.restore(gradient.sum(1) if shared else gradient)
+
+    return (
+        None if positions is None else as_given(of_keys, positions),
+        None if query_positions is None else as_given(of_queries, query_positions),
     )
 
 
@@ -396,7 +446,7 @@ def compute(inputs: "Inputs") -> Steps:
     raw = inputs.q @ inputs.per_query_head(inputs.k).swapaxes(-1, -2)
     scaled = inputs.scale * raw
     # The only step that linear biases add: -slope * distance, and -inf where a key is hidden, whatever its product is.
-    bias = _bias(inputs.left, inputs.right, inputs.distance) + inputs.added
+    bias = _bias(inputs.left, inputs.right, inputs.order, inputs.distance) + inputs.added
     bias = np.where(inputs.hidden, -np.inf, np.broadcast_to(bias, raw.shape))
     scores = np.where(np.isneginf(bias), -np.inf, scaled + bias)
     # Softmax. Taking the row's maximum off first changes no ratio, and no exponential can overflow.
@@ -428,10 +478,22 @@ class Inputs:
     scale: float
     batch: tuple[int, ...]  # the batch axes as they were given
     dtype: np.dtype[Any]  # of the output
+    positions: Float64 | None = None  # [B, H, S]; None: key s stands at s
+    query_positions: Float64 | None = None  # [B, H, T]
+    own_key: npt.NDArray[np.int64] | None = (
+        None  # [B, H, T]: where a query stands that was given no position
+    )
 
     @property
-    def distance(self) -> npt.NDArray[np.int64]:
-        """[B, 1, T, S]: position of the query minus that of the key."""
+    def distance(self) -> Array:
+        """[B, 1 or H, T, S]: position of the query minus that of the key."""
+        if self.positions is None or self.query_positions is None:
+            return self.order
+        return self.query_positions[..., None] - self.positions[..., None, :]
+
+    @property
+    def order(self) -> npt.NDArray[np.int64]:
+        """[B, 1, T, S]: by how many keys the key lies before the query."""
         position = self.query_start[:, None] + np.arange(self.q.shape[2])
         return (position[..., None] - np.arange(self.k.shape[2]))[:, None]
 
@@ -468,6 +530,8 @@ def prepare(
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
     **unknown: object,
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
@@ -482,9 +546,14 @@ def prepare(
         None if slope is None else _checks.real_array(function, name, slope).astype(np.float64)
         for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
-    ranges, starts = (
+    ranges, starts, places, query_places = (
         None if x is None else flatten_batch(_checks.as_array(function, name, x), batch)
-        for name, x in (("key_range", key_range), ("query_start", query_start))
+        for name, x in (
+            ("key_range", key_range),
+            ("query_start", query_start),
+            ("positions", positions),
+            ("query_positions", query_positions),
+        )
     )
     if mask is not None:
         mask = _flatten_mask(_checks.as_array(function, "mask", mask), batch)
@@ -493,7 +562,7 @@ def prepare(
         *(Described(array.shape, "float64") for array in (q, k, v)),
         *(
             None if array is None else Described(array.shape, array.dtype.name)
-            for array in (left, right, ranges, starts, None, mask)
+            for array in (left, right, ranges, starts, None, mask, places, query_places)
         ),
         causal=causal,
         scale=scale,
@@ -531,6 +600,10 @@ def prepare(
     elif mask is not None:
         hidden = hidden | ~mask
     left, right = np.broadcast_arrays(left, right)
+    standing = {}
+    if places is not None:
+        _checks.check_position_values(function, problem, places, query_places, ranges, starts)
+        standing = _stand(places, query_places, ranges.repeat(H // max(1, G), axis=1), starts, T)
     return Inputs(
         q,
         k,
@@ -543,7 +616,27 @@ def prepare(
         scale=problem.scale,
         batch=batch,
         dtype=dtype,
+        **standing,
     )
+
+
+def _stand(
+    positions: Array, query_positions: Array | None, ranges: Array, starts: Array, T: int
+) -> dict[str, Array]:
+    """Where keys and queries stand, [B, H, ...], and at which keys; of keys outside the ranges [B, H, 2] nothing is used."""
+    (B, H, _), S = ranges.shape, positions.shape[-1]
+    first, end = ranges[..., :1], ranges[..., 1:]
+    x = positions[:, None] if positions.ndim == 2 else positions
+    x = np.where((np.arange(S) >= first) & (np.arange(S) < end), x, 0).astype(np.float64)
+    own_key = np.clip(starts[:, None, None] + np.arange(T), first, np.maximum(first, end - 1))
+    if query_positions is None:
+        # Without any key, or in an empty range, a query may stand anywhere.
+        own_key = np.clip(own_key, 0, max(0, S - 1))
+        stands = np.take_along_axis(x, own_key, -1) if S else np.zeros((B, H, T))
+    else:
+        stands = query_positions[:, None] if query_positions.ndim == 2 else query_positions
+        stands = np.broadcast_to(stands, (B, H, T)).astype(np.float64)
+    return {"positions": x, "query_positions": stands, "own_key": own_key}
 
 
 def real_arrays(

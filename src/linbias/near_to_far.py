@@ -10,7 +10,8 @@ do is known before they are read, from two facts:
 
 A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of exp(score) of each
 row. It leaves a side when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
-then holds at most `tolerance` of any row's probability. docs/math.md has the proof, and what rounding adds to it. The
+then holds at most `tolerance` of any row's probability. Where keys stand at positions of their own, the sum of
+exp(-slope * distance) is no geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and what rounding adds to it. The
 kernels have cheaper and tighter bounds of their own; their tests compare what they leave unread with this module.
 """
 
@@ -77,6 +78,34 @@ def log_geometric(slope: npt.ArrayLike, num_keys: float) -> Float64:
     """log min(num_keys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. num_keys - 1."""
     with np.errstate(divide="ignore"):
         return np.minimum(np.log(num_keys), -np.log(-np.expm1(-np.asarray(slope, np.float64))))
+
+
+def log_sums(
+    positions: npt.ArrayLike, slope: npt.ArrayLike, inside: npt.ArrayLike = True
+) -> Float64:
+    """Log of what keys 0 .. j can weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
+
+    Each key but the first has it from the one before: what that saw is further off, and the key itself weighs 1.
+
+    Args:
+        positions: [..., S], x: never falling among keys that count.
+        slope: [...], at least 0 and finite.
+        inside: Broadcasts to [..., S]: which keys count, a range of them.
+
+    Returns:
+        [..., S], float64; -inf where no key counts yet.
+
+    Example:
+        >>> np.exp(log_sums([0.0, 1.0, 1.0], 1.0)).round(2).tolist()
+        [1.0, 1.37, 2.37]
+    """
+    x = np.asarray(positions, np.float64)
+    further = np.asarray(slope, np.float64)[..., None] * np.diff(x, prepend=x[..., :1])
+    itself = np.broadcast_to(np.where(inside, 0.0, -np.inf), x.shape)
+    found, before = np.empty(x.shape), np.full(x.shape[:-1], -np.inf)
+    for j in range(x.shape[-1]):
+        before = found[..., j] = np.logaddexp(before - further[..., j], itself[..., j])
+    return found
 
 
 class Step(NamedTuple):
@@ -150,15 +179,29 @@ def attention(
         _checks.refuse_unknown("near_to_far", {"mask": None}, attention)
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
+    sums = _sums(inputs)
     out, lse = np.zeros((B, H, T, E)), np.full((B, H, T), -np.inf)
     tiles: list[list[list[Tile]]] = [[[] for _ in range(H)] for _ in range(B)]
     for b, h, row in np.ndindex(B, H, -(-T // rows)):
         here = (b, h, slice(row * rows, (row + 1) * rows))
         out[here], lse[here], tile = _attend(
-            _Rows.of(inputs, b, h, row * rows, rows), tolerance, keys
+            _Rows.of(inputs, sums, b, h, row * rows, rows), tolerance, keys
         )
         tiles[b][h].append(tile)
     return Visit(inputs.restore(out).astype(inputs.dtype), inputs.restore(lse), tiles)
+
+
+def _sums(inputs: Inputs) -> tuple[Float64, Float64] | None:
+    """`log_sums` of all heads, [B, H, S], seen to the left and to the right; None where positions are counted."""
+    if inputs.positions is None:
+        return None
+    shape, inside = inputs.positions.shape[:2], ~inputs.hidden[:, :, 0]
+    # A hidden side, of infinite slope, is never read.
+    left, right = (
+        np.broadcast_to(np.where(np.isinf(s), 0.0, s), shape) for s in (inputs.left, inputs.right)
+    )
+    mirrored = log_sums(-inputs.positions[..., ::-1], right, inside[..., ::-1])
+    return log_sums(inputs.positions, left, inside), mirrored[..., ::-1]
 
 
 @dataclass(frozen=True)
@@ -167,31 +210,65 @@ class _Rows:
 
     first_row: int
     q: Float64  # [rows, D], times scale
-    positions: npt.NDArray[np.int64]  # [rows], counted from the first key of the range
+    order: npt.NDArray[
+        np.int64
+    ]  # [rows], the keys that the rows stand at, counted from the first of the range
+    positions: Array  # [rows], where the rows stand
+    key_positions: Array  # [keys of the range]
+    sums: (
+        tuple[Float64, Float64] | None
+    )  # [keys of the range], `log_sums` to the left and to the right
     k: Float64  # [keys of the range, D]
     v: Float64
     slopes: tuple[float, float]  # to the left and to the right
     first_key: int
 
     @classmethod
-    def of(cls, inputs: Inputs, b: int, h: int, first_row: int, rows: int) -> "_Rows":
+    def of(
+        cls,
+        inputs: Inputs,
+        sums: tuple[Float64, Float64] | None,
+        b: int,
+        h: int,
+        first_row: int,
+        rows: int,
+    ) -> "_Rows":
         visible = np.flatnonzero(~inputs.hidden[b, h, 0])
         first, end = (visible[0], visible[-1] + 1) if len(visible) else (0, 0)
         g = h // (inputs.q.shape[1] // inputs.k.shape[1])
-        q = inputs.q[b, h, first_row : first_row + rows] * inputs.scale
-        start = inputs.query_start[b] + first_row - first
+        here = slice(first_row, first_row + rows)
+        q = inputs.q[b, h, here] * inputs.scale
+        order = inputs.query_start[b] + first_row - first + np.arange(len(q))
+        x, xq = np.arange(end - first), order
+        if inputs.positions is not None and inputs.query_positions is not None:
+            x, xq = inputs.positions[b, h, first:end], inputs.query_positions[b, h, here]
+        if sums is not None:
+            sums = sums[LEFT][b, h, first:end], sums[RIGHT][b, h, first:end]
         left, right = (
             float(s[h] if s.ndim == 1 else s[b, h]) for s in (inputs.left, inputs.right)
         )
         k, v = (x[b, g, first:end] for x in (inputs.k, inputs.v))
-        return cls(first_row, q, start + np.arange(len(q)), k, v, (left, right), int(first))
+        return cls(first_row, q, order, xq, x, sums, k, v, (left, right), int(first))
 
     def scores(self, first: int, end: int) -> Float64:
         """[rows, end - first], -inf where hidden."""
-        distance = self.positions[:, None] - np.arange(first, end)
-        slope = np.where(distance > 0, *self.slopes)
-        bias = -np.where(distance == 0, 0.0, slope) * np.abs(distance)
-        return np.where(np.isinf(bias), -np.inf, self.q @ self.k[first:end].T + bias)
+        order = self.order[:, None] - np.arange(first, end)
+        distance = self.positions[:, None] - self.key_positions[first:end]
+        slope = np.where(order >= 0, *self.slopes)
+        hidden = np.isinf(slope)
+        bias = -np.where(hidden, 0.0, slope) * np.abs(distance)
+        hidden &= order != 0
+        return np.where(hidden, -np.inf, self.q @ self.k[first:end].T + bias)
+
+    def tail(self, side: int, nearest: int, most: Float64) -> Float64:
+        """[rows]: log of the most that key `nearest` and all beyond it can hold, whose products are at `most` so large."""
+        slope = self.slopes[side]
+        if self.sums is not None:
+            log_sum = self.sums[side][nearest]
+        else:
+            num_left = nearest + 1 if side == LEFT else len(self.k) - nearest
+            log_sum = log_geometric(slope, num_left)
+        return most - slope * np.abs(self.positions - self.key_positions[nearest]) + log_sum
 
     def largest_scores(self) -> tuple[Float64, Float64]:
         """For LEFT and RIGHT, the score without bias that no key from key s outwards exceeds: [rows, keys].
@@ -208,7 +285,7 @@ class _Rows:
 
     def blocks(self, size: int) -> tuple[tuple[int, int], Iterator[tuple[int, int, int]]]:
         """The keys at the rows' own positions, and the blocks (side, first, end) beyond them, near to far."""
-        S, low, high = len(self.k), int(self.positions[0]), int(self.positions[-1]) + 1
+        S, low, high = len(self.k), int(self.order[0]), int(self.order[-1]) + 1
         low, high = min(max(low, 0), S), min(max(high, 0), S)
 
         def outwards() -> Iterator[tuple[int, int, int]]:
@@ -261,14 +338,12 @@ def _attend(rows: _Rows, tolerance: float, size: int) -> tuple[Float64, Float64,
         if not open_sides[side]:
             continue
         nearest = end - 1 if side == LEFT else first
-        num_left = nearest + 1 if side == LEFT else len(rows.k) - nearest
-        slope, distance = rows.slopes[side], np.abs(rows.positions - nearest)
-        tail = largest[side][:, nearest] - slope * distance + log_geometric(slope, num_left)
+        tail = rows.tail(side, nearest, largest[side][:, nearest])
         # A row without keys yet: inf or nan, never a reason to stop.
         with np.errstate(divide="ignore", invalid="ignore"):
             bound = (tail - row_max - np.log(row_sum)).max(initial=-np.inf)
         # So little can be left; and as `tail` falls on the way outwards, none of the keys beyond has to be looked at.
-        stop = slope > 0 and share > 0 and bound <= math.log(share)
+        stop = rows.slopes[side] > 0 and share > 0 and bound <= math.log(share)
         open_sides[side] = not stop
         tile.steps.append(
             Step(side, first + rows.first_key, end + rows.first_key, float(bound), not stop)

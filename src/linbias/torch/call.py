@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
     key_range: Tensor | None
     query_start: Tensor | None
     mask: Tensor | None
+    positions: Tensor | None
+    query_positions: Tensor | None
     key_bound: Tensor | None
     dropout: float
     tolerance: float | None
@@ -57,6 +59,8 @@ def prepare(
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
     mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -86,14 +90,31 @@ def prepare(
     )
     problem = _check(
         function,
-        (q, k, v, left, right, key_range, query_start, key_bound, mask),
+        (
+            q,
+            k,
+            v,
+            left,
+            right,
+            key_range,
+            query_start,
+            key_bound,
+            mask,
+            positions,
+            query_positions,
+        ),
         causal=causal,
         scale=scale,
         dropout=dropout,
         tolerance=tolerance,
         lse=lse,
         gradients=differentiated
-        and (q.requires_grad or k.requires_grad or v.requires_grad or slope_gradients),
+        and (
+            slope_gradients
+            or any(
+                getattr(x, "requires_grad", False) for x in (q, k, v, positions, query_positions)
+            )
+        ),
         slope_gradients=slope_gradients,
         transformed=transforms.active(),
     )
@@ -101,6 +122,8 @@ def prepare(
         _checks.warn_of_layout(function, problem)
         if not (left is None and right is None and key_range is None and query_start is None):
             _check_values(function, left, right, key_range, query_start, problem.S)
+        if positions is not None:
+            _check_positions(function, problem, positions, query_positions, key_range, query_start)
     if left is None:
         left = default_slopes(problem.H, wide, q.device)
     if not causal and right is None:
@@ -115,7 +138,12 @@ def prepare(
         mask = mask[(None,) * (4 - mask.dim())]
     arrays_of_call = q, k, v, left, right, key_range, query_start, key_bound, seed
     numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
-    return Inputs(*arrays_of_call, *numbers, mask=mask), problem
+    if positions is None:
+        return Inputs(*arrays_of_call, *numbers, mask=mask), problem
+    places = (
+        x[:, None] if x is not None and x.dim() == 2 else x for x in (positions, query_positions)
+    )
+    return Inputs(*arrays_of_call, *numbers, problem.slope_gradients, mask, *places), problem
 
 
 def run(
@@ -166,6 +194,8 @@ _CHECKED = (
     "query_start",
     "key_bound",
     "mask",
+    "positions",
+    "query_positions",
 )
 
 
@@ -235,6 +265,24 @@ def _check_values(
         _checks.check_key_range_values(function, ranges, S)
     if starts is not None:
         _checks.check_query_start_values(function, starts)
+
+
+def _check_positions(
+    function: str,
+    problem: _checks.Problem,
+    positions: Tensor,
+    query_positions: Tensor | None,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+) -> None:
+    """Check the values of positions where all that tells which of them count can be read without waiting."""
+    given = (positions, query_positions, key_range, query_start)
+    if all(x is None or x.device.type == "cpu" for x in given):
+        known = [None if x is None else transforms.known_values(x) for x in given]
+        if all(x is None or values is not None for x, values in zip(given, known, strict=True)):
+            x, xq, ranges, starts = known
+            assert x is not None
+            _checks.check_position_values(function, problem, x, xq, ranges, starts)
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ ABILITIES = Abilities(
     memory="length x length",
     mask=True,
     added=True,
+    positions=True,
     higher_derivatives=True,
 )
 

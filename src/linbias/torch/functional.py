@@ -44,6 +44,8 @@ def attention(
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
     mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
     key_bound: Tensor | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -69,9 +71,13 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice, and in forward mode, only by `dense`.
+    Differentiable in q, k, v, slopes, right_slopes and positions, through out and lse; twice, and in forward mode, only by `dense`.
     Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
     `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
+
+    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p become xq[t] - x[s] and
+    x[s] - xq[t], for time stamps, or the sums of -log of forget gates (slopes 1). Which side a key is on, and what is
+    hidden, goes by order alone, also among keys at one place.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -91,6 +97,11 @@ def attention(
             with T = S, zeros.
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
+        positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of
+            keys: where keys stand; outside the range they may be anything. Differences are formed in float64. None: key s
+            at s. Only `sdpa` and `dense` take them. Values are checked on the CPU and in eager mode.
+        query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
+            stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only, instead of every key for its norm. A promise, not checked;
             an implementation may do without it.
@@ -123,10 +134,14 @@ def attention(
     if nested.is_nested(q, k, v):
         return nested.attention(
             q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
-            mask=mask, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
+            mask=mask, positions=positions, query_positions=query_positions, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
             implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
     if in_pieces:
+        if positions is not None:
+            raise NotImplementedError(
+                "attention: positions are not built yet for a sequence in pieces on several processes"
+            )
         piece: Tensor | tuple[Tensor, Tensor] = in_pieces[-1](
             q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
             mask=mask, dropout=dropout, tolerance=tolerance, implementation=implementation, return_lse=return_lse,
@@ -144,6 +159,8 @@ def attention(
         key_range=key_range,
         query_start=query_start,
         mask=mask,
+        positions=positions,
+        query_positions=query_positions,
         key_bound=key_bound,
         dropout=dropout,
         tolerance=tolerance,
@@ -163,14 +180,17 @@ def attention_weights(
     key_range: Tensor | None = None,
     query_start: Tensor | None = None,
     mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
     """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
-    Differentiable in q, k and the slopes.
+    Differentiable in q, k, the slopes and positions.
 
     Args:
-        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions, query_positions: As for
+            `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -199,6 +219,8 @@ def attention_weights(
         key_range=key_range,
         query_start=query_start,
         mask=mask,
+        positions=positions,
+        query_positions=query_positions,
     )
     with without_autocast(inputs.q.device):
         return dense.attention_weights(inputs)[0]

@@ -23,7 +23,7 @@ def attention(
     (rows, starts), (keys, key_starts), (values, value_starts) = packed
     if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
         raise ValueError("attention: k and v are nested tensors whose sequences differ in length")
-    for name in ("mask", "key_bound"):
+    for name in ("mask", "key_bound", "positions", "query_positions"):
         if options.pop(name) is not None:
             raise ValueError(f"attention: {name} cannot be given with nested tensors")
     found = attention_varlen(

@@ -41,6 +41,10 @@ class Inputs(NamedTuple):
     slope_gradients: bool = False  # backward: those of left and right are asked for
     # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
     mask: Tensor | None = None
+    positions: Tensor | None = (
+        None  # [B, 1 or H, S], float32, float64 or integers; None: key s at s
+    )
+    query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None: at the keys
 
 
 class Results(NamedTuple):

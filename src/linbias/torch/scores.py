@@ -8,21 +8,17 @@ from linbias.torch.operator import Inputs
 
 def bias_of(inputs: Inputs) -> Tensor:
     """[B or 1, H, T, S]: minus slope * distance, -inf where a key is hidden."""
-    left, right, key_range, query_start = inputs[3:7]
+    left, key_range, query_start = inputs.left, inputs.key_range, inputs.query_start
     T, S = inputs.q.shape[2], inputs.k.shape[2]
     keys = torch.arange(S, device=left.device)
     if query_start is None:
         query_start = torch.full((1,), S - T, device=left.device)
     position = query_start.to(keys.dtype)[:, None] + torch.arange(T, device=left.device)
-    distance = (position[..., None] - keys)[:, None]  # [B or 1, 1, T, S]
-    bias = left.new_zeros(())
-    for slope, reach in ((left, distance), (right, -distance)):
-        if slope is None:
-            bias = bias.masked_fill(reach > 0, -torch.inf)
-        else:
-            slope = (slope if slope.dim() == 2 else slope[None])[..., None, None]
-            # 0 * inf would be NaN: a query always sees its own position.
-            bias = bias - torch.where(reach > 0, slope * reach, 0.0)
+    order = (position[..., None] - keys)[:, None]  # [B or 1, 1, T, S]
+    if inputs.positions is None:
+        bias = _bias_of_order(inputs, order)
+    else:
+        bias = _bias_of_distance(inputs, order, _distance(inputs, inputs.positions, position))
     if key_range is not None:
         inside = per_query_head(_inside(key_range, S), inputs)
         bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
@@ -31,6 +27,57 @@ def bias_of(inputs: Inputs) -> Tensor:
     if inputs.mask.dtype != torch.bool:
         return bias + inputs.mask.to(bias.dtype)
     return bias.masked_fill(~inputs.mask, -torch.inf)
+
+
+def _bias_of_order(inputs: Inputs, order: Tensor) -> Tensor:
+    """The bias where key s stands at s, and order [B or 1, 1, T, S] is the distance."""
+    bias = inputs.left.new_zeros(())
+    for slope, reach in ((inputs.left, order), (inputs.right, -order)):
+        if slope is None:
+            bias = bias.masked_fill(reach > 0, -torch.inf)
+        else:
+            # 0 * inf would be NaN: a query always sees its own position.
+            bias = bias - torch.where(reach > 0, _per_pair(slope) * reach, 0.0)
+    return bias
+
+
+def _bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor:
+    """The bias where keys have positions: order says on which side a key is, and what is hidden."""
+    bias = distance.new_zeros(())
+    for slope, here, reach in (
+        (inputs.left, order >= 0, distance),
+        (inputs.right, order < 0, -distance),
+    ):
+        if slope is None:
+            bias = bias.masked_fill(here, -torch.inf)
+            continue
+        hidden = _per_pair(slope) == torch.inf
+        finite = _per_pair(slope).masked_fill(hidden, 0.0)  # 0 * inf would be NaN
+        bias = bias - torch.where(here, finite * reach, 0.0)
+        bias = bias.masked_fill(hidden & here & (order != 0), -torch.inf)
+    return bias
+
+
+def _distance(inputs: Inputs, positions: Tensor, place: Tensor) -> Tensor:
+    """[B, 1 or H, T, S], wide: how far each key lies back of queries at keys `place` [B or 1, T].
+
+    Differences are formed in float64, because large numbers may lie close together.
+    """
+    x, xq, S = positions.double(), inputs.query_positions, positions.shape[2]
+    place = place[:, None]
+    if inputs.key_range is not None:  # of what is outside, nothing is used
+        first, end = per_query_head(inputs.key_range, inputs).to(place.dtype).split(1, dim=2)
+        x = torch.where(per_query_head(_inside(inputs.key_range, S), inputs), x, 0.0)
+        place = torch.minimum(torch.maximum(place, first), end - 1)
+    if xq is None:
+        place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
+        xq = x.gather(2, place) if S else x.new_zeros(place.shape)
+    return (xq.double()[..., None] - x[..., None, :]).to(inputs.left.dtype)
+
+
+def _per_pair(slope: Tensor) -> Tensor:
+    """[H] or [B, H] -> [1 or B, H, 1, 1]."""
+    return (slope if slope.dim() == 2 else slope[None])[..., None, None]
 
 
 def _inside(key_range: Tensor, S: int) -> Tensor:

@@ -25,6 +25,7 @@ ABILITIES = Abilities(
     memory="length x length",
     mask=True,
     added=True,
+    positions=True,
     dropout=False,
     transforms=False,
 )
@@ -73,7 +74,7 @@ def _bias(inputs: Inputs) -> Tensor:
     T, S = inputs.q.shape[2], inputs.k.shape[2]
     if (
         left.device.type != "cpu"
-        or not (inputs.key_range is inputs.query_start is inputs.mask is None)
+        or not (inputs.key_range is inputs.query_start is inputs.mask is inputs.positions is None)
         or (
             torch.is_grad_enabled()
             and any(s is not None and s.requires_grad for s in (left, right))

@@ -1,0 +1,142 @@
+"""Calls of attention whose keys stand at given positions, and what they must give: loops over pairs, in long double."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import linbias
+
+INF, NAN = np.inf, np.nan
+B, H, G, D, E = 2, 4, 2, 5, 3
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A call: its arrays, and the options with which `linbias.attention` takes them."""
+
+    name: str
+    T: int
+    S: int
+    positions: np.ndarray
+    slopes: Any = (0.5, 0.1, 2.0, 0.0)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        rng = np.random.default_rng(self.T * self.S)
+        shapes = (B, H, self.T, D), (B, G, self.S, D), (B, G, self.S, E)
+        return [*(rng.normal(size=shape) for shape in shapes), np.array(self.slopes)]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"positions": self.positions, **self.options}
+
+
+def _rising(seed: int, *shape: int) -> np.ndarray:
+    return np.cumsum(np.random.default_rng(seed).exponential(size=shape), -1)
+
+
+def _padded(x: np.ndarray, *ranges: tuple[int, int]) -> np.ndarray:
+    """NaN, and what falls, outside the range of each batch row."""
+    for row, (first, end) in zip(x, ranges, strict=True):
+        row[..., :first], row[..., end:] = NAN, -1e300
+    return x
+
+
+def _between(x: np.ndarray, start: int, T: int) -> np.ndarray:
+    """Query positions halfway between the keys before and after them, and beyond the outermost."""
+    padded = np.concatenate([x[..., :1] - 1, x, x[..., -1:] + 1, x[..., -1:] + 2], -1)
+    p = np.arange(T) + start
+    return (padded[..., p + 1] + padded[..., p + 2]) / 2
+
+
+GATES = -np.log(1 / (1 + np.exp(-np.random.default_rng(1).normal(4, 1.5, (B, H, 11)))))
+SIDES = {"causal": False, "right_slopes": np.array([0.3, 0.0, INF, 1.0])}
+SIDES_OF_ROWS = {"causal": False, "right_slopes": np.outer([1.0, 2.0], [0.3, 0.0, 0.7, 1.0])}
+HIDING = {"causal": False, "right_slopes": np.array([INF, 0.5, INF, 0.0])}
+STAMPS, PER_HEAD = _rising(2, B, 11), _rising(3, B, H, 11)
+JUMP = np.where(np.arange(11) == 6, 1e4, 0.25).cumsum() * np.ones((B, H, 1))
+EQUAL = np.floor(STAMPS)
+EQUAL[:, 3:6] = EQUAL[:, 3:4]
+HEAD_RANGES = np.array([[[0, 11], [2, 7]], [[3, 10], [1, 9]]])
+PLACED = (
+    Placed("stamps", 11, 11, STAMPS),
+    Placed("integers", 11, 11, (STAMPS * 10).astype(np.int64)),
+    Placed("gates", 11, 11, GATES.cumsum(-1), np.ones(H)),
+    Placed("gates-chunk", 4, 11, GATES.cumsum(-1), np.ones(H)),
+    Placed("gate-that-forgets-all", 11, 11, JUMP, np.ones(H)),
+    Placed("gates-nearly-open", 11, 11, np.arange(11) * 1e-6 * np.ones((B, H, 1)), np.ones(H)),
+    Placed("unix-times", 7, 11, 1.7e9 + STAMPS / 1000, [800.0, 1e3, 0.0, INF]),
+    Placed("equal-stamps", 11, 11, EQUAL),
+    Placed("equal-stamps-hidden", 11, 11, EQUAL, [INF, INF, 0.5, 0.0], HIDING),
+    Placed("symmetric", 11, 11, STAMPS, options={"causal": False}),
+    Placed("asymmetric", 6, 11, PER_HEAD, np.ones((B, H)) * [[0.5], [2.0]], SIDES_OF_ROWS),
+    Placed("chunk", 4, 11, STAMPS, options={"query_start": np.array([3, 7]), **SIDES}),
+    Placed("left-padding", 11, 11, _padded(_rising(4, B, 11), (3, 11), (0, 11)),
+           options={"key_range": np.array([[3, 11], [0, 11]]), **SIDES}),
+    Placed("right-padding", 11, 11, _padded(_rising(5, B, H, 11), (0, 6), (2, 9)),
+           options={"key_range": np.array([[0, 6], [2, 9]]), "query_start": np.array([0, 0]), **SIDES}),
+    Placed("range-per-head", 3, 11, PER_HEAD,
+           options={"key_range": HEAD_RANGES, "query_start": np.array([5, 8]), **SIDES}),
+    Placed("nothing-in-range", 4, 5, np.full((B, 5), NAN), options={"key_range": np.array([[0, 0], [5, 5]])}),
+    Placed("no-keys", 4, 0, np.zeros((B, 0))),
+    Placed("no-queries", 0, 4, np.zeros((B, 4))),
+    Placed("queries-between", 6, 11, PER_HEAD,
+           options={"query_positions": _between(PER_HEAD, 5, 6), **SIDES}),
+    Placed("queries-between-hidden", 6, 11, STAMPS, [INF, INF, 0.5, 0.0],
+           {"query_positions": _between(STAMPS, 5, 6), **HIDING}),
+    Placed("queries-beyond", 13, 11, STAMPS, options={"query_start": np.array([-1, -1]),
+           "query_positions": _between(STAMPS, -1, 13), "causal": False}),
+)  # fmt: skip
+
+
+def truth(
+    call: Placed, x: np.ndarray | None = None, xq: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Out and lse, as the rules say them, pair by pair; x and xq in the place of the call's positions."""
+    q, k, v, slopes = (array.astype(np.longdouble) for array in call.arrays)
+    T, S, options = call.T, call.S, call.options
+    x = call.positions if x is None else x
+    xq = options.get("query_positions") if xq is None else xq
+    right = slopes if not options.get("causal", True) else np.full(H, INF)
+    right = options.get("right_slopes", right)
+    ranges = np.broadcast_to(np.array([0, S]), (B, G, 2))
+    if "key_range" in options:
+        given = options["key_range"]
+        ranges = np.broadcast_to(given if given.ndim == 3 else given[:, None], (B, G, 2))
+    starts = options.get("query_start", ranges[..., 1].max(1) - T)
+    out, lse = np.zeros((B, H, T, E), np.longdouble), np.full((B, H, T), -INF, np.longdouble)
+    for b, h, t in np.ndindex(B, H, T):
+        g, p = h // (H // G), starts[b] + t
+        first, end = ranges[b, g]
+        if first == end:
+            continue
+        stands = _of(x, b, h).astype(np.longdouble)
+        at = stands[min(max(p, first), end - 1)] if xq is None else np.longdouble(_of(xq, b, h)[t])
+        scores, values = [], []
+        for s in range(first, end):
+            slope = (slopes if s <= p else right)[..., h]
+            slope = slope[b] if slope.ndim else slope
+            if np.isinf(slope) and s != p:
+                continue
+            distance = at - stands[s] if s <= p else stands[s] - at
+            away = 0 if np.isinf(slope) else slope * distance
+            scores.append(q[b, h, t] @ k[b, g, s] / np.sqrt(np.longdouble(D)) - away)
+            values.append(v[b, g, s])
+        if scores:
+            weights = np.exp(np.array(scores) - max(scores))
+            out[b, h, t] = weights @ np.array(values) / weights.sum()
+            lse[b, h, t] = max(scores) + np.log(weights.sum())
+    return out, lse
+
+
+def _of(x: np.ndarray, b: int, h: int) -> np.ndarray:
+    return x[b] if x.ndim == 2 else x[b, h]
+
+
+def backward(call: Placed, dout: np.ndarray, dlse: np.ndarray) -> linbias.definition.Gradients:
+    return linbias.attention_backward(dout, *call.arrays, dlse=dlse, **call.given)

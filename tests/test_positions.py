@@ -1,0 +1,333 @@
+"""Keys at given positions: the definition against loops over pairs, near to far, PyTorch, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+import linbias.torch
+from linbias import near_to_far
+from positions import PLACED, B, D, E, G, H, Placed, backward, truth
+
+BY_NAME = {call.name: call for call in PLACED}
+
+
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_the_definition_equals_loops_over_pairs(call: Placed):
+    out, lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    expected, expected_lse = truth(call)
+    np.testing.assert_allclose(out, expected.astype(float), atol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse.astype(float), atol=1e-12, rtol=1e-12)
+    weights = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+    np.testing.assert_allclose(weights.sum(-1), np.isfinite(lse), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sides", ({}, {"causal": False}, {"causal": False, "right_slopes": [np.inf, 0.5, 0.0, 2.0]})
+)
+@pytest.mark.parametrize(("T", "start"), ((9, None), (4, None), (3, [2, 5])))
+def test_counted_positions_are_the_default(sides, T, start):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(B, n, m, D)) for n, m in ((H, T), (G, 9), (G, 9)))
+    dout = rng.normal(size=q.shape)
+    options = {"query_start": start, **sides}
+    counted = {"positions": np.tile(np.arange(9), (B, 1)), **options}
+    out, found = linbias.attention(q, k, v, **options), linbias.attention(q, k, v, **counted)
+    np.testing.assert_allclose(found, out, rtol=1e-13)
+    expected = linbias.attention_backward(dout, q, k, v, **options)
+    gradients = linbias.attention_backward(dout, q, k, v, **counted)
+    for ours, theirs in zip(gradients[:5], expected[:5], strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(ours, theirs, atol=1e-13)
+    assert gradients.dpositions.shape == (B, 9) and expected.dpositions is None
+
+
+def test_the_trace_shows_real_distances():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 3, 2))
+    trace = linbias.explain(q, k, v, [2.0], positions=[0.0, 0.5, 4.0], causal=False)
+    np.testing.assert_array_equal(trace.bias[0], [[0, -1, -8], [-1, 0, -7], [-8, -7, 0]])
+    assert "0 " in trace.table() and "-7.0000" in trace.table()
+
+
+def test_batch_axes_are_those_of_the_call():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 4, 7, 5))
+    for shape in ((2, 3, 7), (2, 3, 4, 7)):
+        x = np.cumsum(rng.random(shape), -1)
+        out = linbias.attention(q, k, v, positions=x)
+        alone = linbias.attention(q[1, 2], k[1, 2], v[1, 2], positions=x[1, 2])
+        np.testing.assert_array_equal(out[1, 2], alone)
+        gradients = linbias.attention_backward(q, q, k, v, positions=x)
+        assert gradients.dpositions.shape == shape
+
+
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_gradients_by_positions_equal_central_differences(call: Placed):
+    rng = np.random.default_rng(7)
+    dout, dlse = rng.normal(size=(B, H, call.T, E)), rng.normal(size=(B, H, call.T))
+    gradients = backward(call, dout, dlse)
+    x, xq = (
+        None if array is None else array.astype(np.longdouble)
+        for array in (call.positions, call.options.get("query_positions"))
+    )
+    assert gradients.dpositions.shape == x.shape
+    assert (gradients.dquery_positions is None) == (xq is None)
+
+    def loss() -> float:
+        """Of loops over pairs, which take a place beyond a neighbour's for what it is."""
+        out, lse = truth(call, x, xq)
+        return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0.0) * dlse).sum()
+
+    step = np.longdouble(1e-6)
+    for array, gradient in ((x, gradients.dpositions), (xq, gradients.dquery_positions)):
+        if array is None:
+            continue
+        inside = np.argwhere(np.abs(array) < 1e290)
+        for index in map(tuple, rng.permutation(inside)[:12]):
+            before, losses = array[index], []
+            for sign in (1, -1):
+                array[index] = before + sign * step
+                losses.append(loss())
+            array[index] = before
+            expected = float((losses[0] - losses[1]) / (2 * step))
+            assert gradient[index] == pytest.approx(expected, abs=2e-6, rel=1e-4), index
+        unused = ~(np.abs(array) < 1e290)
+        assert not gradient[unused].any()
+
+
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_near_to_far_equals_the_definition(call: Placed):
+    out, lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    for rows, keys in ((2, 3), (16, 1)):
+        visit = near_to_far.attention(
+            *call.arrays, **call.given, tolerance=2.0**-53, rows=rows, keys=keys
+        )
+        np.testing.assert_allclose(visit.out, out, atol=1e-12)
+        np.testing.assert_allclose(visit.lse, lse, atol=1e-12)
+
+
+def test_near_to_far_one_scan_has_the_sums_over_all_pairs():
+    x = np.sort(np.random.default_rng(0).integers(0, 30, (2, 40)).astype(float))
+    inside = np.array([[False] * 3 + [True] * 30 + [False] * 7, [True] * 40])
+    slope = np.array([0.0, 0.7])
+    sums = near_to_far.log_sums(x, slope, inside)
+    for b, j in np.ndindex(2, 33):
+        counted = [s for s in range(j + 1) if inside[b, s]]
+        expected = sum(np.exp(-slope[b] * (x[b, j] - x[b, s])) for s in counted)
+        assert np.exp(sums[b, j]) == pytest.approx(expected, rel=1e-13)
+
+
+def test_near_to_far_the_geometric_series_is_a_scan_over_counted_positions():
+    sums = near_to_far.log_sums(np.arange(500.0), 0.1)
+    exact = np.log(-np.expm1(-0.1 * np.arange(1, 501)) / -np.expm1(-0.1))
+    np.testing.assert_allclose(sums, exact, atol=1e-14)
+    assert (sums <= near_to_far.log_geometric(0.1, np.inf) + 1e-14).all()
+
+
+N = 400
+_RNG = np.random.default_rng(5)
+PATTERNS = {
+    "even": np.arange(N) * 1.0,
+    "bursts": np.cumsum(_RNG.exponential(size=N) * _RNG.choice([0.01, 5], N, p=[0.8, 0.2])),
+    "plateaus": np.floor(np.arange(N) / 37) * 11.0,
+    "one-place": np.where(np.arange(N) < N // 2, 0.0, 8.0),
+    "jump": np.arange(N) * 1e-3 + np.where(np.arange(N) > 300, 30.0, 0.0),
+    "geometric": -np.geomspace(400.0, 1e-3, N),
+    "mirrored": np.geomspace(1e-3, 400.0, N),
+    "gates": np.cumsum(-np.log(1 / (1 + np.exp(-_RNG.normal(3, 2, N))))),
+}
+
+
+def _missing(x, q, k, slope, tolerance, sides, keys=8):
+    """The largest share of a row's probability that was left unread."""
+    T = 24
+    start = N - T if sides == 1 else N // 2
+    options = {"positions": x, "scale": 1.0, "query_start": start}
+    if sides == 2:
+        options |= {"causal": False}
+    visit = near_to_far.attention(
+        q[None], k[None], k[None], [slope], tolerance=tolerance, rows=8, keys=keys, **options
+    )
+    tiles = visit.tiles[0][0]
+    first, end = (
+        np.repeat([getattr(tile, name) for tile in tiles], 8)[:T] for name in ("first", "end")
+    )
+    return near_to_far.share_outside(
+        q[None], k[None], first[None], end[None], [slope], **options
+    ).max()
+
+
+@pytest.mark.parametrize("sides", (1, 2))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_near_to_far_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
+    """All keys alike and along the queries: what is left out is what the bound says of it."""
+    q, k = np.full((24, 4), 0.5), np.full((N, 4), 0.5)
+    shares = []
+    for tolerance in 0.5 * 0.7 ** np.arange(14):
+        for slope in (0.3, 1.0):
+            share = _missing(PATTERNS[pattern], q, k, slope, tolerance, sides, keys=1)
+            shares.append(share / tolerance)
+    assert max(shares) <= 1 + 1e-9
+    assert max(shares) > 0.3, "the bound says more than it must"
+
+
+def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
+    """A climb over positions, keys and queries towards what loses most, from random beginnings."""
+    rng = np.random.default_rng(11)
+    worst = 0.0
+    for sides in (1, 2):
+        for pattern in PATTERNS:
+            x, tolerance = PATTERNS[pattern].copy(), float(10 ** rng.uniform(-6, -0.5))
+            q = rng.normal(size=(24, 4)) * np.exp(rng.uniform(-1, 1))
+            k = rng.normal(size=(N, 4)) if rng.random() < 0.5 else np.tile(q[0], (N, 1))
+            best, slope = 0.0, float(np.exp(rng.uniform(-3, 1)))
+            for _ in range(25):
+                steps = np.diff(x, prepend=x[0])
+                here = np.sort(rng.integers(0, N + 1, 2))
+                steps[here[0] : here[1]] *= np.exp(rng.normal() * rng.choice([0.1, 1, 4]))
+                tried = np.cumsum(steps)
+                keys = k * np.exp(rng.normal() * 0.2)
+                keys[slice(*np.sort(rng.integers(0, N + 1, 2)))] *= rng.choice([0.0, 1.0, 1.1])
+                share = _missing(tried, q, keys, slope, tolerance, sides) / tolerance
+                assert share <= 1 + 1e-9, (pattern, sides)
+                if share >= best:
+                    best, x, k = share, tried, keys
+            worst = max(worst, best)
+    assert worst > 0.1, "the attack came nowhere near the tolerance"
+
+
+def _call(call: Placed, dtype=torch.float64, positions=torch.float64, **options):
+    """PyTorch's arguments for a call: arrays that require grad, and options."""
+    q, k, v, slopes = (torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays)
+    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
+    for name in ("positions", "query_positions"):
+        if name in given and given[name].is_floating_point():
+            given[name] = given[name].to(positions).requires_grad_()
+    if "right_slopes" in given:
+        given["right_slopes"] = given["right_slopes"].to(dtype).requires_grad_()
+    return (q, k, v, slopes), given | options
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("call", PLACED, ids=str)
+def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
+    arrays, given = _call(call, implementation=implementation, return_lse=True)
+    out, lse = linbias.torch.attention(*arrays, **given)
+    expected, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out.detach(), expected, atol=1e-12)
+    np.testing.assert_allclose(lse.detach(), expected_lse, atol=1e-12)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * lse.detach().isfinite()
+    torch.autograd.backward((out, lse), (dout, dlse))
+    gradients = backward(call, dout.numpy(), dlse.numpy())
+    pairs = list(zip(arrays[:3], gradients[:3], strict=True))
+    dslopes = gradients.dslopes
+    if not given.get("causal", True) and "right_slopes" not in given:
+        dslopes = dslopes + gradients.dright_slopes
+    pairs.append((arrays[3], dslopes))
+    for name in ("right_slopes", "positions", "query_positions"):
+        if name in given and given[name].requires_grad:
+            pairs.append((given[name], getattr(gradients, f"d{name}")))
+    for leaf, gradient in pairs:
+        np.testing.assert_allclose(leaf.grad, gradient, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
+def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
+    call = BY_NAME[name]
+    expected = linbias.attention(*call.arrays, **call.given)
+    for dtype, budget in ((torch.float32, 5e-6), (torch.bfloat16, 0.04)):
+        arrays, given = _call(call, dtype, implementation=implementation)
+        arrays[3].data = torch.tensor(call.arrays[3], dtype=torch.float32)
+        out = linbias.torch.attention(*arrays, **given)
+        assert out.dtype == dtype
+        np.testing.assert_allclose(out.detach().double(), expected, atol=budget)
+
+
+def test_torch_takes_positions_in_float32_and_integers():
+    call = BY_NAME["integers"]
+    expected = linbias.attention(*call.arrays, **call.given)
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        arrays, given = _call(call)
+        given["positions"] = given["positions"].to(dtype)
+        found = linbias.torch.attention(*arrays, **given)
+        np.testing.assert_allclose(found.detach(), expected, atol=1e-12)
+
+
+def test_torch_weights_are_those_of_the_definition():
+    for call in PLACED:
+        (q, k, _, slopes), given = _call(call)
+        weights = linbias.torch.attention_weights(q, k, slopes, **given)
+        expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+        np.testing.assert_allclose(weights.detach(), expected, atol=1e-13)
+
+
+def test_torch_gradients_by_positions_are_right_to_second_order():
+    call = BY_NAME["queries-between"]
+    (q, k, v, slopes), given = _call(call, implementation="dense")
+    right = given.pop("right_slopes").detach()
+
+    def run(x, xq):
+        return linbias.torch.attention(
+            q.detach(), k.detach(), v.detach(), slopes.detach(), right_slopes=right,
+            **{**given, "positions": x, "query_positions": xq},
+        )  # fmt: skip
+
+    places = given["positions"], given["query_positions"]
+    assert torch.autograd.gradcheck(run, places)
+    assert torch.autograd.gradgradcheck(run, places)
+
+
+def test_torch_others_say_that_positions_are_not_built():
+    x = torch.ones(1, 2, 4, 4)
+    positions = torch.zeros(1, 4)
+    for name in ("cpu", "blocked"):
+        with pytest.raises(
+            NotImplementedError, match=f"{name} cannot run .*: positions are not built yet"
+        ):
+            linbias.torch.attention(x, x, x, positions=positions, implementation=name)
+    with pytest.raises(NotImplementedError, match=r"visited: .*positions are not built yet"):
+        linbias.torch.visited(x, x, x, positions=positions)
+    ragged = torch.nested.nested_tensor([torch.ones(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ValueError, match="positions cannot be given with nested tensors"):
+        linbias.torch.attention(ragged, ragged, ragged, positions=positions)
+
+
+def test_torch_sdpa_keeps_no_bias_of_positions():
+    call = BY_NAME["stamps"]
+    q, k, v, slopes = map(torch.tensor, call.arrays)
+    for x in (torch.tensor(call.positions), torch.tensor(call.positions) * 2):
+        out, expected = (
+            linbias.torch.attention(q, k, v, slopes, positions=x, implementation=name)
+            for name in ("sdpa", "dense")
+        )
+        torch.testing.assert_close(out, expected)
+
+
+def test_torch_auto_with_dropout_and_under_transforms():
+    call = BY_NAME["stamps"]
+    arrays, given = _call(call)
+    assert linbias.torch.attention(*arrays, **given, dropout=0.5).isfinite().all()
+
+    def loss(x):
+        return linbias.torch.attention(*arrays, positions=x).square().sum()
+
+    x = given["positions"].detach()
+    (expected,) = torch.autograd.grad(loss(given["positions"]), given["positions"])
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    stacked = torch.stack([x, 2 * x])
+    together = torch.func.vmap(lambda x: linbias.torch.attention(*arrays, positions=x))(stacked)
+    for found, x in zip(together, stacked, strict=True):
+        torch.testing.assert_close(found, linbias.torch.attention(*arrays, positions=x))
+
+
+def test_torch_compiled_with_every_gradient():
+    compiled = torch.compile(linbias.torch.attention, fullgraph=True, backend="aot_eager")
+    for name in ("gates-chunk", "left-padding", "queries-between"):
+        found = []
+        for function in (linbias.torch.attention, compiled):
+            arrays, given = _call(BY_NAME[name])
+            out = function(*arrays, **given)
+            out.square().sum().backward()
+            places = [given[n].grad for n in ("positions", "query_positions") if n in given]
+            found.append([out, *(x.grad for x in arrays), *places])
+        torch.testing.assert_close(*found)
