@@ -289,19 +289,15 @@ def lost(q, k, v, places, slopes, tolerance, **options):
 def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(A, metric, monkeypatch):
     """Equal keys at places of whole blocks, where the bound is no larger than what it bounds."""
     monkeypatch.setattr(points_blocked, "SIZE", 8)
-    corners = torch.tensor(
-        list(itertools.product(range(0, 64 // A**2), repeat=A)), dtype=torch.float64
-    )
+    side = {1: 40, 2: 7, 3: 4}[A]
+    corners = torch.cartesian_prod(*[4.0 * torch.arange(side)] * A).view(-1, A)
     places = corners.repeat_interleave(8, 0)[torch.randperm(8 * len(corners))]
-    k = torch.full((1, 1, len(places), 4), 0.7, dtype=torch.float64)
-    q = torch.randn_like(k) * 3
-    for slope in np.linspace(0.2, 3, 15):
-        share, visited, whole = lost(q, k, k, places, [slope], 2.0**-10, metric=metric)
-        assert (visited < whole).any() and (visited > 1).all()
-        assert share.max() <= 2.0**-10 * (1 + 1e-9)
-        # One step further on lies what is within the bound for most slopes: the nearest ring left out holds about
-        # exp(-slope) of the last one read.
-        assert share.max() > 2.0**-10 * math.exp(-slope) / 40
+    slopes = torch.linspace(0.3, 1.5, 12, dtype=torch.float64)
+    k = torch.full((1, 12, len(places), 4), 0.7, dtype=torch.float64)
+    q = 3 * torch.randn_like(k)
+    share, visited, whole = lost(q, k, k, places, slopes, 2.0**-10, metric=metric)
+    assert (visited < whole).any()
+    assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
@@ -365,7 +361,7 @@ def test_no_array_grows_with_the_square_of_the_points():
     with LargestArray() as largest:
         results = points_blocked.forward(inputs)
         points_blocked.backward(inputs, results.out, results.row_max, results)
-    assert N < largest.numbers <= 2 * N * 4
+    assert largest.numbers <= 3 * 2 * N * 4  # q, k and v in one
     with LargestArray() as largest:
         attention_points(q[:, :, :500], k[:, :, :500], v[:, :, :500], torch.rand(500, 2), implementation="dense")  # fmt: skip
     assert largest.numbers >= 2 * 500 * 500  # so that one would be seen
@@ -484,7 +480,7 @@ MESSAGES = [
     (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, "slopes must be finite and at least 0, got -0.5"),
     (dict(slopes=[1.0, 1, 1, float("inf")]), ValueError, "slopes must be finite and at least 0, got inf"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
-    (dict(implementation="cpu"), ValueError, "implementation must be one of .*'blocked', got 'cpu'"),
+    (dict(implementation="cpu"), ValueError, "implementation must be one of .*'blocked'.*, got 'cpu'"),
     (dict(causal=True), TypeError, "there is no argument causal; "),
     (dict(coordinates=1), TypeError, "attention_points: there is no argument coordinates; "),
 ]  # fmt: skip

@@ -125,8 +125,8 @@ class Cloud:
         first = self.inputs.global_tokens
         if rows.start < first or columns.start < first:
             return None
-        of = [self.points[s.start - first : s.stop - first] for s in (rows, columns)]
-        return distances(*of, self.inputs.manhattan).to(self.wide)
+        near, far = (self.points[s.start - first : s.stop - first] for s in (rows, columns))
+        return distances(near, far, self.inputs.manhattan).to(self.wide)
 
 
 def _clouds(inputs: PointInputs) -> Iterator[Cloud]:
@@ -367,7 +367,7 @@ def _backward_tile(
         dq[:, tile.rows].index_add_(0, heads, dscore @ _of_heads(k, heads, X)[:, columns])
         dk[:, columns].index_add_(0, heads // n, dscore.mT @ q[chosen])
         if apart is not None:
-            dslope.index_add_(0, heads, -torch.einsum("hrc,rc->h", dscore, apart))
+            dslope.index_add_(0, heads, -(dscore * apart).sum((-1, -2)))
 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan, SymInt global_tokens, float scale, float tolerance"

@@ -34,7 +34,5 @@ def attention(inputs: PointInputs) -> tuple[Tensor, Tensor]:
     k, v = (x.to(wide).repeat_interleave(n, dim=1) for x in (inputs.k, inputs.v))
     score = inputs.q.to(wide) @ k.mT * inputs.scale
     score = score - inputs.slopes[:, :, None, None] * apart[:, None]
-    if not score.shape[-1]:
-        return torch.zeros_like(inputs.q @ v.mT.to(inputs.q.dtype).mT), score.sum(-1)
-    lse = score.logsumexp(-1)
+    lse = score.logsumexp(-1) if score.shape[-1] else score.sum(-1)
     return (score.softmax(-1) @ v).to(inputs.q.dtype), lse
