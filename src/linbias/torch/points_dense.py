@@ -3,7 +3,6 @@
 Differentiable any number of times, under every transform. Memory: several arrays of [B, H, N, N].
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
