@@ -63,6 +63,7 @@ LAYERS = {
 }
 IMPLEMENTATIONS = {
     *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
+    *(f"linbias.torch.points_{name}" for name in ("dense", "blocked")),
     *(f"linbias.jax.{name}" for name in ("dense", "blocked", "cpu")),
 }
 
@@ -203,6 +204,7 @@ def test_public_names():
         "attention",
         "merge",
         "visited",
+        "attention_points",
         "attention_varlen",
         "attention_weights",
         "MultiheadAttention",

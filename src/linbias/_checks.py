@@ -39,6 +39,9 @@ POSITION_TYPES = (
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
 )
 LARGEST_POSITION = 2**53
+# How distances of points are measured, and how far from 0 a coordinate may lie.
+METRICS = ("euclidean", "manhattan")
+LARGEST_COORDINATE = 2.0**100
 
 # Of published models, several times over: more are a length in the place of the heads.
 MOST_HEADS = 1024
@@ -302,6 +305,51 @@ def check_placement(
         raise ValueError(f"{function}: query_start must have shape [B] = {[B]}, got {query_start}")
 
 
+def check_points(
+    function: str, B: int, N: int, points: Any, metric: object, global_tokens: object
+) -> int:
+    """points is [N, A] or [B, N, A], with A = 1, 2 or 3; return the number of tokens that stand nowhere."""
+    if len(points.shape) not in (2, 3) or not has_shape(
+        points, (N, points.shape[-1]), (B, N, points.shape[-1])
+    ):
+        raise ValueError(
+            f"{function}: points must have shape [N, A] = [{N}, A] or [B, N, A] = [{B}, {N}, A], got {list(points.shape)}"
+        )
+    if points.shape[-1] not in (1, 2, 3):
+        raise ValueError(
+            f"{function}: points must have A = 1, 2 or 3 coordinates, got {points.shape[-1]} (points {list(points.shape)})"
+        )
+    if metric not in METRICS:
+        raise ValueError(f"{function}: metric must be one of {METRICS}, got {metric!r}")
+    if isinstance(global_tokens, bool) or not isinstance(global_tokens, (int, np.integer)):
+        raise TypeError(f"{function}: global_tokens must be an integer, got {global_tokens!r}")
+    if not 0 <= global_tokens <= N:
+        raise ValueError(
+            f"{function}: global_tokens must be from 0 to N = {N}, got {global_tokens}"
+        )
+    return int(global_tokens)
+
+
+def check_point_values(function: str, points: np.ndarray, first_token: int) -> None:
+    """Coordinates are finite and so small that distances fit float32; integers are exact as float64.
+
+    points is [..., N, A], of the tokens from first_token on.
+    """
+    if points.dtype.kind in "iu":
+        # Compared as they are, unsigned ones above 2^63 too.
+        bad, rule = (points > 2**53) | (points < -(2**53)), "integers within 2^53"
+    else:
+        with np.errstate(invalid="ignore"):
+            bad, rule = ~(np.abs(points) <= LARGEST_COORDINATE), "finite, within 2^100"
+    if bad.any():
+        *row, token, axis = np.argwhere(bad)[0].tolist()
+        of_row = f" of batch row {row[0]}" if row else ""
+        value = points[(*row, token, axis)]
+        raise ValueError(
+            f"{function}: points must be {rule}, got {value} in token {token + first_token}{of_row}, axis {axis}"
+        )
+
+
 def refuse_unknown(
     function: str, unknown: Mapping[str, object], called: Callable[..., object]
 ) -> NoReturn:
@@ -367,11 +415,12 @@ def as_array(function: str, name: str, values: npt.ArrayLike) -> npt.NDArray[Any
         raise ValueError(f"{function}: {name} must be an array, got {values!r}") from error
 
 
-def check_slope_values(function: str, name: str, values: np.ndarray) -> None:
-    """Slopes are at least 0, or inf to hide their side."""
-    if not (values >= 0).all():
-        bad = values[~(values >= 0)][0]
-        raise ValueError(f"{function}: {name} must be at least 0 (or inf), got {bad}")
+def check_slope_values(function: str, name: str, values: np.ndarray, finite: bool = False) -> None:
+    """Slopes are at least 0, or inf to hide their side; finite: points have no sides."""
+    good = (values >= 0) & ~(finite & np.isinf(values))
+    if not good.all():
+        rule = "finite and at least 0" if finite else "at least 0 (or inf)"
+        raise ValueError(f"{function}: {name} must be {rule}, got {values[~good][0]}")
 
 
 def check_mask_values(function: str, mask: np.ndarray) -> None:

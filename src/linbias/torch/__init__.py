@@ -7,6 +7,7 @@ _extras.require("linbias.torch")
 from linbias.torch.functional import attention, attention_weights
 from linbias.torch.merge import merge
 from linbias.torch.nn import MultiheadAttention
+from linbias.torch.points import attention_points
 from linbias.torch.replace import replace_attention
 from linbias.torch.varlen import attention_varlen
 from linbias.torch.visited import Visited, visited
@@ -15,6 +16,7 @@ __all__ = [
     "MultiheadAttention",
     "Visited",
     "attention",
+    "attention_points",
     "attention_varlen",
     "attention_weights",
     "merge",

@@ -1,0 +1,537 @@
+"""`linbias.torch.attention_points`: both implementations against the definition, which stands here once more in NumPy."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import linbias.torch
+from budget import assert_within_budget
+from cases import round_to
+from linbias._checks import TOLERANCE
+from linbias.torch import points, points_blocked
+from linbias.torch.geometry import along_a_curve
+
+IMPLEMENTATIONS = ("dense", "blocked")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+attention_points = linbias.torch.attention_points
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    N: int
+    A: int = 2
+    place: str = "anywhere"
+    metric: str = "euclidean"
+    global_tokens: int = 0
+    B: int = 2
+    H: int = 3
+    G: int = 3
+    per_batch: bool = False  # slopes and points
+    scale: float | None = None
+    slopes: tuple[float, ...] = (2.0, 0.25, 0.0)
+    D: int = 5
+    E: int = 7
+
+    def make(self, dtype: str) -> dict[str, np.ndarray]:
+        """q, k, v, dout and dlse, slopes and points: float64 arrays whose values fit the dtype."""
+        rng = np.random.default_rng(self.N + 7 * self.A)
+        size, rows = (self.B, self.H, self.N), (self.B, self.G, self.N)
+        shapes = {
+            "q": (*size, self.D),
+            "k": (*rows, self.D),
+            "v": (*rows, self.E),
+            "dout": (*size, self.E),
+            "dlse": size,
+        }
+        arrays = {name: round_to(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+        slopes = np.resize(self.slopes, self.H)
+        arrays["slopes"] = (
+            np.stack([slopes / (b + 1) for b in range(self.B)]) if self.per_batch else slopes
+        )
+        shape = (self.B, self.N, self.A) if self.per_batch else (self.N, self.A)
+        arrays["points"] = stand(self.place, shape, rng)
+        return arrays  # fmt: skip
+
+
+def stand(place: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if place == "few places":
+        return rng.integers(0, 5, size=shape).astype(float)
+    if place == "on a line":
+        return rng.uniform(0, 60, size=(*shape[:-1], 1)) * [0.6, -0.8]
+    if place == "clusters":
+        return rng.normal(size=shape) + 1e6 * rng.integers(-1, 2, size=shape)
+    return rng.uniform(-20, 40, size=shape)
+
+
+CASES = [
+    Case("plane", 337),
+    Case("plane-manhattan", 263, metric="manhattan", B=1),
+    Case("line-per-batch", 269, A=1, per_batch=True),
+    Case("line-manhattan", 131, A=1, metric="manhattan"),
+    Case("space", 277, A=3, scale=0.7),
+    Case("space-manhattan-global", 293, A=3, metric="manhattan", global_tokens=2, per_batch=True),
+    Case("global-beyond-a-block", 311, global_tokens=131, B=1),
+    Case("all-global", 139, global_tokens=139),
+    Case("grouped", 271, H=6, G=2, global_tokens=1),
+    Case("grouped-per-batch", 173, H=4, G=1, per_batch=True, slopes=(4.0, 1.0, 0.5, 0.25)),
+    Case("equal-points", 283, place="few places"),
+    Case("points-on-a-line", 281, place="on a line"),
+    Case("clusters", 307, place="clusters"),
+    Case("one-point", 1),
+    Case("one-global-token", 1, global_tokens=1),
+]
+
+
+def by_hand(arrays: dict[str, np.ndarray], case: Case, wide: type) -> dict[str, np.ndarray]:
+    """out, lse and the gradients of q, k, v and slopes, head by head."""
+    q, k, v, dout, dlse, slopes, places = (
+        arrays[name].astype(wide) for name in ("q", "k", "v", "dout", "dlse", "slopes", "points")
+    )
+    found = {
+        name: np.zeros_like(x)
+        for name, x in zip(("q", "k", "v", "slopes"), (q, k, v, slopes), strict=True)
+    }
+    found |= {"out": np.zeros_like(dout), "lse": np.zeros_like(dlse)}
+    scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
+    for b, h in np.ndindex(case.B, case.H):
+        g, of_head = h // (case.H // case.G), (b, h) if slopes.ndim == 2 else h
+        apart = places[b] if places.ndim == 3 else places
+        apart = np.abs(apart[:, None] - apart)
+        apart = apart.sum(2) if case.metric == "manhattan" else np.sqrt((apart**2).sum(2))
+        apart[: case.global_tokens] = apart[:, : case.global_tokens] = 0
+        score = scale * (q[b, h] @ k[b, g].T) - slopes[of_head] * apart
+        row_max = score.max(1, keepdims=True)
+        weight = np.exp(score - row_max)
+        row_sum = weight.sum(1, keepdims=True)
+        weight /= row_sum
+        found["lse"][b, h] = (row_max + np.log(row_sum))[:, 0]
+        found["out"][b, h] = out = weight @ v[b, g]
+        dscore = weight * (
+            dout[b, h] @ v[b, g].T - ((dout[b, h] * out).sum(1) - dlse[b, h])[:, None]
+        )
+        found["q"][b, h] = scale * dscore @ k[b, g]
+        found["k"][b, g] += scale * dscore.T @ q[b, h]
+        found["v"][b, g] += weight.T @ dout[b, h]
+        found["slopes"][of_head] -= (dscore * apart).sum()
+    return found  # fmt: skip
+
+
+def plain(arrays: dict[str, np.ndarray], case: Case, dtype: torch.dtype, order: np.ndarray):
+    """The same in PyTorch operations of one precision, the keys in another order: what may be lost to rounding."""
+    names = ("q", "k", "v", "slopes")
+    leaves = {n: torch.tensor(arrays[n], dtype=dtype, requires_grad=True) for n in names}
+    places = torch.tensor(arrays["points"])
+    apart = torch.cdist(
+        places,
+        places,
+        p=1 if case.metric == "manhattan" else 2,
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
+    apart = apart if apart.dim() == 3 else apart[None]
+    apart[:, : case.global_tokens] = apart[:, :, : case.global_tokens] = 0
+    apart = apart[:, None, :, order].to(dtype)
+    n, columns = case.H // case.G, torch.as_tensor(order)
+    k, v = (leaves[x][:, :, columns].repeat_interleave(n, 1) for x in "kv")
+    slopes = leaves["slopes"] if leaves["slopes"].dim() == 2 else leaves["slopes"][None]
+    scale = case.D**-0.5 if case.scale is None else case.scale
+    score = scale * (leaves["q"] @ k.mT) - slopes[..., None, None] * apart
+    out, lse = score.softmax(-1) @ v, score.logsumexp(-1)
+    given = [torch.tensor(arrays[n], dtype=dtype) for n in ("dout", "dlse")]
+    torch.autograd.backward((out, lse), given)
+    return {"out": out, "lse": lse} | {n: x.grad for n, x in leaves.items()}  # fmt: skip
+
+
+def run(arrays, case, dtype, implementation, **options):
+    narrow = getattr(torch, dtype)
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    leaves = {
+        name: torch.tensor(
+            arrays[name], dtype=wide if name == "slopes" else narrow
+        ).requires_grad_()
+        for name in ("q", "k", "v", "slopes")
+    }
+    out, lse = attention_points(
+        *(leaves[n] for n in "qkv"),
+        arrays["points"],
+        leaves["slopes"],
+        metric=case.metric,
+        global_tokens=case.global_tokens,
+        scale=case.scale,
+        implementation=implementation,
+        return_lse=True,
+        **options,
+    )
+    assert (out.dtype, lse.dtype) == (narrow, wide)
+    given = torch.tensor(arrays["dout"], dtype=narrow), torch.tensor(arrays["dlse"], dtype=wide)
+    torch.autograd.backward((out, lse), given)
+    return numpy({"out": out, "lse": lse} | {n: x.grad for n, x in leaves.items()})
+
+
+def numpy(results):
+    return {name: x.detach().double().numpy() for name, x in results.items()}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_computes_the_definition(case, dtype, implementation):
+    arrays = case.make(dtype)
+    truth = by_hand(arrays, case, np.longdouble if dtype == "float64" else np.float64)
+    wide = "float64" if dtype == "float64" else "float32"
+    plains = []
+    tokens, rng = np.arange(case.N), np.random.default_rng(0)
+    for order in (tokens, tokens[::-1].copy(), rng.permutation(tokens), rng.permutation(tokens)):
+        found = numpy(plain(arrays, case, getattr(torch, wide), order))
+        plains.append({n: round_to(x, wide if n in ("lse", "slopes") else dtype) for n, x in found.items()})  # fmt: skip
+    if case.N == 1:  # autograd subtracts a sum over one key from itself and loses nothing
+        plains.append(by_hand(arrays, case, np.dtype(wide).type))
+    for name, actual in run(arrays, case, dtype, implementation).items():
+        kind = wide if name in ("lse", "slopes") else dtype
+        others = [x[name] for x in plains]
+        assert_within_budget(name, actual, truth[name], others, kind, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3, 5), (2, 0, 5)])
+def test_what_is_empty_stays_empty(shape, implementation):
+    B, H, N = shape
+    q, k, v = (torch.ones(B, H, N, size, requires_grad=True) for size in (4, 4, 3))
+    out, lse = attention_points(
+        q, k, v, torch.zeros(N, 2), implementation=implementation, return_lse=True
+    )
+    assert out.shape == (B, H, N, 3) and lse.shape == (B, H, N)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_whole_numbers_of_a_line_are_a_sequence(implementation):
+    q, k, v = torch.randn(3, 2, 4, 301, 8, dtype=torch.float64)
+    order = torch.randperm(301)
+    expected = linbias.torch.attention(q, k, v, causal=False, tolerance=0)
+    actual = attention_points(
+        *(x[:, :, order] for x in (q, k, v)), order[:, None], implementation=implementation
+    )
+    torch.testing.assert_close(actual, expected[:, :, order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_order_of_the_tokens_changes_nothing(dtype):
+    q, k, v = torch.randn(3, 1, 3, 401, 8, dtype=dtype)
+    places, order = torch.rand(401, 2) * 30, torch.randperm(401)
+    slopes = torch.tensor([2.0, 1.0, 0.1], requires_grad=True)
+
+    def results(order):
+        leaves = [x[:, :, order].clone().requires_grad_() for x in (q, k, v)]
+        out = attention_points(*leaves, places[order], slopes, implementation="blocked")
+        gradients = torch.autograd.grad(out.square().sum(), (*leaves, slopes))
+        return (out, *gradients)
+
+    for one, other in zip(results(torch.arange(401)), results(order), strict=True):
+        one = one if one.dim() == 1 else one[:, :, order]
+        scale = one.abs().max().item()
+        precision = 2000 * torch.finfo(dtype).eps * scale
+        torch.testing.assert_close(one, other, rtol=0, atol=precision)
+
+
+def test_a_repeated_call_gives_the_same_bits():
+    q, k, v = torch.randn(3, 1, 3, 401, 8)
+    places = torch.rand(401, 2) * 30
+    one, other = (attention_points(q, k, v, places, implementation="blocked") for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
+@pytest.mark.parametrize("global_tokens", [0, 2])
+def test_blocked_agrees_with_finite_differences(metric, global_tokens, monkeypatch):
+    monkeypatch.setattr(points_blocked, "SIZE", 4)
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, "requires_grad": True}
+    q, k, v = (
+        torch.randn(1, 2, 11, 3, **options),
+        *(torch.randn(1, 1, 11, 3, **options) for _ in "kv"),
+    )
+    slopes = torch.tensor([8.0, 0.5], **options)
+    places = torch.rand(11, 2) * 9
+
+    def call(q, k, v, slopes):
+        return attention_points(
+            q, k, v, places, slopes, metric=metric, global_tokens=global_tokens, implementation="blocked", return_lse=True
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes))
+
+
+def lost(q, k, v, places, slopes, tolerance, **options):
+    """The largest share of a row's probability that blocked left unread, and the blocks visited [B, H, tiles]."""
+    arguments = (
+        (q, k, v),
+        places,
+        slopes,
+        options.pop("metric", "euclidean"),
+        options.pop("global_tokens", 0),
+    )
+    inputs, _ = points._prepare("test", *arguments, None, tolerance)
+    results = points_blocked.forward(inputs)
+    whole = points_blocked.forward(inputs._replace(tolerance=0.0))
+    lse, full = (x.row_max + x.log_sum for x in (results, whole))
+    return -torch.expm1(lse - full), results.visited, whole.visited
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
+@pytest.mark.parametrize("A", [1, 2, 3])
+def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(A, metric, monkeypatch):
+    """Equal keys at places of whole blocks, where the bound is no larger than what it bounds."""
+    monkeypatch.setattr(points_blocked, "SIZE", 8)
+    side = {1: 40, 2: 7, 3: 4}[A]
+    corners = torch.cartesian_prod(*[4.0 * torch.arange(side)] * A).view(-1, A)
+    places = corners.repeat_interleave(8, 0)[torch.randperm(8 * len(corners))]
+    slopes = torch.linspace(0.3, 1.5, 12, dtype=torch.float64)
+    k = torch.full((1, 12, len(places), 4), 0.7, dtype=torch.float64)
+    q = 3 * torch.randn_like(k)
+    share, visited, whole = lost(q, k, k, places, slopes, 2.0**-10, metric=metric)
+    assert (visited < whole).any()
+    assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
+@pytest.mark.parametrize("global_tokens", [0, 1])
+@pytest.mark.parametrize("kind", ["random", "large far away", "one large key", "large values"])
+def test_the_probability_left_unread_is_at_most_the_tolerance(kind, global_tokens, metric):
+    torch.manual_seed(1)
+    N = 1500
+    places = torch.rand(N, 2, dtype=torch.float64) * 200
+    q, k, v = torch.randn(3, 1, 4, N, 8, dtype=torch.float64)
+    if kind == "large far away":
+        k *= 1 + 20 * (places[:, :1] > 150)
+    if kind == "one large key":
+        k[:, :, N // 2] *= 300
+    if kind == "large values":
+        v[:, :, -1] *= 1e12
+    slopes = [2.0, 1.0, 0.5, 0.25]
+    for tolerance in (2.0**-4, 2.0**-24):
+        share, visited, whole = lost(
+            q, k, v, places, slopes, tolerance, metric=metric, global_tokens=global_tokens
+        )
+        assert share.max() <= tolerance
+        if kind in ("random", "large values"):
+            assert (visited < whole).any()
+
+
+def test_tolerance_0_reads_every_key():
+    q, k, v = torch.randn(3, 1, 2, 700, 4)
+    visited = lost(q, k, v, torch.rand(700, 2) * 1e5, [4.0, 1.0], 0.0)[1]
+    assert (visited == 6).all()
+
+
+@pytest.mark.parametrize("what", ["k", "v"])
+def test_a_key_that_is_not_finite_is_never_left_out(what):
+    q, k, v = torch.randn(3, 1, 2, 700, 4)
+    places = torch.rand(700, 2) * 1e5
+    {"k": k, "v": v}[what][0, 0, 5, 2] = torch.nan
+    out = attention_points(q, k, v, places, [4.0, 1.0], implementation="blocked")
+    assert out[0, 0].isnan().any(-1).all() and not out[0, 1].isnan().any()
+
+
+class LargestArray(TorchDispatchMode):
+    """How many numbers the largest array has that an operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        results = function(*arguments, **(keywords or {}))
+        for x in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return results
+
+
+def test_no_array_grows_with_the_square_of_the_points():
+    N = 5000
+    q, k, v = torch.randn(3, 1, 2, N, 4)
+    inputs, _ = points._prepare(
+        "test", (q, k, v), torch.rand(N, 2) * 70, None, "euclidean", 1, None, None
+    )
+    with LargestArray() as largest:
+        results = points_blocked.forward(inputs)
+        points_blocked.backward(inputs, results.out, results.row_max, results)
+    assert largest.numbers <= 3 * 2 * N * 4  # q, k and v in one
+    with LargestArray() as largest:
+        attention_points(q[:, :, :500], k[:, :, :500], v[:, :, :500], torch.rand(500, 2), implementation="dense")  # fmt: skip
+    assert largest.numbers >= 2 * 500 * 500  # so that one would be seen
+
+
+@pytest.mark.parametrize("A", [1, 2, 3])
+def test_the_curve_goes_from_neighbour_to_neighbour(A):
+    side = {1: 64, 2: 16, 3: 8}[A]
+    grid = torch.tensor(list(itertools.product(range(side), repeat=A)), dtype=torch.float64)
+    grid = grid[torch.randperm(len(grid))]
+    steps = grid[along_a_curve(grid)].diff(dim=0).abs().sum(1)
+    # The cells of the curve do not fall on those of the grid: few steps go to a diagonal neighbour or the next but one.
+    assert steps.mean() < 1.15 and steps.max() <= 2 * A
+
+
+def test_large_coordinates_keep_their_distances():
+    """Tiles of a slide in pixels: in float32 these distances would be off by up to 1."""
+    q, k, v = torch.randn(3, 1, 2, 300, 4, dtype=torch.float64)
+    places = torch.randint(0, 20, (300, 2))
+    expected = attention_points(q, k, v, places, [0.5, 0.25], implementation="dense")
+    for implementation in IMPLEMENTATIONS:
+        moved = attention_points(
+            q, k, v, places + 2**40, [0.5, 0.25], implementation=implementation
+        )
+        torch.testing.assert_close(moved, expected)
+
+
+def test_auto_takes_the_matrix_for_few_tokens_and_under_transforms(monkeypatch):
+    called = []
+    for module in points.IMPLEMENTATIONS:
+        call = module.attention
+        monkeypatch.setattr(
+            module, "attention", lambda x, m=module, call=call: called.append(m.NAME) or call(x)
+        )
+    for N in (5, 1500):
+        x = torch.randn(1, 2, N, 4)
+        places = torch.rand(N, 2)
+        attention_points(x, x, x, places)
+        torch.func.grad(lambda x, p=places: attention_points(x, x, x, p).sum())(x)
+    assert called == ["dense", "dense", "blocked", "dense"]
+
+
+def test_second_derivatives_are_those_of_dense_or_refused():
+    q = torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=True)
+    places = torch.rand(5, 2)
+
+    def first(implementation):
+        out = attention_points(q, q, q, places, implementation=implementation)
+        return torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum()
+
+    first("dense").backward()
+    assert q.grad.abs().sum() > 0
+    with pytest.raises(NotImplementedError, match="attention_points: blocked gives first"):
+        first("blocked").backward()
+
+
+def test_the_operators_are_as_pytorch_asks():
+    q, k, v = (torch.randn(1, 2, 140, 4, requires_grad=True) for _ in "qkv")
+    slopes = torch.tensor([1.0, 0.5], requires_grad=True)
+    inputs, _ = points._prepare(
+        "test", (q, k, v), torch.rand(140, 2), slopes, "euclidean", 3, None, None
+    )
+    torch.library.opcheck(
+        points_blocked._forward_operator, tuple(inputs), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )  # fmt: skip
+
+
+def test_autocast_and_strides():
+    q, k, v = torch.randn(3, 1, 300, 2, 4).transpose(2, 3)
+    places = torch.rand(300, 2).t().contiguous().t() * 10
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention_points(q, k, v, places, implementation="blocked")
+    narrow = attention_points(*(x.bfloat16() for x in (q, k, v)), places, implementation="dense")
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, narrow)
+
+
+def call(q=(2, 4, 7, 8), k=(2, 2, 7, 8), v=(2, 2, 7, 3), places=(7, 2), slopes=None, **options):
+    """Call with tensors of these shapes, or with what stands in a shape's place."""
+    q, k, v, places = (torch.ones(x) if isinstance(x, tuple) else x for x in (q, k, v, places))
+    return attention_points(q, k, v, places, slopes, **options)
+
+
+def at(value, *index, shape=(7, 2), dtype=torch.float64):
+    places = torch.zeros(shape, dtype=dtype)
+    places[index] = value
+    return places
+
+
+MESSAGES = [
+    (dict(q=(4, 7, 8)), ValueError, r"attention_points: q must have 4 axes"),
+    (dict(k=[1.0]), TypeError, "k must be a torch.Tensor, got list"),
+    (dict(v=torch.ones(2, 2, 7, 3, dtype=torch.int64)), TypeError, "v must be one of .*, got int64"),
+    (dict(k=(2, 2, 6, 8), v=(2, 2, 6, 3)), ValueError, r"k has 6 tokens but q has 7, and every token is both \(q \[2, 4, 7, 8\], k \[2, 2, 6, 8\]\)"),
+    (dict(places=(7, 4)), ValueError, r"points must have A = 1, 2 or 3 coordinates, got 4 \(points \[7, 4\]\)"),
+    (dict(places=(7, 0)), ValueError, "points must have A = 1, 2 or 3 coordinates, got 0"),
+    (dict(places=(7,)), ValueError, r"points must have shape \[N, A\] = \[7, A\] or \[B, N, A\] = \[2, 7, A\], got \[7\]"),
+    (dict(places=(6, 2)), ValueError, r"points must have shape .*, got \[6, 2\]"),
+    (dict(places=(3, 7, 2)), ValueError, r"points must have shape .*, got \[3, 7, 2\]"),
+    (dict(places=at(float("nan"), 3, 1)), ValueError, r"points must be finite, within 2\^100, got nan in token 3, axis 1"),
+    (dict(places=at(-float("inf"), 1, 6, 0, shape=(2, 7, 2))), ValueError, "got -inf in token 6 of batch row 1, axis 0"),
+    (dict(places=at(float("nan"), 3, 1, dtype=torch.bfloat16), global_tokens=2), ValueError, "got nan in token 3, axis 1"),
+    (dict(places=at(1e31, 2, 0)), ValueError, r"points must be finite, within 2\^100, got 1e\+31 in token 2, axis 0"),
+    (dict(places=at(2**53 + 1, 4, 0, dtype=torch.int64)), ValueError, r"points must be integers within 2\^53, got 9007199254740993 in token 4, axis 0"),
+    (dict(places=at(-(2**60), 4, 0, dtype=torch.int64)), ValueError, "got -1152921504606846976 in token 4"),
+    (dict(places=torch.ones(7, 2) > 0), TypeError, "points must hold real numbers, got bool"),
+    (dict(places=torch.ones(7, 2) * 1j), TypeError, "points must hold real numbers, got complex64"),
+    (dict(places=[["here", "there"]] * 7), TypeError, "points must hold real numbers, got <U5"),
+    (dict(places=torch.ones(7, 2, requires_grad=True)), NotImplementedError, r"points have no gradients, and these require them; pass points.detach\(\)"),
+    (dict(metric="cosine"), ValueError, r"metric must be one of \('euclidean', 'manhattan'\), got 'cosine'"),
+    (dict(global_tokens=8), ValueError, "global_tokens must be from 0 to N = 7, got 8"),
+    (dict(global_tokens=-1), ValueError, "global_tokens must be from 0 to N = 7, got -1"),
+    (dict(global_tokens=True), TypeError, "global_tokens must be an integer, got True"),
+    (dict(global_tokens=1.0), TypeError, "global_tokens must be an integer, got 1.0"),
+    (dict(slopes=[1.0] * 3), ValueError, r"slopes must have shape \[H\] = \[4\]"),
+    (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, "slopes must be finite and at least 0, got -0.5"),
+    (dict(slopes=[1.0, 1, 1, float("inf")]), ValueError, "slopes must be finite and at least 0, got inf"),
+    (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
+    (dict(implementation="cpu"), ValueError, "implementation must be one of .*'blocked'.*, got 'cpu'"),
+    (dict(causal=True), TypeError, "there is no argument causal; "),
+    (dict(coordinates=1), TypeError, "attention_points: there is no argument coordinates; "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), MESSAGES)
+def test_what_is_wrong_is_said(arguments, kind, words):
+    with pytest.raises(kind, match=words):
+        call(**arguments)
+
+
+def test_the_points_of_global_tokens_are_not_read():
+    places = at(float("nan"), 0, 1)
+    assert call(places=places, global_tokens=1).isfinite().all()
+
+
+def bias_of_croma(num_heads: int, side: int) -> torch.Tensor:
+    """[H, side^2, side^2], as its code makes it: pair by pair, of patches counted row by row."""
+    patches = list(itertools.product(range(side), range(side)))
+    first = 2 ** (-8 / num_heads)  # a power of two heads
+    slopes = [first ** (h + 1) for h in range(num_heads)]
+    return torch.tensor(
+        [[[-m * math.dist(a, b) for b in patches] for a in patches] for m in slopes]
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_croma_is_reproduced(implementation):
+    """Fuller, Millard and Green, 2023: 16 heads over a square of patches, the bias added to scaled scores."""
+    q, k, v = torch.randn(3, 2, 16, 81, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias_of_croma(16, 9))
+    patches = torch.cartesian_prod(torch.arange(9), torch.arange(9))
+    actual = attention_points(q, k, v, patches, implementation=implementation)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_titan_is_reproduced(implementation):
+    """Ding et al., 2024: 12 heads, tiles of a slide without those of its background, and one token before them without a bias."""
+    torch.manual_seed(2)
+    tissue = torch.rand(19, 23) < 0.6
+    row, column = tissue.nonzero().unbind(1)
+    apart = ((row[:, None] - row) ** 2 + (column[:, None] - column) ** 2).double().sqrt()
+    # The slopes of 8 heads, then every other one of 16 heads.
+    slopes = [2.0 ** -(h + 1) for h in range(8)] + [2.0 ** -((2 * h + 1) / 2) for h in range(4)]
+    N = len(row) + 1
+    bias = torch.zeros(12, N, N)
+    bias[:, 1:, 1:] = -torch.tensor(slopes)[:, None, None] * apart
+    q, k, v = torch.randn(3, 1, 12, N, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+    pixels = 512 * torch.stack((row, column), 1)
+    places = torch.cat((torch.zeros(1, 2), pixels / 512))
+    actual = attention_points(q, k, v, places, global_tokens=1, implementation=implementation)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
