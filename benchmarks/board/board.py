@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import select
 import signal
 import statistics
@@ -81,14 +80,6 @@ class Worker:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        cores = sorted(os.sched_getaffinity(0))[: self.settings.threads]
-        limit = int(self.settings.memory_gb * 1e9)
-
-        def begin() -> None:
-            os.sched_setaffinity(0, cores)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -97,7 +88,6 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment(self.settings.threads),
-                preexec_fn=begin,
             )
 
     def ask(self, request: Row, seconds: float) -> Row:
@@ -258,7 +248,7 @@ class Referee:
     def worker(self, engine: str, name: str, dtype: str, todo: str) -> Worker:
         python, script = self.pythons[engine], HERE / "worker.py"
         file = self.settings.engine_files / f"{engine}.py"
-        command = (python, script, file, todo, name, dtype, str(self.settings.threads), self.settings.board)  # fmt: skip
+        command = (python, script, file, todo, name, dtype, self.settings.threads, self.settings.memory_gb, self.settings.board)  # fmt: skip
         log = self.settings.board / "logs" / f"{engine}-{name}-{dtype}-{todo}.txt"
         return Worker(engine, self.settings, [str(part) for part in command], log)
 

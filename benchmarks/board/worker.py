@@ -18,6 +18,7 @@ of its own where `logits` must be asked, which counts nowhere else.
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -56,7 +57,8 @@ class Job:
 
 
 def main() -> None:
-    path, todo, name, dtype, threads, board = sys.argv[1:]
+    path, todo, name, dtype, threads, memory_gb, board = sys.argv[1:]
+    limit(int(threads), int(float(memory_gb) * 1e9))
     job = Job(Path(path).stem, name, dtype, int(threads), Path(board).resolve())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -70,6 +72,13 @@ def main() -> None:
         os._exit(0)  # since threads of a library may not end
     answers.flush()
     os._exit(0)
+
+
+def limit(threads: int, memory_bytes: int) -> None:
+    """Stay on the first cores, and be refused more memory."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def engine_of(path: str) -> Any:
