@@ -49,6 +49,7 @@ def write(job: Job) -> None:
     writer.add_tokenizer_model("no_vocab")
     if shape.task == "embed":
         writer.add_causal_attention(False)
+        writer.add_token_type_count(2)
         writer.add_pooling_type(gguf.PoolingType.MEAN)
     _, weights = plain.weights(job.folder)
     for name, weight in weights.items():

@@ -39,6 +39,10 @@ def dense_bias(slopes: Tensor, T: int, S: int, causal: bool, like: Tensor) -> Te
     return (bias.masked_fill(distance < 0, -torch.inf) if causal else bias).to(like.dtype)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, biased: bool, interleaved: bool, attend: Attend) -> None:  # fmt: skip
         super().__init__()
@@ -96,7 +100,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, bias, (past[2 * i], past[2 * i + 1]) if past else None)
             kept += [k, v]
-        return F.linear(self.norm(x[:, -1]), self.embedding.weight), *kept
+        return at_least_float32(F.linear(self.norm(x[:, -1]), self.embedding.weight)), *kept
 
 
 class EncoderLayer(nn.Module):
@@ -135,7 +139,7 @@ class Encoder(nn.Module):
         return x
 
     def forward(self, ids: Tensor) -> tuple[Tensor]:
-        return (self.vectors(ids).mean(1, dtype=torch.promote_types(self.types.weight.dtype, torch.float32)),)  # fmt: skip
+        return (at_least_float32(self.vectors(ids)).mean(1),)
 
 
 # Name in a folder -> name here, by family; {} is the number of a layer.

@@ -7,12 +7,11 @@ import sentence_transformers
 import torch
 from sentence_transformers.models import Pooling, Transformer
 
-import linbias.models
+from linbias.models import install
 from models import words
 from worker import Job
 
 PACKAGES = ("sentence-transformers", "linbias", "torch")
-assert linbias.models.fuse  # which makes the encoder known to Transformers
 
 
 def refuse(job: Job) -> str | None:
@@ -21,12 +20,13 @@ def refuse(job: Job) -> str | None:
 
 class Engine:
     def __init__(self, job: Job) -> None:
+        install()  # or Transformers would not know the encoder
         torch.set_num_threads(job.threads)
         body = Transformer(str(job.folder), model_kwargs={"dtype": getattr(torch, job.dtype)})
         self.model = sentence_transformers.SentenceTransformer(
             modules=[body, Pooling(job.shape.width)], device="cpu"
         )
-        self.model.max_seq_length = 32768
+        self.model.max_seq_length = 8192
 
     def embed(self, ids: Sequence[int]) -> Any:
         return self.model.encode(" ".join(words(ids)), convert_to_tensor=True, show_progress_bar=False).float().numpy()  # fmt: skip
