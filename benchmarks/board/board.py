@@ -234,6 +234,7 @@ class Referee:
         """Let an engine write its own form of the model; why it cannot run it, if so."""
         key = (engine, name, dtype)
         if key not in self.prepared:
+            say(f"{name} {dtype}: {engine} makes its own form, if it has one")
             worker = self.worker(engine, name, dtype, "prepare")
             try:
                 worker.ask({}, LOADING_S)
