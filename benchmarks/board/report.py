@@ -177,6 +177,9 @@ def disturbed(rows: Sequence[Row]) -> str:
 
 
 def write(records: Path = RECORDS, page: Path = PAGE) -> None:
+    if not records.exists():
+        fill(page, dict.fromkeys(("made", "verdict", "absent", "tables"), "Not measured yet."))
+        return
     rows = read(records)
     fill(page, {"made": made(rows), "verdict": verdict(rows), "absent": disturbed(rows), "tables": tables(rows)})  # fmt: skip
 
