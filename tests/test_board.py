@@ -64,14 +64,15 @@ def run(load_script, tmp_path: Path):
         asked.append(length)
         return tmp_path / "reference.npy"
 
-    def start(*engines: str, lengths: tuple[int, ...] = (64,), **options):
+    def start(*engines, lengths: tuple[int, ...] = (64,), **options):
         settings = board.Settings(
             output=tmp_path / "rows.jsonl", board=tmp_path, engines=engines, engine_files=files, package_lists=lists,
             threads=1, tokens=3, memory_gb=4.0, tries=1, pause=0.0, **{"timeout": 20.0, "rounds": 2} | options,
         )  # fmt: skip
         referee = board.Referee(settings, make)
         referee.run(["tiny-bloom"], ["float32"], lengths)
-        return [json.loads(line) for line in settings.output.read_text().splitlines()]
+        lines = settings.output.read_text().splitlines() if settings.output.exists() else []
+        return [json.loads(line) for line in lines]
 
     start.asked = asked
     return start
@@ -140,6 +141,11 @@ def test_an_engine_is_not_asked_at_the_next_length_without_hope(run):
 def test_an_engine_is_not_asked_what_must_pass_the_limit(run):
     rows = run("slow", lengths=(64, 6400), timeout=5.0)
     assert by_engine(rows, 6400)["slow"]["failed"] == "not asked: 0 s at 64"
+
+
+def test_nothing_begins_when_the_time_is_over(run):
+    assert run("good", minutes=-1.0) == []
+    assert by_engine(run("good"))["good"]["error"] == 0.5
 
 
 def test_longer_texts_get_a_process_each_turn(run):

@@ -62,6 +62,7 @@ class Settings:
     timeout: float = 240.0
     memory_gb: float = 20.0
     tries: int = 3
+    minutes: float = float("inf")
     pause: float = 0.5  # before each turn, until threads of the one before sleep
 
 
@@ -168,10 +169,14 @@ class Referee:
         self.prepared: dict[tuple[str, str, str], str | None] = {}
 
     def run(self, names: Iterable[str], dtypes: Sequence[str], lengths: Sequence[int] | None) -> None:  # fmt: skip
+        start = time.monotonic()
         self.absent = self.install()
         for name in names:
             for dtype in dtypes:
                 for length in sorted(lengths or models.SHAPES[name].lengths):
+                    if time.monotonic() - start > self.settings.minutes * 60:
+                        say("the time is over; the same command goes on from here")
+                        return
                     self.case(name, dtype, length)
 
     def install(self) -> set[str]:
@@ -365,10 +370,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES, metavar="ENGINE", help=", ".join(ENGINES))  # fmt: skip
     parser.add_argument("--models", nargs="+", default=known, choices=models.SHAPES, metavar="MODEL", help=", ".join(models.SHAPES))  # fmt: skip
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))  # fmt: skip
-    parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 to 32,768 tokens; jina: 512 and 8,192")  # fmt: skip
+    parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 to 32,768 tokens for BLOOM, 512 and 8,192 for the others")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="default: 3 up to 512 tokens, 2 up to 2,048, 1 above")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a turn")
     parser.add_argument("--memory", type=float, default=20.0, help="GB for a process")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing after these"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tries", type=int, default=3, help="turns before one that others disturbed is kept")  # fmt: skip
     parser.add_argument("--board", type=Path, default=ROOT / "build" / "board", help="where environments, models and references are")  # fmt: skip
@@ -381,7 +389,7 @@ def main() -> None:
     board = options.board.resolve()
     settings = Settings(
         output=options.output, board=board, engines=options.engines, threads=options.threads, rounds=options.rounds,
-        timeout=options.timeout, memory_gb=options.memory, tries=options.tries,
+        timeout=options.timeout, memory_gb=options.memory, tries=options.tries, minutes=options.minutes,
     )  # fmt: skip
     referee = Referee(settings, make_with_linbias(board))
     from record import here
