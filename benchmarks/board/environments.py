@@ -10,7 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
-SECONDS = 3600  # some engines are compiled
+SECONDS = 2700  # some engines are compiled
 
 
 class NotInstalled(Exception):
