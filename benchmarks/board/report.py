@@ -39,7 +39,6 @@ MODELS = {
     "jina-base": "jina-embeddings-v2-base",
     "jina-small": "jina-embeddings-v2-small",
 }
-WRONG = 10  # times the least error among engines, from which an error is marked
 Row = dict[str, Any]
 
 
