@@ -1,11 +1,13 @@
-"""How the kernel's time grows with length, and how near its visited tiles come to the rate of plain products.
+"""How the kernel's time grows with length, how near its visited tiles come to the rate of plain products, and what training does.
 
-    python runs/kernel_rates.py            # rewrites two tables in docs/kernels.md, appends records
+    python runs/kernel_rates.py                # rewrites three tables in docs/kernels.md, appends records
+    python runs/kernel_rates.py training       # one of them
 
 B=1, H=8, D=64, causal, random normal inputs; everything in one table is interleaved in one run.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from linbias.kernels import core  # noqa: E402
 
 HEADS, SIZE = 8, 64
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+TRAINING_LENGTHS = (1024, 2048, 4096)
+PRODUCTS = 7 / 2  # of forward and backward, for each of forward's two
 PRODUCT = 2048  # rows, columns and depth of the plain product
 
 
@@ -85,12 +89,62 @@ def rates(slopes: torch.Tensor) -> str:
     return "\n".join(lines)
 
 
-def note(case: str, length: int, dtype: str, spread: dict[str, float], kept: float) -> None:
+def training(slopes: torch.Tensor) -> str:
+    """Forward and backward of 4,096 tokens in all: how the lead over PyTorch's attention is made up."""
+    lines = [
+        "| tokens | ms | PyTorch, no bias, ms | times as fast | work kept | pairs computed for one seen | GFLOP/s in visited tiles "
+        "| PyTorch's | plain products |",
+        "|---" * 9 + "|",
+    ]
+    a, b = torch.randn(2, PRODUCT, PRODUCT)
+    plain = torch.nn.functional.scaled_dot_product_attention
+    products = {
+        "MKL": lambda: a @ b,
+        "oneDNN": lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""),
+    }
+    for length in TRAINING_LENGTHS:
+        arrays = torch.randn(3, 4096 // length, HEADS, length, SIZE)
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        dout = torch.randn_like(arrays[0])
+        ours = partial(linbias.torch.attention, *leaves, slopes, implementation="cpu")
+        theirs = partial(plain, *leaves, is_causal=True)
+        functions = {
+            "ours": lambda ours=ours, x=leaves, d=dout: torch.autograd.grad(ours(), x, d),
+            "theirs": lambda theirs=theirs, x=leaves, d=dout: torch.autograd.grad(theirs(), x, d),
+        }
+        with torch.no_grad():
+            found = linbias.torch.visited(*arrays, slopes, implementation="cpu")
+        kept = found.work_kept.mean().item()
+        tiles = (found.end - found.first).sum().item() * found.tile_rows  # the last tile is short
+        computed = tiles / (found.work_kept.sum().item() * length * (length + 1) / 2)
+        times = record.interleave(functions | products, repeats=15)
+        taken = {name: record.spread(found)["p50_ms"] for name, found in times.items()}
+        flop = record.flop(len(arrays[0]), HEADS, length, length, SIZE) * PRODUCTS
+        product = 2 * PRODUCT**3 / min(taken[name] for name in products) / 1e6
+        ours_rate, their_rate = flop * kept / taken["ours"] / 1e6, flop / taken["theirs"] / 1e6
+        lines.append(
+            f"| {length:,} | {taken['ours']:.0f} | {taken['theirs']:.0f} | {taken['theirs'] / taken['ours']:.2f}"
+            f" | {kept:.0%} | {computed:.2f} | {ours_rate:.0f} | {their_rate:.0f} | {product:.0f} |"
+        )
+        spread = record.spread(times["ours"])
+        note(f"training-rate-{length}", length, "float32", spread, kept, mode="backward", B=4096 // length)  # fmt: skip
+    return "\n".join(lines)
+
+
+def note(
+    case: str,
+    length: int,
+    dtype: str,
+    spread: dict[str, float],
+    kept: float,
+    mode: str = "forward",
+    B: int = 1,
+) -> None:
     line = {
-        "case": case, "implementation": "cpu", "mode": "forward", "B": 1, "H": HEADS, "G": HEADS, "T": length,
+        "case": case, "implementation": "cpu", "mode": mode, "B": B, "H": HEADS, "G": HEADS, "T": length,
         "S": length, "D": SIZE, "dtype": dtype, **spread, "peak_memory_bytes": None,
-        "flop": record.flop(1, HEADS, length, length, SIZE), "work_kept": round(kept, 4),
-        "bytes": record.moved_bytes(1, HEADS, HEADS, length, length, SIZE, 4 if dtype == "float32" else 2),
+        "flop": record.flop(B, HEADS, length, length, SIZE), "work_kept": round(kept, 4),
+        "bytes": record.moved_bytes(B, HEADS, HEADS, length, length, SIZE, 4 if dtype == "float32" else 2),
         "inputs": "random normal", "target": core.target(), **record.here(),
     }  # fmt: skip
     record.write(line, record.default_path())
@@ -101,7 +155,9 @@ def main() -> None:
     slopes = torch.tensor(linbias.slopes(HEADS), dtype=torch.float32)
     here = record.here()
     source = f"\n\n{here['machine']}, {here['date']}, `python runs/kernel_rates.py`."
-    for name, make in (("growth", growth), ("rates", rates)):
+    tables = {"growth": growth, "rates": rates, "training": training}
+    for name in sys.argv[1:] or tables:
+        make = tables[name]
         content = make(slopes) + source
         print(content, flush=True)
         fill("docs/kernels.md", {name: content})

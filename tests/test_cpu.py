@@ -290,6 +290,24 @@ def test_no_more_threads_than_cores_share_a_call(monkeypatch):
     assert calls == [(1, torch_cpu._TEAM), (2, torch_cpu._TEAM), (2, 0)]
 
 
+@pytest.mark.parametrize(
+    ("T", "S", "awake", "asleep"),
+    [
+        (1, 32, 1, 1),
+        (1, 64, 2, 1),  # one token of a small cache
+        (1, 4096, 2, 2),
+        (16, 8192, 2, 2),  # a piece of a long text
+        (16, 16, 1, 1),
+        (96, 96, 2, 1),
+        (1024, 1024, 2, 2),
+    ],
+)
+def test_threads_are_as_many_as_the_work_is_worth(T, S, awake, asleep):
+    sizes = (1, 8, 8, T, S, 64, 64)
+    assert core.num_threads(sizes, 2, awake=True) == awake
+    assert core.num_threads(sizes, 2) == asleep
+
+
 def test_several_python_threads_may_call_at_once():
     q, k, v = arrays(by_name("long"))
     expected = cpu.attention(q, k, v, num_threads=2)

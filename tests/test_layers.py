@@ -42,7 +42,7 @@ LAYERS = {
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "explain_html", "definition", "models", "lm"} | ANYONE,
-    "doctor": {"torch", "jax", "kernels"} | CORE | ANYONE,
+    "doctor": {"torch", "jax", "kernels", "_run"} | CORE | ANYONE,
     "cli": {
         *(
             "lm",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from linbias import doctor
 from linbias._run import neighbours
 
 pytestmark = pytest.mark.skipif(not neighbours._STAT.exists(), reason="there is no /proc/stat")
@@ -130,3 +131,11 @@ def test_a_setting_of_the_user_wins(monkeypatch: pytest.MonkeyPatch, name: str) 
     with neighbours.considerate():
         assert os.environ[name] == "0"
     assert len(seen) == 1
+
+
+def test_the_doctor_tells_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert "asleep beside busy processes" in doctor.diagnose()["machine"]["threads wait"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert doctor.diagnose()["machine"]["threads wait"] == "as set by OMP_WAIT_POLICY=PASSIVE"

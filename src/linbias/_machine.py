@@ -28,6 +28,11 @@ def cpu_features() -> list[str]:
     return [feature for feature in _FEATURES if feature in flags]
 
 
+def made_by_amd() -> bool:
+    """Whether the processor is one of AMD's, as far as the system tells."""
+    return "AuthenticAMD" in (_cpuinfo() or platform.processor())
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux

@@ -58,17 +58,14 @@ def attention(
 ) -> Floats | tuple[Floats, Floats]:
     """Run the compiled core on NumPy arrays: `linbias.attention` at full speed.
 
-    The formula and the corner cases are those of `linbias.attention`. Key s stands at position s, and query t at
-    query_start + t; by default the last query stands at the last key. Scores and sums are float64 where q, k or v is
-    float64 or integers, and float32 otherwise.
+    The formula and the corner cases are those of `linbias.attention`. Scores and sums are float64 where q, k or v is float64
+    or integers, and float32 otherwise.
 
     Args:
-        q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any strides; leading axes are
-            batch axes (none, one or more).
+        q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any strides.
         k: [..., G, S, D]. H must be a multiple of G.
         v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
-        slopes, causal, right_slopes, scale, return_lse: As for `linbias.attention`.
-        key_range, query_start: [..., 2] or [..., G, 2], and [...], integers: as for `linbias.attention`.
+        slopes, causal, right_slopes, scale, key_range, query_start, return_lse: As for `linbias.attention`.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means 2^-53,
             2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, 0 reads every key.
         num_threads: Threads to use, at least 1.

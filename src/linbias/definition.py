@@ -191,11 +191,10 @@ def attention(
         scale: Factor on q . k. None means D ** -0.5.
         key_range: [..., 2] or [..., G, 2], integers: first and one past last key of each batch row, or of each of
             its key/value heads; keys outside are never used, whatever they hold.
-        query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them
-            too. None means that the last query stands at the last key of the range (of the range that ends last,
-            where heads have their own).
-        mask: Broadcasts to [..., H, T, S], bool: True takes part; it hides further keys, whose entries must still be
-            finite. Or floating point, below inf: added to the scores, where -inf hides.
+        query_start: [...], integers: the position of query 0 of each batch row, before the keys or beyond them too.
+            None: the last query stands at the last key of the range (where heads have their own, of that which ends last).
+        mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
+            below inf: added to the scores, -inf hides.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
             v [..., S, G * E].
         return_lse: Also return lse.
@@ -347,7 +346,7 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint sets of keys. A row
-    that sees no key in any part stays a row of zeros with lse = -inf.
+    that sees no key stays a row of zeros with lse = -inf.
 
     Args:
         outs: Arrays [..., T, E], one for each part.

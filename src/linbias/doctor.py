@@ -6,6 +6,7 @@ from typing import Any
 
 from linbias import _extras, _machine
 from linbias._checks import Described, check
+from linbias._run.neighbours import waiting
 from linbias.kernels import core
 
 # The parts that are tried, each by the import of a module.
@@ -23,7 +24,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
         progress: Called with the name of each step that takes a while, before it.
 
     Returns:
-        `machine` (processor, cores, threads, instruction sets, devices), `versions`, `parts` and
+        `machine` (processor, cores, threads and how they wait, instruction sets, devices), `versions`, `parts` and
         `implementations`. In the last two, None stands for "works" and a string says why not; an
         implementation is asked for a plain causal call on every device.
     """
@@ -47,6 +48,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
 
         devices += ["cuda"] * torch.cuda.is_available()
         machine["threads"] = torch.get_num_threads()
+        machine["threads wait"] = waiting()
         for implementation in IMPLEMENTATIONS:
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices

@@ -183,7 +183,7 @@ def explain(
           1     0.0000   0.0000   0.0000   0.0000   0.6225
           output [1.0000]
 
-    Source: the step-by-step trace of the book chapter among the project's seed documents.
+    Source: the step-by-step trace of the book chapter.
     """
     if num_heads is not None:
         q, k, v = split_heads("explain", num_heads, q, k, v)

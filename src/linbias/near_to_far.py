@@ -10,9 +10,8 @@ do is known before they are read, from two facts:
 
 A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of exp(score) of each
 row. It leaves a side when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
-then holds at most `tolerance` of any row's probability. The proof, and what rounding adds to it, is in
-docs/math.md. The kernels do the same with cheaper and tighter bounds of their own; their tests compare what they
-leave unread with this module, which is exact in float64 and makes no attempt to be fast.
+then holds at most `tolerance` of any row's probability. docs/math.md has the proof, and what rounding adds to it. The
+kernels have cheaper and tighter bounds of their own; their tests compare what they leave unread with this module.
 """
 
 import math

@@ -41,8 +41,8 @@ def slopes(
     |             | every second slope of the next larger one      |                                    |
     | `geometric` | 2^(-max_bias (h+1) / H) for every H            | the Flax exercise                  |
     | `halving`   | 2^-(h+1)                                       | the book chapter                   |
-    | `mpt`       | the list of the next power of two, every       | MPT (the same slopes as `paper`    |
-    |             | second one first, cut to H                     | in another order)                  |
+    | `mpt`       | the list of the next power of two, every       | MPT (which comes to the same       |
+    |             | second one first, cut to H                     | slopes as `paper`)                 |
 
     Args:
         num_heads: Number of query heads H, at least 1.

@@ -32,7 +32,7 @@ def considerate() -> Iterator[None]:
     Nothing happens on systems other than Linux, with an OpenMP that is not libgomp, or where the user has set
     GOMP_SPINCOUNT or OMP_WAIT_POLICY.
     """
-    if not _STAT.exists() or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+    if not _STAT.exists() or _set_by_the_user():
         yield
         return
     ended = threading.Event()
@@ -43,6 +43,21 @@ def considerate() -> Iterator[None]:
     finally:
         ended.set()
         watch.join()
+
+
+def waiting() -> str:
+    """How the threads that PyTorch computes on wait for each other, in words for `linbias doctor`."""
+    if found := _set_by_the_user():
+        return "as set by " + ", ".join(f"{name}={os.environ[name]}" for name in found)
+    if not _STAT.exists():
+        return "as its OpenMP does by default"
+    return (
+        "spinning; asleep beside busy processes (your own programs: set OMP_WAIT_POLICY=PASSIVE)"
+    )
+
+
+def _set_by_the_user() -> list[str]:
+    return [name for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ]
 
 
 def _watch(ended: threading.Event) -> None:

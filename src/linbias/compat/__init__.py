@@ -11,8 +11,7 @@ A program that was written for one of these changes its import line and nothing 
 | `chapter`       | `ALiBiAttention` of the book chapter, in NumPy               |
 | `chapter_torch` | `ALiBiAttention` of the book chapter, in PyTorch             |
 
-Each module says what differs from the original. New code is better off with `linbias.torch.attention`: here are only as
-many options as the originals have. A module loads when it is named, and PyTorch with it, except for `chapter`.
+Each module says what differs from the original. New code is better off with `linbias.torch.attention`.
 """
 
 from importlib import import_module

@@ -1,19 +1,18 @@
 """The functions of flash-attn 2 on our attention: on CPU and GPU, in float16, bfloat16, float32 and float64.
 
-`from linbias.compat.flash_attn import flash_attn_func` takes the place of `from flash_attn import flash_attn_func`. Signatures,
-layouts [B, T, H, D] and [total, H, D], defaults (`causal=False`, no bias) and the alignment of the last query with the last key are
-those of flash-attn 2.8. Key i + S - T is where query i stands, and with `alibi_slopes`
+Signatures, layouts [B, T, H, D] and [total, H, D], defaults (`causal=False`, no bias) and alignment are those of flash-attn 2.8:
+query i stands at key i + S - T, and with `alibi_slopes`
 
     score[i, j] = softmax_scale * q[i] . k[j] - alibi_slope * |i + S - T - j|
 
 What differs, in all functions:
 
 - `alibi_slopes` may be in any floating-point dtype, are at least 0, and are differentiable. softmax_lse is differentiable, too.
-- softmax_lse is that of the scores above. flash-attn's causal kernels count the bias from key 0, so that theirs is larger by
-  alibi_slope * (i + S - T). A row that sees no key has zeros and softmax_lse = inf, as there.
-- `return_attn_probs` gives None for S_dmask, and is refused with dropout: a matrix of length x length is what these functions avoid.
+- softmax_lse is that of the scores above; that of flash-attn's causal kernels is larger by alibi_slope * (i + S - T). A row that
+  sees no key has zeros and softmax_lse = inf, as there.
+- `return_attn_probs` gives None for S_dmask, and is refused with dropout.
 - `dropout_p` draws its mask from PyTorch's generator, otherwise than flash-attn does.
-- Not built, and refused by name: local windows (`window_size`), `softcap`, rotary embeddings and paged caches.
+- Not built, and refused: local windows (`window_size`), `softcap`, rotary embeddings and paged caches.
 - `deterministic` and `num_splits` change nothing: results always repeat bit for bit.
 """
 

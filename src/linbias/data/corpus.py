@@ -69,10 +69,10 @@ class Corpus:
         test: Text to report.
         num_bytes: UTF-8 bytes of each split's text, by the split's name.
         fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
-        location: Where the text is, however `name` spells it: "stdlib", the absolute path of a file
-            or folder (of a glob: its folders before the first wildcard), or a data set's id.
-        splits: By split, a SHA-256 of what belongs to it: the paths of its files in the folder, or
-            the bytes at which one text was cut. Not of their content.
+        location: "stdlib", the absolute path of a file or folder (of a glob: its folders before the first wildcard), or a data
+            set's id.
+        splits: By split, a SHA-256 of what belongs to it, not of its content: the paths of its files in the folder, or the
+            bytes at which one text was cut.
     """
 
     name: str
@@ -110,12 +110,10 @@ def load_corpus(
 ) -> Corpus:
     """Reads a text, splits it into train, valid and test, and tokenises it.
 
-    A folder that holds a text for each split says so by their names: train.txt, valid.txt and test.txt, or wiki.train.tokens and so
-    on (also validation, val or dev); its other files are left out. Elsewhere
-    each file goes to one split as a whole, by a hash of its path inside the folder: 5 % of the files
-    to test, 5 % to valid, the others to train; a file that repeats another's content is left out.
-    How `name` spells the folder does not matter. Fewer than three files, or a data set without
-    splits of its own, are one text cut in the same proportions.
+    A folder may name its splits: train.txt, valid.txt and test.txt, or wiki.train.tokens and so on (also validation, val or dev);
+    its other files are left out. Elsewhere each file goes to one split, by a hash of its path inside the folder: 5 % of the
+    files to test, 5 % to valid, the others to train; a file that repeats another's content is left out. Fewer than three files,
+    or a data set without splits of its own, are one text cut in the same proportions.
 
     Args:
         name: "stdlib"; a text file, a folder (every file in it that is not hidden) or a glob; or
@@ -128,8 +126,8 @@ def load_corpus(
         column: The column of a data set that holds the text.
         stream: Read a data set over the network without storing it; for use with `max_bytes`.
         max_bytes: At most this many bytes of UTF-8 per split; None means all.
-        cache_dir: Folder for downloaded data sets and for ids of "bpe". None means the default
-            folder of the `datasets` library, and that ids are not kept.
+        cache_dir: Folder for downloaded data sets and for ids of "bpe". None: the default of the `datasets` library, and ids
+            are not kept.
 
     Raises:
         ValueError: No such corpus; a folder without files; a file is binary (holds a NUL, or is not UTF-8); the text is

@@ -101,8 +101,8 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
     """Run a model on a text and pack what it makes of it for `page` and `widget`; this loads PyTorch.
 
     Its attention weights, what each token cost it and what it expected instead. A model without linear biases is shown
-    without slopes, and one that is not causal with whole matrices and without losses; the page says so. A text
-    with more tokens than the page holds is cut, and the page says that too.
+    without slopes, and one that is not causal with whole matrices and without losses. A text with more tokens than
+    the page holds is cut.
 
     Args:
         model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a model in it, the

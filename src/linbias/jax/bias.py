@@ -24,14 +24,12 @@ def bias(
         bias[h, t, s] = -slopes[h]       * (p - s)    for s <= p        (p = query_start + t)
         bias[h, t, s] = -right_slopes[h] * (s - p)    for s >  p
 
-    It fits `bias=` of `jax.nn.dot_product_attention` and of `flax.linen.dot_product_attention`. `attention` needs no such
-    matrix, whose memory grows with T x S. Differentiable in the slopes; works under `jit`, where values are not checked.
+    It fits `bias=` of `jax.nn.dot_product_attention` and of `flax.linen.dot_product_attention`; `attention` needs no such
+    matrix. Differentiable in the slopes; works under `jit`, where values are not checked.
 
     Args:
-        slopes: [H] or [B, H], at least 0 or inf, which hides the side: slope towards keys before the query.
-        T, S, query_start: As for `linbias.bias`.
-        right_slopes: Like slopes, or one number for all heads: slope towards keys after the query. None means symmetric;
-            `jnp.inf` gives the causal bias.
+        slopes, T, S, query_start: As for `linbias.bias`.
+        right_slopes: Like slopes, or one number for all heads, as for `linbias.bias`.
 
     Returns:
         [H, T, S] (or [B, H, T, S]) in the dtype of slopes if that is floating, and at least float32.
@@ -45,7 +43,7 @@ def bias(
         >>> bias(jnp.array([0.5]), 2, 2, jnp.inf).tolist()
         [[[0.0, -inf], [-0.5, 0.0]]]
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 3; the Flax exercise among the project's seed documents.
+    Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if unknown:
         _checks.refuse_unknown("bias", unknown, bias)

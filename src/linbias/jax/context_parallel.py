@@ -1,14 +1,13 @@
 """One sequence over a mesh axis: each device has a piece of it and fetches the keys that its heads can see beyond.
 
-A head with slope m loses m * distance, so that a query needs the keys of a window and no others. The devices therefore
-do not pass all keys around, as a ring does: each sends the rows beside its edge, for each key/value head as many as
-that head's halo, and calls attention once over what it has then:
+A query needs the keys of a window and no others. So each device sends the rows beside its edge, for each key/value head
+as many as that head's halo, and calls attention once over what it has then:
 
     keys of a device    [ . . left halo ][ own piece ][ right halo . . ]        position of query 0: where the own begin
                           . no keys, or not fetched for this head: outside its key_range
 
-A halo longer than a piece comes in hops; hop i is straight from the i-th neighbour. The backward pass is JAX's own: the
-gradients of fetched keys go back to where the keys came from. `needed_halo` measures how many keys a head needs.
+A halo longer than a piece comes in hops, hop i straight from the i-th neighbour. Backward, the gradients of fetched keys go
+back to where the keys came from.
 """
 
 import math
@@ -87,10 +86,9 @@ def attention(
 
         keys of piece i of T:    i * T - halo  ..  (i + 1) * T - 1 (causal), or  (i + 1) * T + halo - 1
 
-    Keys further away are not read, whatever they would weigh: a halo below `needed_halo` can give another result
-    without a word. Each device sends B * (D + E) * (sum of the halos over the key/value heads) numbers to each open side, and
-    receives as many; in the backward pass, again. Differentiable in q, k, v, slopes and right_slopes, once, through out
-    and lse; what the devices find for slopes that they share is added up as for every shared input of shard_map.
+    A halo below `needed_halo` can give another result without a word. Each device sends B * (D + E) * (sum of the halos
+    over the key/value heads) numbers to each open side, and as many backward. Differentiable in q, k, v, slopes and
+    right_slopes, once, through out and lse; gradients of slopes that devices share are added up.
 
     Args:
         q: [B, T, H, D], as for `linbias.jax.attention`: the device's piece. All pieces have T queries and T keys, and follow
@@ -99,9 +97,9 @@ def attention(
         v: [B, T, G, E], dtype of q.
         slopes: [H] or [B, H]. None means `linbias.slopes(H)`, and is refused where another mesh axis may split the heads.
         axis_name: The mesh axis, or several as in a PartitionSpec, over which the sequence lies.
-        halo: An integer, or G integers, one for each key/value head, known when the program is traced: how many
-            keys to fetch beyond each open side of the piece (causal: the left one). More than there are is cut. Where slopes are
-            known to be inf for all query heads of a key/value head, that side is not open.
+        halo: An integer, or G integers, one for each key/value head, known when the program is traced: how many keys to
+            fetch beyond each open side of the piece. Causal attention, and slopes known to be inf for all query heads of a
+            key/value head, close a side. More than there are is cut.
         causal, right_slopes, scale: As for `linbias.jax.attention`.
         tolerance: As for `linbias.jax.attention`: half for keys that are not read, half for keys beyond `needed_halo`.
         implementation, return_lse: As for `linbias.jax.attention`.
@@ -110,10 +108,10 @@ def attention(
         [B, T, H, E] in q's dtype; with return_lse also lse [B, T, H], float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError: As `linbias.jax.attention`; the halo is traced or no integer; there is no such argument: masks,
-            key_range, query_start and dropout are for whole sequences.
-        ValueError: As `linbias.jax.attention`; q, k and v are not equally long; a halo is negative, or there are not as many as
-            key/value heads; no shard_map around the call has the axis.
+        TypeError: As `linbias.jax.attention`; the halo is traced or no integer; masks, key_range, query_start and dropout are
+            for whole sequences.
+        ValueError: As `linbias.jax.attention`; q, k and v are not equally long; a halo breaks the rule above; no shard_map around
+            the call has the axis.
         NotImplementedError: As `linbias.jax.attention`.
 
     Example:
@@ -195,15 +193,15 @@ def needed_halo(
 ) -> Array:
     """Measure how many keys beyond the edges of a piece each key/value head needs, inside `jax.shard_map`.
 
-    For any fixed vector c, here the mean key, and a radius within which the keys of all devices lie around it, the keys left of a
-    query q from distance d on weigh together at most
+    With c the mean key, and a radius within which the keys of all devices lie around it, the keys left of a query q from
+    distance d on weigh together at most
 
         exp(scale * q . c + |scale| * |q| * radius - slope * d) / (1 - exp(-slope))
 
     and so on the right. The answer is the smallest halo for which that is at most half of the tolerance (a quarter on
     each side, where two are open) of what the keys of the own piece weigh, for every query of all devices. It holds for
-    these q, k and slopes and for finite values: measure on several batches and leave a margin, or measure again now and
-    then. A head with slope 0 needs all keys, one whose slopes are inf none. Costs a forward pass over the own piece. Not differentiable.
+    these finite q, k and slopes: leave a margin, or measure again now and then. A head with slope 0 needs all keys, one whose
+    slopes are inf none. Costs a forward pass over the own piece. Not differentiable.
 
     Args:
         q, k, slopes, axis_name, causal, right_slopes, scale: As for `attention`.

@@ -35,8 +35,7 @@ def attention_fn(
 ) -> Callable[..., Array]:
     """Make the `attention_fn=` of a Flax multi-head attention: linear biases, and no bias in memory.
 
-    For `flax.linen.MultiHeadDotProductAttention` (`MultiHeadAttention`) and `flax.nnx.MultiHeadAttention`. The
-    variants are those of `linbias.torch.MultiheadAttention`:
+    For `flax.linen.MultiHeadDotProductAttention` (`MultiHeadAttention`) and `flax.nnx.MultiHeadAttention`.
 
     | variant       | slopes, right_slopes                                    | for                             |
     |---------------|--------------------------------------------------------|---------------------------------|
@@ -48,21 +47,18 @@ def attention_fn(
     | `none`        | (0, 0)                                                 | cross-attention                 |
     | `none_causal` | (0, inf)                                               | comparison                      |
 
-    A causal variant needs no causal mask; one does no harm. Further masks hide keys: a query that is left without
-    any gives zeros. A single query stands at the last key that its mask shows: that is how a cache (`decode=True`)
-    says how far it is filled. Of several queries the last stands at key S - 1, shown or not. Where the values of a
-    mask are known when tracing and come to one range of keys per batch row (padding on either side, a cache), all
-    implementations can run it; `blocked` runs all others. Dropout draws another mask for every batch row and head,
-    whatever `broadcast_dropout` says; `precision` is always the highest.
+    m is `linbias.slopes(H, schedule, max_bias)`. A causal variant needs no causal mask. Masks hide keys: a query that is left
+    without any gives zeros. A single query stands at the last key that its mask shows, as a cache (`decode=True`) says how far
+    it is filled; of several the last stands at key S - 1. Masks whose values are known when tracing and come to one range of
+    keys per batch row (padding, a cache) run on all implementations, others on `blocked`. Dropout draws another mask for every
+    batch row and head, whatever `broadcast_dropout` says; `precision` is always the highest.
 
     Args:
         variant: See above.
         slopes: [H] or [B, H], at least 0 or inf: slopes instead of the variant's, learned ones for example.
         right_slopes: Likewise; only for a variant that is not causal.
-        schedule: As for `linbias.slopes`.
-        max_bias: As for `linbias.slopes`.
-        tolerance: As for `linbias.jax.attention`.
-        implementation: As for `linbias.jax.attention`.
+        schedule, max_bias: As for `linbias.slopes`.
+        tolerance, implementation: As for `linbias.jax.attention`.
 
     Returns:
         A function of query [..., T, H, D], key [..., S, G, D], value [..., S, G, E] and Flax's own keywords, which
@@ -80,7 +76,7 @@ def attention_fn(
         >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
         (1, 5, 8)
 
-    Source: Press, Smith and Lewis, ICLR 2022; the Flax exercise among the project's seed documents.
+    Source: Press, Smith and Lewis, ICLR 2022.
     """
     if unknown:
         _checks.refuse_unknown("attention_fn", unknown, attention_fn)
@@ -163,7 +159,7 @@ def mha_alibi(seed: int, x: ArrayLike, num_heads: int, qkv_features: int) -> Arr
         >>> mha_alibi(0, jnp.ones((3, 8)), num_heads=2, qkv_features=4).shape
         (24,)
 
-    Source: the Flax exercise "ALiBi: Attention with Linear Biases" among the project's seed documents.
+    Source: the Flax exercise "ALiBi: Attention with Linear Biases".
     """
     from flax import linen  # takes a second to import, and attention_fn does without
 

@@ -74,38 +74,29 @@ def attention(
                        x .
                        x x
 
-    A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
-    h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, slopes, right_slopes, through both out and lse; twice, and in forward mode, only by `dense`. Works
-    under jit, vmap, jax.checkpoint and jax.export (by `blocked`, lengths may be symbols), on meshes of any axis types, and in
-    shard_map over batch and heads, where slopes must be given: those of the shard's heads. Traced values of key_range and
-    query_start are not checked but moved to the nearest that is allowed.
+    Rows that see no key, and shared key heads, are as in `linbias.attention`. Scores, softmax and sums are float32 for
+    16-bit inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice,
+    and in forward mode, only by `dense`. Works under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis
+    types, and in shard_map over batch and heads, where slopes must be given: those of the shard's heads. Traced values of
+    key_range and query_start are not checked but moved to the nearest that is allowed.
 
     Args:
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
         k: [B, S, G, D], dtype of q. H must be a multiple of G.
         v: [B, S, G, E], dtype of q.
-        slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. None means
-            `linbias.slopes(H)`; zeros mean no bias. Values, here and below, are checked where they are known and on
-            the CPU.
-        causal, right_slopes, scale: As for `linbias.attention`.
-        key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
-            key/value heads, as for `linbias.torch.attention`.
-        query_start: [B], integers: the position of query 0 of each batch row, likewise.
-        mask: Broadcasts to [B, H, T, S]. Of bool, True takes part, as for `jax.nn.dot_product_attention`; of floating point,
-            it is added to the scores (its `bias`). Keys that it hides must still be finite, unless it hides them from
-            every query. `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
-        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
-            finite. Decoding then reads the near keys only. It is a promise, not checked; an implementation may do
-            without it.
-        dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
-            that without dropout. The mask is the same for all implementations.
-        dropout_key: A key of `jax.random` to draw the mask from; needed if dropout is not 0.
-        tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
-            means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `cpu` (the compiled core, near to far),
-            `blocked` (near to far in JAX operations, any device) or `dense` (the whole score matrix). A name is
-            obeyed or refused, never replaced. Where q is traced, its device is taken to be JAX's default one.
+        slopes, causal, right_slopes, scale: As for `linbias.attention`. Values, here and below, are checked where they are
+            known and on the CPU.
+        key_range: [B, 2] or [B, G, 2], integers, as for `linbias.attention`.
+        query_start: [B], integers, as for `linbias.attention`.
+        mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added to the scores, as the `bias` of
+            `jax.nn.dot_product_attention`. Keys that it hides must still be finite, unless it hides them from every query.
+            `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
+        key_bound, dropout, tolerance: As for `linbias.torch.attention`.
+        dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all implementations; needed if
+            dropout is not 0.
+        implementation: "auto" takes the first that can run the call: `cpu` (the compiled core) and `blocked` (any device) are
+            near to far, `dense` is the whole score matrix. A name is obeyed or refused. Where q is traced, its device is taken
+            to be JAX's default one.
         return_lse: Also return lse.
 
     Returns:
@@ -161,9 +152,9 @@ def attention_weights(
     mask: ArrayLike | None = None,
     **unknown: Never,
 ) -> Array:
-    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+    """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
-    The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
+    Differentiable in q, k and the slopes.
 
     Args:
         q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.

@@ -14,8 +14,8 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
 
         lse = log sum over i of exp(lses[i])        out = sum over i of exp(lses[i] - lse) * outs[i]
 
-    Each part's call needs its own `query_start`, counted from the first key of the part. A row that has seen no key at
-    all gives zeros and -inf. Differentiable in all arrays.
+    Each part's call needs its own `query_start`, counted from the first key of the part. A row that sees no key gives zeros
+    and -inf. Differentiable.
 
     Args:
         outs: n arrays [B, T, H, E], or one [n, B, T, H, E], any floating dtype.

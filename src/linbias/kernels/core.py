@@ -41,6 +41,8 @@ ABILITIES = Abilities(
 # Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs. One that is awake, because it is
 # PyTorch's and spins after each operation, gains a quarter at 2^21 in all (2 cores).
 _WORK_PER_THREAD, _WORK_PER_AWAKE_THREAD = 1 << 26, 1 << 20
+# Few queries wait for memory: each multiply-add takes a number that no other does, and 16 times as long or more.
+_FEW_QUERIES, _FEWER = 4, 16
 
 
 def why_not(problem: Problem) -> str | None:
@@ -54,7 +56,9 @@ def num_threads(
     """Threads that a call of these sizes (B H G T S D E) is worth, of those available."""
     B, H, _, T, S, D, E = sizes
     enough = _WORK_PER_AWAKE_THREAD if awake else _WORK_PER_THREAD
-    return max(1, min(available, 1 + B * H * T * min(T, S) * (D + E) // enough))
+    if T <= _FEW_QUERIES:
+        enough //= _FEWER
+    return max(1, min(available, 1 + B * H * T * S * (D + E) // max(1, enough)))
 
 
 def num_tiles(T: int) -> int:

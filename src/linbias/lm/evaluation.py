@@ -163,28 +163,24 @@ def evaluate(
 
         nll = mean over i of -log p(ids[i + 1] | ids[window start .. i])
 
-    Every token after the first is scored exactly once, in both modes and at every length (see the
-    top of this module). The losses are float32, their sums float64.
-
-    Where a process group of torch.distributed is initialised, every process calls this with the same arguments
-    but for the device: they share the batches, and all return the same result.
+    Every token after the first is scored exactly once, at every length and stride. The losses are float32, their sums
+    float64. Processes of an initialised group of torch.distributed share the batches: all call this with the same arguments
+    but for the device, and return the same result.
 
     Args:
         model: Any Transformers causal language model, of linbias or not.
         ids: [N], integers, N >= 2: the text as the model's tokens.
         length: Tokens read at a time; may be more than N.
         stride: None for segments without overlap, else 1 <= stride <= length.
-        num_bytes: UTF-8 bytes of the text that `ids` encodes; needed for bits per byte. Where
-            fewer than N tokens are scored, the bytes are counted in proportion.
+        num_bytes: UTF-8 bytes of the text that `ids` encodes, for bits per byte; in proportion where fewer tokens are scored.
         batch_tokens: Tokens read in one forward pass (at least one window).
         limit_tokens: Score at most this many predictions, from the start of the text.
         device: Where to compute; None leaves the model where it is.
         precision: "fp32", "bf16", or on a GPU "fp16", of matrix products; the weights are then
             float32. None computes in the type of the weights.
-        progress: Called with (predictions scored, predictions to score) after each batch. Of several processes,
-            each reports its own share as if all were as far.
-        context_parallel: Processes that share each window, a piece each, for windows longer than one of them holds
-            (`linbias.torch.context_parallel`); their number must be a multiple. The model's attention is linbias'.
+        progress: Called with (predictions scored, predictions to score) after each batch.
+        context_parallel: Processes that share each window, a piece each (`linbias.torch.context_parallel`); their number must
+            be a multiple. The model's attention is linbias'.
 
     Returns:
         The Evaluation.

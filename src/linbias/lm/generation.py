@@ -33,8 +33,7 @@ def generate(
 ) -> str:
     """Continues a prompt with a model from a folder or the Hugging Face Hub.
 
-    A sequence-to-sequence model of linbias writes the spans of a prompt that <extra_id_0>, <extra_id_1> and so on, in
-    this order, stand for.
+    A sequence-to-sequence model of linbias writes the spans that <extra_id_0>, <extra_id_1> and so on stand for.
 
     Args:
         path: As for `linbias.models.load`; or the folder of a run that has not finished, whose newest undamaged
@@ -44,12 +43,10 @@ def generate(
         temperature: Divides the logits before sampling; 0 always takes the likeliest token.
         top_k: Sample among the k likeliest tokens; 0: among all.
         seed: Sets PyTorch's generator; the same seed writes the same text.
-        stream: Print the text as it is written, after a prompt of at most 200 characters. With its gaps filled in,
-            all of it is printed at the end.
+        stream: Print the text as it is written, after a prompt of at most 200 characters; with gaps filled in, at the end.
 
     Returns:
-        The prompt and its continuation; or the prompt with its gaps filled in. A gap that the model wrote nothing for
-        stays, with a warning if no gap was filled in.
+        The prompt and its continuation; or the prompt with its gaps filled in, as far as the model wrote something for them.
 
     Raises:
         ValueError: An argument breaks a rule above, there is no such model, or the prompt of a sequence-to-sequence

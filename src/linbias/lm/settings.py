@@ -42,20 +42,19 @@ class TrainSettings(Checked):
         length: Tokens that a training sequence predicts, each from at most so many before it. With task "masked",
             tokens of a sequence (see `linbias.data.masked`); with "seq2seq", before spans are taken out of it (see
             `linbias.data.spans`).
-        task: "causal", to predict the next token; "masked", to tell masked tokens from those on both sides: then
-            `encoder_position` is what `model` may set in the place of `position`, by default "symmetric"; or
-            "seq2seq", to write the spans that were taken out of a text: then `encoder_position` is that of the
-            encoder, `position` that of the decoder, and `model` is made of fields of `LinbiasSeq2SeqConfig`.
+        task: "causal", to predict the next token; "masked", to tell masked tokens from those on both sides, with
+            `encoder_position` ("symmetric") in the place of `position`; or "seq2seq", to write the spans that were taken out
+            of a text: `model` then holds fields of `LinbiasSeq2SeqConfig`.
         batch_size: Sequences per step, over all processes and accumulated parts together.
         accumulation: Parts that a process computes one after another to save memory.
         steps: Updates of the weights.
         tokens: Tokens to predict, rounded up to whole steps.
         seconds: Training time; a few steps of a throw-away model are timed to find the steps.
         epochs: Passes over the train split, which need not be whole, rounded up to whole steps.
-        learning_rate: Peak of the schedule: linear warmup, then a cosine down to zero.
-        learning_rate_floor: Share of the peak below which the cosine does not go.
+        learning_rate: Peak of the schedule: linear warmup, then a cosine down to the floor.
+        learning_rate_floor: As a share of the peak.
         warmup: Share of the steps that raise the learning rate.
-        warmup_steps: Their number, in the place of `warmup`; None leaves it to that.
+        warmup_steps: Their number, in the place of `warmup`.
         weight_decay: Of AdamW, on matrices only; not on an embedding from which the output weights are not read.
         clip: Largest norm of the gradient.
         precision: "fp32", "bf16", or "fp16" (GPU only), of matrix products; weights are float32.
@@ -63,18 +62,18 @@ class TrainSettings(Checked):
         seed: Fixes the initial weights, the order of the text, and dropout.
         threads: CPU threads; None leaves PyTorch's choice.
         device: "auto" takes a GPU where there is one; or "cpu".
-        init: Folder of a model that `train` made, to go on from; None draws fresh weights. Its
-            tokenizer and its shape stay, the optimizer and the schedule start anew.
+        init: Folder of a model that `train` made, to go on from. Its tokenizer and its shape stay, the optimizer and the
+            schedule start anew.
         validate_steps: Steps between validations, on at most 32,768 tokens from the start of the
             validation split; below 1 a share of an epoch (0.1: ten times in each pass); 0 for none.
-        validate_lengths: Further lengths to validate at. Each validation then keeps the loss at the first token, at
-            `length` and at the last one, and the accuracy, at `length` and at these (see `linbias.lm.validate`);
-            without those that a table of learned positions does not have.
-        prompt: Text that the model continues after each validation; None for none.
+        validate_lengths: Further lengths to validate at, but for those that a table of learned positions does not have. Each
+            validation then also keeps the accuracy, and the loss at the first token, at `length` and at the last (see
+            `linbias.lm.validate`).
+        prompt: Text that the model continues after each validation.
         tensorboard: Also write the loss curve to `<output>/tensorboard`.
         fsdp: Transformers' `fsdp_config`, for runs under torchrun; {} takes its defaults.
-        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), for runs
-            under torchrun; the number of processes must be a multiple. For task "causal" and position "alibi".
+        context_parallel: Processes that share each sequence, a piece each (`linbias.torch.context_parallel`), under torchrun;
+            the number of processes must be a multiple. For task "causal" and position "alibi".
 
     Raises:
         ValueError: A field breaks its rule.

@@ -99,8 +99,7 @@ def train(
 
     The text is cut into segments of `length` + 1 tokens that overlap by one: of each, the first
     `length` are read and the last `length` predicted. Segments come in an order shuffled anew for
-    each pass over the text. With task "masked" they are those of `linbias.data.masked`, with "seq2seq" those of
-    `linbias.data.spans`. Sets the global random seeds. Under torchrun every process calls this,
+    each pass over the text. Sets the global random seeds. Under torchrun every process calls this,
     with a corpus loaded the same way.
 
     Args:

@@ -26,10 +26,9 @@ class LinbiasConfig(fields.CheckedConfig):
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
         position: "alibi", "sinusoidal", "learned", "rotary", "t5" or "none"; see
             `linbias.models.positions`.
-        encoder_position: None for a model that predicts the next token. A name makes one that reads in both
-            directions, as `LinbiasForMaskedLM` does, and is its position method in the place of `position`:
-            "symmetric", "directional", "asymmetric", "random", "littlebird", "window", "sinusoidal", "learned",
-            "rotary", "t5" or "none"; see `linbias.models.bidirectional`.
+        encoder_position: None for a model that predicts the next token. A name makes one that reads in both directions
+            (`LinbiasForMaskedLM`) by this method instead of `position`: "symmetric", "directional", "asymmetric", "random",
+            "littlebird", "window", "sinusoidal", "learned", "rotary", "t5" or "none"; see `linbias.models.bidirectional`.
         window: Distance from a query beyond which encoder_position "window" hides keys.
         block: "sequential" (attention, then feed-forward), "parallel" (both read the same normed
             input), or "parallel_fused" (so, from one product, with SwiGLU, and RMS norms in all of
@@ -39,9 +38,8 @@ class LinbiasConfig(fields.CheckedConfig):
         slope_schedule: ALiBi slopes, a name known to `linbias.slopes`.
         slope_scale: Factor on the ALiBi slopes. None leaves them; a positive number multiplies
             them; "interpolate" multiplies by train_length / S wherever a row has S > train_length
-            keys (arXiv 2310.13017). S is that of each call: with "interpolate" the slopes shrink
-            while cached decoding goes beyond train_length, so that it no longer equals one forward
-            over the whole text.
+            keys (arXiv 2310.13017). S is that of each call, so that cached decoding beyond train_length no longer equals one
+            forward over the whole text.
         rotary_base: Ratio of the slowest rotary wavelength to the fastest.
         t5_num_buckets: Distances that the T5 bias tells apart; the nearer half exactly, the rest
             by logarithm.
@@ -51,9 +49,8 @@ class LinbiasConfig(fields.CheckedConfig):
         layer_norm_eps: Added to the variance in every layer norm.
         initializer_range: Standard deviation of fresh weights.
         tie_word_embeddings: Read the output weights from the token embedding.
-        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi" uses it.
-            (Transformers' own `attn_implementation` chooses among kernels that know nothing of
-            slopes, and is not used.)
+        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi" uses it. Transformers' own
+            `attn_implementation` is not used.
         use_cache: Keep keys and values for decoding when the model is not training.
 
     Raises:

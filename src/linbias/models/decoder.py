@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models.cache import attending_layer, key_bound, use_growing_layers
+from linbias.models.linear import read_through_onednn
 from linbias.models.packing import attend_packed, packed_weights
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.positions import AttendOptions, Biased, Position
@@ -149,6 +150,11 @@ class DecoderPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+
+    def post_init(self) -> None:
+        """What Transformers does, and linear layers as this processor reads them fastest."""
+        super().post_init()
+        read_through_onednn(self)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:

@@ -205,7 +205,7 @@ def install() -> None:
 
     Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the models that linbias
     makes and those of Baichuan, JAIS and BTLM; and `from_pretrained(..., attn_implementation="linbias")` gives BLOOM,
-    Falcon and MPT fused, with the default options of `fuse`. `load` needs none of this.
+    Falcon and MPT fused, with default options. `load` needs none of this.
 
     Example:
         >>> install()

@@ -154,7 +154,7 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
     """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
 
     It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as
-    any Transformers model does; `linbias.models.install()` makes it known to `AutoModelForCausalLM`.
+    any Transformers model does; `linbias.models.install()` makes it known to the Auto classes.
 
     Example:
         >>> model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2))
@@ -224,9 +224,8 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
 class LinbiasForMaskedLM(_WithHead):
     """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
 
-    It saves, loads and trains as any Transformers model does, with `DataCollatorForLanguageModeling` and `Trainer`;
-    `linbias.models.install()` makes it known to `AutoModelForMaskedLM`. `config.encoder_position` names its
-    position method.
+    As `LinbiasForCausalLM`, but that it generates nothing; `DataCollatorForLanguageModeling` makes its batches, and
+    `config.encoder_position` names its position method.
 
     Example:
         >>> config = LinbiasConfig(hidden_size=32, num_attention_heads=2, encoder_position="symmetric")

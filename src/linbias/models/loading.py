@@ -75,14 +75,13 @@ def load(
 ) -> PreTrainedModel:
     """Load a model with ALiBi of any family, ready to evaluate: it runs on `linbias.torch.attention`.
 
-    The families: what linbias trains (causal, masked, sequence-to-sequence) and the paper's model; BLOOM, Falcon with
-    `alibi=True`, MPT, Baichuan, JAIS, BTLM; jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is
-    run, or needed. So that they can be compared, causal models of Transformers without ALiBi (GPT-2) are
-    loaded too; those stay on Transformers' own attention.
+    The families: what linbias trains and the paper's model; BLOOM, Falcon with `alibi=True`, MPT, Baichuan, JAIS, BTLM;
+    jina-embeddings-v2, MosaicBERT, DNABERT-2. No code that lies beside weights is run. Causal models of Transformers without
+    ALiBi (GPT-2) are loaded too, to compare with, on Transformers' own attention.
 
     Args:
-        folder: With config.json and weights (safetensors, or a pickle that is read with weights_only), or the name of a
-            model on the Hugging Face Hub. The Hub is asked only for what is no folder here.
+        folder: With config.json and weights (safetensors, or a pickle that is read with weights_only); what is no folder
+            here is the name of a model on the Hugging Face Hub.
         task: What is made of the weights: "causal", "masked" or "seq2seq" give logits, "sequence" and "token"
             classify, "base" is the model without a head. None: what the folder was made for; an encoder without a head.
         device: None: the first CUDA device, or else the CPU.
@@ -96,8 +95,8 @@ def load(
 
     Raises:
         ValueError: There is no such model, or it is of no family above; weights are missing, unknown, of another shape than the
-            configuration asks for, or no floating numbers, which is said before anything is built; one holds NaN or
-            infinity; a file is damaged, or lies outside the folder; or an argument breaks a rule.
+            configuration asks for, no floating numbers, NaN or infinite; a file is damaged, or lies outside the folder; or an
+            argument breaks a rule.
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM

@@ -309,8 +309,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
 class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationMixin):
     """Write one text, given another: `LinbiasSeq2SeqModel`, then a linear layer tied to the embedding.
 
-    It saves, loads, generates and trains as any Transformers model does, with `DataCollatorForSeq2Seq` and
-    `Seq2SeqTrainer`; `linbias.models.install()` makes it known to `AutoModelForSeq2SeqLM`.
+    As `LinbiasForCausalLM`, with `DataCollatorForSeq2Seq` and `Seq2SeqTrainer`.
 
     Example:
         >>> config = LinbiasSeq2SeqConfig(hidden_size=32, num_attention_heads=2, bos_token_id=2)

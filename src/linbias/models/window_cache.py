@@ -628,7 +628,7 @@ class WindowCache(Cache):
                 from the weights alone; a number for all heads, or one for each layer and key/value head.
             on_uncertified: Where a row may miss more than the tolerance: "count" counts it; "raise" raises `Uncertified`, after
                 which the cache must be reset; "fetch" keeps the dropped keys elsewhere, as far back as the weights let any
-                query need them, and reads them again for such rows. Adaptive windows widen from there on in any case.
+                query need them, and reads them again. Adaptive windows widen from there on in any case.
             folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache; None is host memory.
             weights: What `weights_windows(model)` gave before, which takes seconds for a large model.
 

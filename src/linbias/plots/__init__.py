@@ -1,8 +1,7 @@
 """Figures for papers and notebooks, one call each: `bias`, `weights`, `reach`, `loss_by_length`.
 
 Each returns a Matplotlib figure as wide as a column, with letters of 7 points, in colours that colour-blind readers
-can distinguish and that differ in grey, too. `save` writes it with letters as letters. With `ax=` they draw into
-axes of your own instead, in your own settings.
+can distinguish and that differ in grey, too.
 """
 
 from linbias import _extras

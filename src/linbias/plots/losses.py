@@ -29,8 +29,7 @@ def loss_by_length(
     Args:
         results: The folder of a `linbias extrapolate`, or evaluation records (`ExtrapolationResults.evaluations`).
         train_length: Which training length, where several were compared; None means a panel for each.
-        width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw one training length into these axes, in your own settings.
+        width, ax: As for `bias`; into axes, one training length.
 
     Returns:
         The figure.

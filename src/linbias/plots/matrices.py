@@ -103,11 +103,9 @@ def weights(
     Args:
         weights: What `linbias.explain` gives, or an array [H, T, S] or [T, S], as from
             `linbias.attention_weights`; hidden keys are hatched where it is known that they are.
-        heads: Only these, counted from 0.
         average: Add a panel with the average over all heads.
-        tokens: S names for the keys; written where there is room. None means those of the explanation.
-        width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw one head (choose it with heads) into these axes, in your own settings.
+        tokens: As for `bias`; None means those of the explanation.
+        heads, width, ax: As for `bias`.
 
     Returns:
         The figure.

@@ -40,9 +40,8 @@ def reach(
     """Draw how near the keys are that hold 50, 90 and 99 percent of each head's weight, and how far it reads.
 
     A bar counts tokens from the query's own position (1) outwards. It ends, in three shades, where the nearest keys
-    hold each share of the weight. The mark is where `linbias.near_to_far` stops reading: what lies beyond holds at
-    most `tolerance` of any row together. All are medians over the queries; of causal attention only the second half
-    of the queries counts, because the first ones have few keys to look at.
+    hold each share of the weight. The mark is where `linbias.near_to_far` stops reading. All are medians over the queries,
+    of causal attention over their second half.
 
     Args:
         q: [H, T, D].
@@ -50,8 +49,7 @@ def reach(
         slopes, causal, right_slopes, scale: As for `linbias.attention`.
         shares: Of the weight, rising, one to four of them in (0, 1).
         tolerance: As for `near_to_far.attention`; with 0 everything is read, and there is no mark.
-        width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw into these axes, in your own settings.
+        width, ax: As for `bias`.
 
     Returns:
         The figure.

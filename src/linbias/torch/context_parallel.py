@@ -48,33 +48,31 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run `linbias.torch.attention` on a sequence whose pieces lie on the processes of a group, in the order of their ranks.
 
-    Each process calls it with its own piece and gets the results of its own queries: those that one process would get
-    for the whole sequence, up to rounding and the tolerance. Pieces may be of any length, also empty. Differentiable in
-    q, k, v and the slopes, whose gradients are those of the whole sequence on every process. A repeated call gives the same bits.
-    Each query stands at the key of its own number.
+    Each process gives its own piece, of any length, also 0, and gets the results of its own queries: those of the whole
+    sequence, up to rounding and the tolerance. Differentiable in q, k, v and the slopes, whose gradients are those of the whole
+    sequence on every process. A repeated call gives the same bits. Each query stands at the key of its own number.
 
     Args:
         q: [B, H, n, D], the piece's n tokens; B, H, dtype and all options alike on all processes.
         k: [B, G, n, D].
         v: [B, G, n, E].
-        slopes, causal, right_slopes, scale, dropout, implementation, return_lse: As for `linbias.torch.attention`. The mask
-            of dropout is that of one process with the seed of rank 0.
-        key_range: [B, 2], integers, alike on all processes: as for `linbias.torch.attention`, counted in the whole sequence.
-        tolerance: As for `linbias.torch.attention`: half of it for keys that are not fetched, half for those not read.
+        slopes, causal, right_slopes, scale, implementation, return_lse: As for `linbias.torch.attention`.
+        key_range: [B, 2], likewise, alike on all processes and counted in the whole sequence.
+        dropout: Likewise; its mask is that of one process with the seed of rank 0.
+        tolerance: Likewise; half of it for keys that are not fetched, half for those not read.
         group: A process group, or a mesh of one dimension; None is the group of all processes.
-        halo: "negotiate": as many keys as the certificate asks for at this call. Numbers, one for all key/value heads or
-            one for each: fetch so many from each open side, for which no process waits for another's numbers.
+        halo: "negotiate": as many keys as the certificate asks for. Numbers, one for all key/value heads or one for each:
+            fetch so many from each open side, without waiting for other processes' numbers.
         lengths: With numbers as halo, the lengths of all pieces; None: all are as long as this one.
-        check: With numbers as halo, look afterwards, by the gathers of "negotiate", whether they were enough.
+        check: With numbers as halo, look afterwards whether they were enough.
 
     Returns:
         [B, H, n, E] in q's dtype; with return_lse also lse [B, H, n], float32 (float64 for float64 inputs).
 
     Raises:
         TypeError, ValueError, NotImplementedError: As `linbias.torch.attention`; q, k and v are not equally long; the halo was too
-            small, or breaks a rule above.
-        RuntimeError: The processes' calls differ, named by rank; or a process died, or did not come within the
-            timeout of the group.
+            small, or breaks a rule.
+        RuntimeError: The processes' calls differ, named by rank; a process died or missed the timeout of the group.
 
     Example:
         >>> import tempfile
@@ -191,11 +189,11 @@ def use(
 ) -> Iterator[None]:
     """Within the block `linbias.torch.attention` takes what it is given for a piece: whole models read pieces of a sequence.
 
-    A model of `linbias.models`, or any that attends by that function, is called on each process with its piece of the
-    tokens (`context_parallel.shard(ids, dim=1)`: as long as the others' or one longer), of the attention mask, and of labels that are already those of the next tokens. It has no cache.
-    Gradients of weights, and of slopes, are those of the own piece: to be added up over the processes, which
-    DistributedDataParallel and FSDP do as for pieces of a batch. The block must hold backward as well where checkpoints of
-    activations are recomputed.
+    A model that attends by that function, as those of `linbias.models`, is called on each process with its piece
+    (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and of labels that are already those of the
+    next tokens; without a cache. Gradients of weights and slopes are those of the own piece, to be added up over the
+    processes, as DistributedDataParallel and FSDP do. Where checkpoints of activations are recomputed, the block must hold
+    backward as well.
 
     Args:
         group, halo, lengths, check: As for `attention`. A mask with padding needs halo="negotiate".

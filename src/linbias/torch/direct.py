@@ -41,6 +41,16 @@ def unobserved(*tensors: Tensor | None) -> bool:
         >>> unobserved(torch.ones(2)), unobserved(torch.ones(2, dtype=torch.complex64).conj().imag)
         (True, False)
     """
+    return untransformed(*tensors) and not (
+        torch._C._len_torch_function_stack()
+        or _profiler_runs()
+        # between graphs it reads every function that is called
+        or _compiler_of_frames() is not None
+    )
+
+
+def untransformed(*tensors: Tensor | None) -> bool:
+    """Whether an operator without rules of its own may be called on these tensors: no compiler, mode, transform or subclass."""
     if torch.compiler.is_compiling():  # first: the compiler reads no further
         return False
     if forward_mode():  # a tangent has no key
@@ -52,10 +62,4 @@ def unobserved(*tensors: Tensor | None) -> bool:
         if type(x) not in _PLAIN_TYPES:
             return False
         bits |= torch._C._dispatch_keys(x).raw_repr()
-    return not (
-        bits & _OTHERS
-        or torch._C._len_torch_function_stack()
-        or _profiler_runs()
-        or _compiler_of_frames()
-        is not None  # between graphs it reads every function that is called
-    )
+    return not bits & _OTHERS

@@ -69,39 +69,38 @@ def attention(
 
     A query that may see no key gives a row of zeros and lse = -inf. Query head h reads key/value head
     h // (H // G). Scores, softmax and sums are float32 for 16-bit inputs and in q's dtype otherwise.
-    Differentiable in q, k, v, slopes, right_slopes, through both out and lse; twice, and in forward mode, only by `dense`.
+    Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice, and in forward mode, only by `dense`.
     Works under `torch.func.grad`, `vjp`, `jacrev` and `vmap`. Under autocast q, k and v are cast as for
     `scaled_dot_product_attention`. Nested tensors [B, H, lengths, D] of the jagged layout run by `attention_varlen`.
 
     Args:
         q: [B, H, T, D], float16, bfloat16, float32 or float64, any strides.
         k: [B, G, S, D], dtype and device of q. H must be a multiple of G.
-        v: [B, G, S, E], dtype and device of q.
+        v: [B, G, S, E], likewise.
         slopes: [H] or [B, H], at least 0, inf hides the side: slope towards earlier keys. A tensor, or anything
             that makes one. None means `linbias.slopes(H)`; zeros mean no bias. Values are checked on the CPU and
-            in eager mode; elsewhere reading them would stall.
+            in eager mode.
         causal: Hide the keys after the query. With False and right_slopes=None the bias is symmetric.
         right_slopes: Like slopes: slope towards later keys; needs causal=False.
         scale: Factor on q . k. None means D ** -0.5.
         key_range: [B, 2] or [B, G, 2], integers: first and one past last key of each batch row, or of each of its
             key/value heads; keys outside are never used, whatever they hold. For left padding,
             [[num_padding, S], ...]; for a partly filled cache, [[0, num_filled], ...].
-        query_start: [B], integers: the position of query 0 of each batch row, anywhere from -2^30 to 2^30, before
-            the keys or beyond them too. None means that the last query stands at the last key of the range (of the
-            range that ends last, where heads have their own). For right padding with T = S, zeros.
-        mask: Broadcasts to [B, H, T, S], bool: True takes part, as for `scaled_dot_product_attention`; it hides further
-            keys, whose entries must still be finite. Or floating point, below inf: added to the scores, -inf hides;
-            differentiable. Taken by `sdpa` and `dense`, which know no far keys.
-        key_bound: [B, G], floating point: at least the norm of every key in the range, from a cache that keeps the
-            largest norm; all keys and values must be finite. Decoding then reads the near keys only, instead of
-            every key once for its norm. It is a promise, not checked; an implementation may do without it.
+        query_start: [B], integers: the position of query 0 of each batch row, from -2^30 to 2^30. None: the last query
+            stands at the last key of the range (where heads have their own, of that which ends last). For right padding
+            with T = S, zeros.
+        mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
+            below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
+        key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
+            finite. Decoding then reads the near keys only, instead of every key for its norm. A promise, not checked;
+            an implementation may do without it.
         dropout: Probability that a weight is dropped, in [0, 1 - 2^-32]; the others are divided by 1 - dropout. lse is
-            that without dropout. The mask is drawn from PyTorch's generator and the same for all implementations.
+            that without dropout. Drawn from PyTorch's generator, alike for all implementations but `sdpa`.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together. None
             means 2^-53, 2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16; 0 reads every key.
-        implementation: "auto" takes the first that can run the call: `triton` (CUDA GPUs, near to far), `cpu` (the
-            compiled core, near to far), `blocked` (near to far in PyTorch operations, any device), `sdpa` (PyTorch's
-            attention with the bias as its mask) or `dense` (the whole score matrix). A name is obeyed or refused, never replaced. `linbias doctor --call` says what "auto" takes, and why.
+        implementation: "auto" takes the first that can run the call: `triton` (CUDA), `cpu` (the compiled core) and
+            `blocked` (any device) are near to far, `sdpa` is PyTorch's attention with the bias as its mask, `dense` the whole
+            score matrix. A name is obeyed or refused. `linbias doctor --call` says what "auto" takes, and why.
         return_lse: Also return lse.
 
     Returns:
@@ -166,9 +165,9 @@ def attention_weights(
     mask: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """Compute the weights that `attention` gives to each key: softmax(score), to look at.
+    """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
-    The whole matrix is in memory, which `attention` avoids. Differentiable in q, k and the slopes.
+    Differentiable in q, k and the slopes.
 
     Args:
         q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.

@@ -13,8 +13,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
-    The parts are what `attention(..., return_lse=True)` gives for the same queries and disjoint sets of keys. A row
-    that sees no key in any part stays a row of zeros with lse = -inf. Differentiable in all of them.
+    As `linbias.merge`, and differentiable.
 
     Args:
         outs: Tensors [..., T, E], one for each part, on one device.

@@ -16,8 +16,8 @@ from linbias.variants import is_causal, variant_slopes
 class MultiheadAttention(nn.Module):
     """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
 
-    It takes the place of one in `torch.nn.TransformerEncoderLayer`, `TransformerDecoderLayer` and `Transformer`;
-    `replace_attention` does so for a whole model, and `from_torch` and `load_state_dict` take over the weights.
+    It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a whole model, and `from_torch` and
+    `load_state_dict` take over the weights.
 
     | variant       | slopes, right_slopes                                  | for                             |
     |---------------|------------------------------------------------------|---------------------------------|
@@ -29,38 +29,32 @@ class MultiheadAttention(nn.Module):
     | `none`        | (0, 0)                                               | cross-attention                 |
     | `none_causal` | (0, inf)                                             | comparison                      |
 
-    m is `linbias.slopes(H, schedule, max_bias)`. Cross-attention has no bias by default: positions of two
-    sequences have no distance, and the author of the method recommends none there. Masks of a call hide further
-    keys: with a causal one, `symmetric` is `causal`, and the right slopes of `asymmetric` are not trained.
+    m is `linbias.slopes(H, schedule, max_bias)`. Masks of a call hide further keys: with a causal one, `symmetric` is
+    `causal`, and the right slopes of `asymmetric` are not trained.
 
     The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
-    learned slopes `log_left` and, unless causal, `log_right`, each [H]: the slope is exp(log_slope), always
-    positive (in `directional`, a hidden side stays hidden). With learned="sigmoid" they are `logit_left` and
-    `logit_right`, and the slope is sigmoid(logit), between 0 and 1, as the discussion below has it. Fixed slopes are not saved: `variant`, `schedule`
-    and `max_bias` determine them.
+    learned slopes `log_left` and, unless causal, `log_right`, each [H], with slope = exp(log_slope), or with
+    learned="sigmoid" `logit_left` and `logit_right`, with slope = sigmoid(logit). A hidden side stays hidden. Fixed slopes
+    are not saved.
 
     Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
-    `RowwiseParallel` on out_proj. Each takes the slopes of its own; gradients of learned ones are those of its heads alone.
+    `RowwiseParallel` on out_proj. Gradients of learned slopes are then those of a process's own heads alone.
 
     Args:
         embed_dim: Width of query and output.
-        num_heads: Query heads H; head size D = embed_dim // num_heads unless head_dim is given.
-        dropout: Probability that an attention weight is dropped in training, in [0, 1 - 2^-32].
+        num_heads: Query heads H.
+        dropout: As for `linbias.torch.attention`, in training.
         bias: Give the projections a bias.
-        kdim: Width of key; None means embed_dim.
-        vdim: Width of value; None means embed_dim.
+        kdim, vdim: Widths of key and value; None means embed_dim.
         batch_first: Sequences are [B, T, width]; by default [T, B, width], as in PyTorch.
         num_kv_heads: Key/value heads G, a divisor of H; None means H.
         head_dim: Size D of a head; None means embed_dim // num_heads.
-        variant: See above; None means `none` with cross_attention and `causal` without, as `attention` is by default.
+        variant: See above; None means `none` with cross_attention and `causal` without.
         cross_attention: key and value come from another sequence.
-        learned: Train the slopes, each as an exponential (True) or a sigmoid ("sigmoid"); None means True for `asymmetric`
-            and False for the others.
-        schedule: As for `linbias.slopes`.
-        max_bias: As for `linbias.slopes`.
+        learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` and False for the others.
+        schedule, max_bias: As for `linbias.slopes`.
         implementation: As for `linbias.torch.attention`.
-        device: Of the parameters.
-        dtype: Of the parameters; those of learned slopes are at least float32.
+        device, dtype: Of the parameters; those of learned slopes are at least float32.
 
     Raises:
         TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
@@ -73,8 +67,8 @@ class MultiheadAttention(nn.Module):
         >>> out.shape, weights.shape
         (torch.Size([2, 5, 12]), torch.Size([2, 3, 5, 5]))
 
-    Source: Press, Smith and Lewis, ICLR 2022; encoder and cross-attention variants: the discussion "Modifying ALiBi
-    for Encoder-Attention or Cross-Attention" in the paper's repository.
+    Source: Press, Smith and Lewis, ICLR 2022; other variants: the discussion "Modifying ALiBi for Encoder-Attention or
+    Cross-Attention" in the paper's repository.
     """
 
     # What PyTorch's encoders ask for; with another answer they warn, or fail, instead of leaving attention to this layer.
@@ -168,8 +162,8 @@ class MultiheadAttention(nn.Module):
 
         Args:
             theirs: Without add_bias_kv and add_zero_attn.
-            variant: As above; None means `none` with cross_attention and `symmetric` without, not `causal` as for a new
-                layer: of a layer of PyTorch's, the masks of the calls say what is seen.
+            variant: As above; None means `none` with cross_attention and `symmetric` without: the masks of the calls
+                say what is seen.
             options: cross_attention, learned, schedule, max_bias or implementation, as above.
 
         Returns:
@@ -227,30 +221,26 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
-        A causal attn_mask is recognised, and padding at the ends of rows: neither is then in memory as a mask of
-        scores. Others are, and run by `sdpa` (with dropout by `dense`). Under `torch.compile` no attn_mask is
-        recognised, say is_causal; and a key_padding_mask must lie at the ends of rows, which is checked.
+        A causal attn_mask, and padding at the ends of rows, need no mask of scores in memory; other masks do, and run by `sdpa`
+        (with dropout by `dense`). Under `torch.compile` say is_causal, since no attn_mask is recognised, and a
+        key_padding_mask must lie at the ends of rows.
 
         Args:
             query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch. Query,
                 key and value may be nested tensors [B, lengths, width] with batch_first, without masks and weights.
             key: [S, B, kdim] (likewise); None means query.
             value: [S, B, vdim] (likewise); None means key.
-            key_padding_mask: [B, S] (or [S]), bool, True where a key is padding, or floating point, added to the
-                scores. Where T != S and the bias or the variant depends on where queries stand, the last key of a row
-                must not be padding.
+            key_padding_mask: [B, S] (or [S]), bool, True for padding, or floating point, added to the scores. Where
+                T != S, the last key of a row must not be padding, except for the variant `none`.
             need_weights: Also return the weights [B, T, S] ([B, H, T, S] without averaging), before dropout.
-            attn_mask: [T, S] or [B * H, T, S], bool, True for what a query may not see, or floating point, added to
-                the scores.
+            attn_mask: [T, S] or [B * H, T, S], bool, True hides, or floating point, added to the scores.
             average_attn_weights: Average the weights over the heads.
-            is_causal: Hide the keys after the query; attn_mask, if given, is the mask that does so and is not read
-                (but where T != S).
-            mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as the annotated transformers of
-                labml have it. In the place of attn_mask.
+            is_causal: Hide the keys after the query; attn_mask is not read unless T != S.
+            mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as labml has it. In the place of
+                attn_mask.
 
         Returns:
-            The output in the shape of query, and the weights or None. Outputs at padded queries mean nothing; a query
-            that sees no key gathers zeros.
+            The output in the shape of query, and the weights or None. A query that sees no key gathers zeros.
 
         Raises:
             TypeError: A mask has another dtype.

@@ -18,26 +18,23 @@ def replace_attention(
 ) -> list[str]:
     """Put a `MultiheadAttention` of this package, with the same weights, in the place of each of PyTorch's, in place.
 
-    The masks of a call say which keys are seen, as before, and the variant says how scores fall: with a causal mask,
-    `symmetric` attends as `causal`. Make the optimizer afterwards: the parameters are new ones. Weights that were
-    saved from the model before still load.
+    The masks of a call say which keys are seen, and the variant how scores fall: with a causal mask, `symmetric` is `causal`.
+    Make the optimizer afterwards: the parameters are new. Weights saved from the model before still load.
 
     Args:
         model: Holds `torch.nn.MultiheadAttention` somewhere, as `torch.nn.Transformer` and its layers do.
         variant: Of self-attention, a name in the table of `MultiheadAttention`; by default that of its `from_torch`.
-        cross: The last part of the names of layers that attend to another sequence. Layers whose keys have another
-            width than the queries do so, too.
+        cross: The last part of the names of layers that attend to another sequence, as those do whose keys and
+            queries differ in width.
         cross_variant: Of those.
-        options: learned, schedule, max_bias or implementation, as for `MultiheadAttention`; learned is for
-            self-attention.
+        options: learned (self-attention only), schedule, max_bias or implementation, as for `MultiheadAttention`.
 
     Returns:
         The names of the layers replaced.
 
     Raises:
         TypeError: model is such a layer itself, whose place nothing holds.
-        ValueError: There is nothing to replace, or it was replaced before; a variant is unknown, or a layer has a key or value beside those of
-            its sequence.
+        ValueError: There is nothing to replace; a variant is unknown, or a layer has a key or value beside those of its sequence.
 
     Example:
         >>> model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)

@@ -47,9 +47,8 @@ def attention_varlen(
     """Run `attention` on B sequences packed end to end; none sees another.
 
     Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
-    within it everything is as for `attention` (its last query stands at its last key). A sequence may be empty.
-    Sequences of about the same length run as one batch. Under `torch.compile` and `torch.export` all of it is one
-    operator, whose backward pass runs forward once more.
+    within it everything is as for `attention`. A sequence may be empty. Under `torch.compile` and `torch.export` all of it
+    is one operator, whose backward pass runs forward once more.
 
     Args:
         q: [total_q, H, D].
@@ -57,10 +56,8 @@ def attention_varlen(
         v: [total_k, G, E].
         cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
         cu_seqlens_k: [B + 1], likewise for k and v.
-        slopes: [H] or [B, H], as for `attention`.
-        key_range: [B, 2] or [B, G, 2], integers: as for `attention`, counted from the first key of each sequence.
-        query_start: [B], integers: the position of each sequence's first query, counted likewise.
-        causal, right_slopes, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
+        key_range, query_start: As for `attention`, counted from the first key of each sequence.
+        slopes, causal, right_slopes, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
 
     Returns:
         [total_q, H, E]; with return_lse also lse [total_q, H].

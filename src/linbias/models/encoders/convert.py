@@ -31,9 +31,8 @@ _TOKENIZER_FILES = (
 def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> None:
     """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
 
-    `load(output)` reads it; after `linbias.models.install()` `AutoModel.from_pretrained(output)` and the other Auto classes do, and
-    for jina-embeddings-v2 `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens.
-    Tokenizer files go along.
+    `load(output)` reads it; after `linbias.models.install()` the Auto classes do, and for jina-embeddings-v2
+    `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens. Tokenizer files go along.
 
     Args:
         folder: A local folder as `load` reads it.

@@ -70,10 +70,10 @@ def embed(
         mean:  vector = mean over the tokens of a document, special ones included, of last_hidden_state
         cls:   vector = last_hidden_state of the first token
 
-    A document is read whole, however long: the encoders have no table of positions. With an output, each batch is kept in the
-    folder `<output>.partial`, and the same call continues after a kill. The output appears whole, under its name, at
-    the end: `.npy` holds the vectors [N, hidden_size], with ids and settings in `<output without .npy>.ids.json`;
-    `.jsonl` and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and ids are those of the input.
+    A document is read whole, however long. With an output, each batch is kept in the folder `<output>.partial`, and the same
+    call continues after a kill. The output appears at the end: `.npy` holds the vectors [N, hidden_size], with ids and settings
+    in `<output without .npy>.ids.json`; `.jsonl` and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and
+    ids are those of the input.
 
     Args:
         folder: An encoder as `load` reads it, with its tokenizer.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
-from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
+from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconLinear
 
 from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
@@ -28,11 +28,13 @@ from linbias.models.fused.family import (
     make_mask,
     stop_checking_texts,
 )
+from linbias.models.linear import read_as_before, read_through_onednn
 from linbias.torch.choice import IMPLEMENTATIONS
 
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
 _GENERATE = tuple(family.language_model for family in FAMILIES.values())
+_LINEAR = (nn.Linear, FalconLinear)
 _ROUNDINGS = ("exact", "checkpoint")
 
 
@@ -47,21 +49,19 @@ def fuse(
 ) -> PreTrainedModel:
     """Run the attention of an existing BLOOM, Falcon (with `alibi=True`) or MPT model on `linbias.torch.attention`.
 
-    The model is changed in place; its weights and their names stay. Everything around attention is Transformers' own
-    code, so that training, gradient checkpointing, padding on either side, caches and `generate` work as before, for
-    any length. Weights of attention (`output_attentions`) are computed beside it. `unfuse` undoes it. No other model is
-    touched; Transformers learns a function that makes masks for `attn_implementation="linbias"`, which no other model asks for.
-    A call whose `position_ids` mark several texts in a row (packed batches) is refused.
+    The model is changed in place, and no other; its weights and their names stay. Everything around attention is Transformers'
+    own code: training, gradient checkpointing, padding on either side, caches and `generate` work as before, for any length.
+    Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids` mark several texts in a row
+    (packed batches) is refused. `unfuse` undoes it.
 
     Args:
         model: With any head, or a body alone. Wrappers such as PEFT's may be around it.
-        rounding: "exact": slope * distance in float32, as the model was meant. "checkpoint": as Transformers' code
-            for this architecture rounds it, which is what the weights met in use: Falcon rounds slope and product to
-            bfloat16, BLOOM the product to the type of the model. What it rounds besides, scores of a bfloat16 model,
-            is not repeated. MPT is the same either way.
+        rounding: "exact": slope * distance in float32. "checkpoint": as Transformers' code for this architecture rounds it,
+            which is what the weights met in use: Falcon rounds slope and product to bfloat16, BLOOM the product to the type
+            of the model (its rounding of scores is not repeated). MPT is the same either way.
         implementation: As in `linbias.torch.attention`.
-        slope_scale: Multiply all slopes, which slows or hastens the fall of far scores: a positive factor, or
-            "interpolate", train_length / S for a text of S > train_length tokens.
+        slope_scale: Multiply all slopes: a positive factor, or "interpolate", train_length / S for a text of
+            S > train_length tokens.
         train_length: For "interpolate"; None: what the configuration says, if it does.
         heads: Which heads of the model its layers hold, where each process has some of them (tensor parallelism);
             None: all.
@@ -113,6 +113,7 @@ def fuse(
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
+    read_through_onednn(model, _LINEAR)
     for module in _around(model):
         check_texts(module)
         # BLOOM's own already returns [B, S].
@@ -145,6 +146,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
+    read_as_before(model)
     for body, family in bodies:
         before = getattr(body, "unfused_implementation", _default(body))
         if hasattr(body, "unfused_implementation"):
@@ -200,8 +202,9 @@ def install() -> None:
 
 
 def _fuse_when_built(family: Family) -> None:
-    base, body = _base(family), family.body
-    build_any, build = base.__init__, body.__init__
+    base: Any = _base(family)
+    body = family.body
+    build_any, build, end = base.__init__, body.__init__, base.post_init
 
     @functools.wraps(build_any)
     def build_checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +218,14 @@ def _fuse_when_built(family: Family) -> None:
         if self.config._attn_implementation == NAME:
             fuse_by_default(self)
 
-    base.__init__ = build_checked  # type: ignore[method-assign]
+    @functools.wraps(end)
+    def end_building(self: Any) -> None:
+        end(self)
+        if self.config._attn_implementation == NAME:
+            read_through_onednn(self, _LINEAR)
+
+    base.__init__ = build_checked
+    base.post_init = end_building
     body.__init__ = build_fused  # type: ignore[method-assign]
 
 

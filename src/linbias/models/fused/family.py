@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.linear import forward_name
 from linbias.models.packing import find_packing
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
@@ -198,7 +199,7 @@ def make_mask(
 
 def check_texts(model: Any) -> None:
     """Let a body or a model around it refuse packed rows, whose position_ids most heads of Transformers drop."""
-    name = _forward_name(model)
+    name = forward_name(model)
     if isinstance(vars(model).get(name), partial):
         return
     signature = inspect.signature(MethodType(type(model).forward, model))
@@ -211,16 +212,11 @@ def check_texts(model: Any) -> None:
 
 def stop_checking_texts(model: Any) -> None:
     """Undo `check_texts`."""
-    name = _forward_name(model)
+    name = forward_name(model)
     if isinstance(vars(model).get(name), partial):
         del vars(model)[name]
         if name == "_old_forward":
             vars(model)[name] = MethodType(type(model).forward, model)
-
-
-def _forward_name(model: nn.Module) -> str:
-    """Where a model keeps its forward: the hooks of accelerate stand before it and call another."""
-    return "_old_forward" if "_old_forward" in vars(model) else "forward"
 
 
 def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:

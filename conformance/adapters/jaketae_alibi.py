@@ -1,0 +1,20 @@
+"""jaketae/alibi, to which others refer: the formula of its attention, which divides by the root of the whole width."""
+
+import numpy as np
+
+import linbias
+from adapters import parts
+
+NAME, PACKAGE, RUNS = "jaketae/alibi", None, "formula as published; attention in NumPy"
+DTYPES = ("float32",)
+
+
+@parts.square
+def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
+    parts.equal_heads(q, k)
+    H, S = q.shape[1], k.shape[2]
+    if slopes is not None or schedule != "geometric":
+        parts.only(slopes, schedule, max_bias, H)
+    distance = np.arange(S) - np.arange(S)[:, None]
+    bias = linbias.slopes(H, "geometric")[:, None, None] * distance
+    return parts.attend(q, k, v, bias, (H * q.shape[3]) ** -0.5, causal)

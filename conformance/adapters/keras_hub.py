@@ -1,0 +1,21 @@
+"""keras-hub: the layer AlibiBias on PyTorch."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "torch"
+import keras_hub
+import torch
+
+from adapters import parts
+
+NAME, PACKAGE, RUNS = "keras-hub", "keras-hub", "its bias; attention in NumPy"
+DTYPES = ("float32",)
+
+
+def attention(q, k, v, *, slopes, causal, scale, schedule="paper", max_bias=8.0):
+    parts.one_sided(causal)
+    (B, H, T, _), S = q.shape, k.shape[2]
+    if not (slopes is None and schedule == "mpt"):
+        parts.only(slopes, schedule, max_bias, H)
+    bias = keras_hub.layers.AlibiBias(alibi_bias_max=int(max_bias))(torch.zeros(B, H, T, S))
+    return parts.attend(q, k, v, bias.detach().cpu().numpy(), scale, causal)

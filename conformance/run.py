@@ -1,0 +1,116 @@
+"""Run every adapter against the vectors, each in a process and an environment of its own: records/conformance.jsonl.
+
+    python conformance/run.py [NAME ...]
+
+An adapter with a file in requirements/ gets a virtual environment in build/conformance/, which sees the packages of this
+one behind its own. A line says what was run, of which version, and which rows it does not claim, and why; a line for
+each other row has its verdict and error. A deviation that its authors chose is "another convention", with the reason.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from linbias._machine import now, num_cores, processor
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RECORDS = ROOT / "records" / "conformance.jsonl"
+# What could not be run here, and why.
+NOT_RUN = {
+    "flash-attn 2 (package)": "its kernels need CUDA; their formulas are above",
+    "vLLM": "its source package could not be built here",
+    "TransformerEngine": "its source package could not be built here",
+}
+DESCRIBE = """
+import importlib, json, sys
+from importlib import metadata
+m = importlib.import_module("adapters." + sys.argv[1])
+print(json.dumps({"implementation": m.NAME, "version": m.PACKAGE and metadata.version(m.PACKAGE), "runs": m.RUNS,
+                  "dtypes": m.DTYPES, "conventions": getattr(m, "CONVENTIONS", {})}))
+"""
+
+
+def environment(name: str) -> str:
+    """The interpreter for an adapter."""
+    requirements = HERE / "requirements" / f"{name}.txt"
+    if not requirements.exists():
+        return sys.executable
+    folder = ROOT / "build" / "conformance" / name
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+        seen = [
+            path for path in sys.path if Path(path).is_dir() and "python" not in Path(path).name
+        ]
+        Path(packages, "zz_behind.pth").write_text("\n".join([str(ROOT / "src"), *seen]) + "\n")
+        install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "-r", requirements]
+        subprocess.run(install, check=True)
+        done.touch()
+    return str(python)
+
+
+def run(name: str) -> list[dict]:
+    """The lines of one adapter."""
+    python = environment(name)
+    options = {"cwd": HERE, "text": True, "env": {**os.environ, "PYTHONPATH": str(HERE)}}
+    told = subprocess.run(
+        [python, "-W", "ignore", "-c", DESCRIBE, name],
+        capture_output=True,
+        timeout=300,
+        check=False,
+        **options,
+    )
+    if told.returncode:
+        raise SystemExit(f"{name}: {told.stderr.strip().splitlines()[-1]}")
+    about = json.loads(told.stdout.strip().splitlines()[-1])
+    lines = []
+    for dtype in about.pop("dtypes"):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            call = ["check.py", "--call", f"adapters.{name}:attention", "--dtype", dtype]
+            command = [python, "-W", "ignore", *call, "--json", file.name]
+            subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False, **options)
+            records = json.loads(Path(file.name).read_text())
+        key = {"adapter": name, "dtype": dtype}
+        reasons = {}
+        for record in records:
+            if record["verdict"] == "not claimed":
+                reasons.setdefault(record["note"], []).append(record["row"])
+        machine = {"machine": f"{processor()} {num_cores()} cores", "date": now()[:10]}
+        about_run = {x: about[x] for x in ("implementation", "version", "runs")}
+        lines.append({**key, **about_run, **machine, "not_claimed": reasons})
+        for record in records:
+            if record["verdict"] == "not claimed":
+                continue
+            why = about["conventions"].get(record["row"])
+            if why and record["verdict"] == "wrong":
+                record |= {"verdict": "another convention", "note": why}
+            error = None if record["error"] is None else float(f"{record['error']:.2g}")
+            line = {**key, "row": record["row"], "verdict": record["verdict"], "error": error}
+            lines.append(line | ({"note": record["note"]} if record["note"] else {}))
+    return lines
+
+
+def main() -> None:
+    names = sorted(p.stem for p in (HERE / "adapters").glob("*.py") if p.stem != "parts")
+    lines = []
+    for name in sys.argv[1:] or names:
+        found = run(name)
+        bad = [x for x in found if x.get("verdict") in ("wrong", "failed")]
+        print(f"{name}: {len(found)} lines, {len(bad)} wrong or failed", flush=True)
+        lines += found
+    if not sys.argv[1:]:
+        lines += [{"implementation": name, "not_run": why} for name, why in NOT_RUN.items()]
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        RECORDS.write_text(text, encoding="utf-8")
+        print(f"{RECORDS.name}: {len(text) / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Linear layers on processors of AMD: float32 through oneDNN, which is faster there than MKL.
+
+PyTorch multiplies float32 matrices by MKL, which is made for Intel's processors; its oneDNN, which multiplies its
+bfloat16 ones, is at home on both. Only reading without gradients changes, and training and `torch.compile` meet
+PyTorch's own layers. docs/kernels.md has the figures.
+"""
+
+import functools
+from functools import partial
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from linbias import _machine
+from linbias.torch.direct import untransformed
+
+_SMALLEST = 2**18  # weights; a call of oneDNN takes 15 us longer to set out
+
+
+def read_through_onednn(
+    model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,)
+) -> None:
+    """Let a model's large linear layers read on oneDNN where that is faster: those of these very classes, which do as `nn.Linear` does."""
+    if not _is_faster():
+        return
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or type(module) not in kinds:
+            continue
+        if module.weight.numel() >= _SMALLEST:
+            vars(module)[forward_name(module)] = partial(_forward, module)
+
+
+def read_as_before(model: nn.Module) -> None:
+    """Undo `read_through_onednn`."""
+    for module in model.modules():
+        name = forward_name(module)
+        forward = vars(module).get(name)
+        if isinstance(forward, partial) and forward.func is _forward:
+            del vars(module)[name]
+            if name == "_old_forward":
+                vars(module)[name] = MethodType(type(module).forward, module)
+
+
+def forward_name(module: nn.Module) -> str:
+    """Where a module keeps a forward of its own: the hooks of accelerate stand before it and call another."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+@functools.cache
+def _is_faster() -> bool:
+    return _machine.made_by_amd() and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # fmt: skip
+
+
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
+    if _is_plain(input, module.weight, module.bias):
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, module.weight, module.bias, "none", [], ""
+        )
+        return output
+    return type(module).forward(module, input)
+
+
+def _is_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is one of float32 on the CPU in which neither autograd nor anything else of PyTorch takes part."""
+    return (
+        not torch.is_grad_enabled()
+        and untransformed(input, weight, bias)
+        and not torch.is_autocast_enabled("cpu")
+        and input.dtype == weight.dtype == torch.float32
+        and input.device.type == weight.device.type == "cpu"
+        and input.numel() > 0
+    )

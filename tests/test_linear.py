@@ -1,0 +1,135 @@
+"""Linear layers of models that read through oneDNN: the same answers as PyTorch's own, and its own wherever anything looks on."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+)
+
+from linbias import _machine
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, linear, unfuse
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
+)
+SIZES = {"vocab_size": 97, "initializer_range": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def on_every_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(linear, "_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
+    yield
+
+
+def bloom() -> Any:
+    return BloomForCausalLM(BloomConfig(hidden_size=48, n_head=6, n_layer=2, **SIZES)).eval()
+
+
+def falcon() -> Any:
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2}
+    return FalconForCausalLM(FalconConfig(**sizes, **SIZES, alibi=True, bias=True)).eval()
+
+
+def calls(function: Callable[[], object]) -> int:
+    """How many calls of oneDNN's linear layer a function makes."""
+    with torch.profiler.profile() as profile:
+        function()
+    return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("make", [bloom, falcon])
+@torch.no_grad()
+def test_a_fused_model_reads_through_it_until_it_is_unfused(make: Callable[[], Any]) -> None:
+    model, x = make(), tokens(2, 9)
+    expected = model(x).logits
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    fuse(model)
+    assert calls(lambda: model(x)) == layers
+    torch.testing.assert_close(model(x).logits, expected, rtol=1e-4, atol=1e-4)
+    unfuse(model)
+    assert calls(lambda: model(x)) == 0
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_our_own_models_and_those_that_are_built_fused_do() -> None:
+    ours = LinbiasForCausalLM(LinbiasConfig(vocab_size=97, hidden_size=32, num_attention_heads=4))
+    assert calls(lambda: ours(tokens(1, 5))) > 4
+    install()
+    config = BloomConfig(hidden_size=48, n_head=6, n_layer=1, **SIZES)
+    built = AutoModelForCausalLM.from_config(config, attn_implementation="linbias")
+    assert calls(lambda: built(tokens(1, 5))) == 5  # four of the layer, and the head
+
+
+def test_a_copy_and_a_saved_model_read_their_own_weights() -> None:
+    model = fuse(bloom())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        with torch.no_grad():
+            before, x = model(tokens(1, 6)).logits, tokens(1, 6)
+            other.transformer.h[0].mlp.dense_h_to_4h.weight.zero_()
+            assert calls(lambda other=other, x=x: other(x)) == 9
+            assert (other(x).logits - before).abs().max() > 1e-2
+            torch.testing.assert_close(model(x).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # forward mode's
+def test_pytorchs_own_layer_runs_where_anything_looks_on() -> None:
+    layer = nn.Sequential(nn.Linear(8, 6))
+    linear.read_through_onednn(layer)
+    x = torch.randn(3, 8)
+    assert calls(lambda: layer(x)) == 0, "weights that learn"
+    loss = layer(x).square().sum()
+    loss.backward()
+    assert layer[0].weight.grad is not None
+    with torch.no_grad():
+        assert calls(lambda: layer(x)) == 1
+        assert calls(lambda: layer(x[:0])) == 0
+        assert calls(lambda: copy.deepcopy(layer).double()(x.double())) == 0
+        assert calls(lambda: copy.deepcopy(layer).bfloat16()(x.bfloat16())) == 0
+        assert calls(lambda: torch.vmap(layer)(x)) == 0
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+        torch.testing.assert_close(tangent, torch.ones(3, 8) @ layer[0].weight.T)
+
+
+@torch.no_grad()
+def test_inputs_that_are_not_contiguous() -> None:
+    layer = nn.Sequential(nn.Linear(8, 6, bias=False))
+    x = torch.randn(2, 8, 5)
+    for view in (x.mT, x.mT[:, -1:], x.mT[..., :1, :].expand(2, 3, 8), x.mT[0, 0]):
+        expected = layer(view)
+        linear.read_through_onednn(layer)
+        assert calls(lambda view=view: layer(view)) == 1
+        torch.testing.assert_close(layer(view), expected)
+        linear.read_as_before(layer)
+
+
+def test_only_large_layers_of_amd_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for maker, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
+        linear._is_faster.cache_clear()
+        monkeypatch.setattr(_machine, "_cpuinfo", lambda maker=maker: f"vendor_id\t: {maker}\n")
+        layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511))
+        linear.read_through_onednn(layers)
+        found = ["forward" in vars(layer) for layer in layers]
+        assert found == [expected and torch.backends.mkl.is_available(), False]
+    linear._is_faster.cache_clear()
