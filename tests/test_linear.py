@@ -103,12 +103,41 @@ def test_pytorchs_own_layer_runs_where_anything_looks_on() -> None:
         assert calls(lambda: layer(x)) == 1
         assert calls(lambda: layer(x[:0])) == 0
         assert calls(lambda: copy.deepcopy(layer).double()(x.double())) == 0
-        assert calls(lambda: copy.deepcopy(layer).bfloat16()(x.bfloat16())) == 0
+        assert calls(lambda: copy.deepcopy(layer).half()(x.half())) == 0
+        has_bfloat16 = "avx512_bf16" in _machine.cpu_features()
+        assert calls(lambda: copy.deepcopy(layer).bfloat16()(x.bfloat16())) == has_bfloat16
         assert calls(lambda: torch.vmap(layer)(x)) == 0
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
         tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
         torch.testing.assert_close(tangent, torch.ones(3, 8) @ layer[0].weight.T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_gelu_is_one_step_with_its_layer_unless_somebody_listens(approximate: Any) -> None:
+    layer, x = nn.Linear(8, 6), torch.randn(3, 8) * 3
+    expected = nn.functional.gelu(layer(x), approximate=approximate)
+    heard: list[Tensor] = []
+
+    def both() -> Tensor:
+        return linear.linear_gelu(layer, x, approximate)
+
+    def gelus() -> int:
+        with torch.profiler.profile() as profile:
+            torch.testing.assert_close(both(), expected, rtol=1e-4, atol=1e-5)
+        return sum(event.name == "aten::gelu" for event in profile.events())
+
+    assert gelus() == 1
+    linear.read_through_onednn(layer)
+    assert gelus() == 0
+    handle = layer.register_forward_hook(lambda module, args, output: heard.append(output))
+    assert gelus() == 1
+    assert len(heard) == 1
+    handle.remove()
+    assert gelus() == 0
+    with torch.enable_grad():
+        assert both().requires_grad
 
 
 @torch.no_grad()

@@ -1,16 +1,19 @@
-"""Linear layers on processors of AMD: float32 through oneDNN, which is faster there than MKL.
+"""Linear layers on processors of AMD: through oneDNN, in one step with their bias and a GELU after them.
 
 PyTorch multiplies float32 matrices by MKL, which is made for Intel's processors; its oneDNN, which multiplies its
-bfloat16 ones, is at home on both. Only reading without gradients changes, and training and `torch.compile` meet
-PyTorch's own layers. docs/kernels.md has the figures.
+bfloat16 ones after a pass that fills in the bias, is at home on both. Only reading without gradients changes, and training and
+`torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
 """
 
 import functools
 from functools import partial
 from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
+from torch.nn.modules.module import _has_any_global_hook
 
 from linbias import _machine
 from linbias.torch.direct import untransformed
@@ -52,22 +55,46 @@ def _is_faster() -> bool:
     return _machine.made_by_amd() and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # fmt: skip
 
 
+def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
+    """`gelu(module(input), approximate=approximate)`, in one step where the module is a layer that reads through oneDNN."""
+    forward = vars(module).get("forward")
+    if (
+        isinstance(forward, partial)
+        and forward.func is _forward
+        and not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
+        and _is_plain(input, module.weight, module.bias)
+    ):
+        return _read(module, input, "gelu", approximate)
+    return gelu(module(input), approximate=approximate)
+
+
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     if _is_plain(input, module.weight, module.bias):
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(
-            input, module.weight, module.bias, "none", [], ""
-        )
-        return output
+        return _read(module, input, "none", "")
     return type(module).forward(module, input)
 
 
+def _read(module: Any, input: Tensor, activation: str, approximate: str) -> Tensor:
+    operator: Any = torch.ops.mkldnn._linear_pointwise
+    output: Tensor = operator(input, module.weight, module.bias, activation, [], approximate)
+    return output
+
+
 def _is_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call is one of float32 on the CPU in which neither autograd nor anything else of PyTorch takes part."""
+    """Whether a call is one on the CPU in which neither autograd nor anything else of PyTorch takes part."""
     return (
         not torch.is_grad_enabled()
         and untransformed(input, weight, bias)
         and not torch.is_autocast_enabled("cpu")
-        and input.dtype == weight.dtype == torch.float32
+        and input.dtype == weight.dtype
+        and input.dtype in _types()
         and input.device.type == weight.device.type == "cpu"
         and input.numel() > 0
     )
+
+
+@functools.cache
+def _types() -> tuple[torch.dtype, ...]:
+    """Those that oneDNN has fast products for on this processor."""
+    has_bfloat16 = "avx512_bf16" in _machine.cpu_features()
+    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)

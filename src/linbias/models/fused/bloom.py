@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
 from linbias.schedules import slopes
 
@@ -33,11 +33,14 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         return output, weights
 
 
-class FusedGelu(reference.BloomGelu):
-    """The same function in one pass over memory, where the reference takes eight."""
+class FusedBloomMLP(reference.BloomMLP):
+    """Its GELU is one step with the layer before it, where the reference takes eight passes over memory."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu(x, approximate="tanh")
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        if self.pretraining_tp > 1 and self.slow_but_exact:
+            return super().forward(hidden_states, residual)
+        output = self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, hidden_states, "tanh"))
+        return reference.dropout_add(output, residual, self.hidden_dropout, self.training)
 
 
 def rounded(slopes: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,7 +66,7 @@ FAMILY = Family(
         *("self", "hidden_states", "residual", "alibi", "attention_mask", "layer_past"),
         *("use_cache", "output_attentions", "kwargs"),
     ),
-    fused={reference.BloomAttention: FusedBloomAttention, reference.BloomGelu: FusedGelu},
+    fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
     bias=bias,
     num_heads_name="num_heads",
 )
