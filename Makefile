@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench gpu sanitize neon first-hour wheels docs clean
+.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon first-hour wheels docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -43,6 +43,10 @@ bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go 
 	$(BIN)/python benchmarks/bench_attention.py
 	$(BIN)/python benchmarks/bench_decode.py
 	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked
+
+board: $(VENV)/.dev  ## engines that people deploy on CPUs, side by side on ALiBi models: docs/results/board.md; goes on where it was
+	$(BIN)/python benchmarks/board/board.py
+	$(BIN)/python benchmarks/board/report.py
 
 gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benchmark of the Triton kernels, in 10 minutes
 	$(BIN)/python benchmarks/bench_gpu.py

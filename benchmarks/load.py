@@ -44,6 +44,9 @@ class Load:
 
 
 def _ticks(process: int) -> int:
-    """Of a process and its threads, and of its children that have ended."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    """Of a process and its threads, and of its children that have ended: one of ours that has ended counts with us."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0
     return sum(map(int, fields[11:15]))

@@ -217,7 +217,8 @@ def test_results_are_what_the_records_say():
 def test_every_part_that_a_script_writes_names_the_command():
     """The script is there, takes the options of the command, and knows the document and the part."""
     opened = re.compile(
-        r"<!-- ([\w ]+): python (runs/\w+\.py)([^\n]*?) -->\n.*?<!-- /\1 -->", re.DOTALL
+        r"<!-- ([\w ]+): python ((?:runs|benchmarks/board)/\w+\.py)([^\n]*?) -->\n.*?<!-- /\1 -->",
+        re.DOTALL,
     )
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")

@@ -1,0 +1,35 @@
+"""vLLM's engine for CPUs, through its `LLM`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from models import ROOM
+from worker import Job
+
+PACKAGES = ("vllm",)
+
+
+def refuse(job: Job) -> str | None:
+    return "it has no jina-embeddings-v2" if job.shape.task == "embed" else None
+
+
+class Engine:
+    """It says no times of single tokens: they are those of longer answers less that of one token."""
+
+    def __init__(self, job: Job) -> None:
+        self.llm = LLM(
+            str(job.folder), dtype=job.dtype, max_model_len=32768 + ROOM, enforce_eager=True
+        )
+
+    def generate(self, ids: Sequence[int], count: int, tell: Callable[[], None]) -> Any:
+        prompt: Any = {"prompt_token_ids": list(ids)}
+        engine = self.llm.llm_engine
+        engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))  # fmt: skip
+        while engine.has_unfinished_requests():
+            engine.step()
+            tell()
+
+    def logits(self, ids: Sequence[int]) -> Any:
+        raise NotImplementedError("vLLM gives no logits")
