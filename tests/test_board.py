@@ -14,6 +14,7 @@ ENGINES = {
     "slow": "        time.sleep(0.25)\n",
     "crashing": "        os.kill(os.getpid(), signal.SIGSEGV)\n",
     "hanging": "        time.sleep(60)\n",
+    "tiring": "        if len(ids) > 1000: time.sleep(60)\n",
     "hungry": "        bytearray(10**10)\n",
     "wrong": "        tell = lambda: None\n",
     "refusing": "",
@@ -104,6 +105,12 @@ def test_a_failure_says_how_and_the_others_go_on(run, engine, why):
     rows = by_engine(run(engine, "good"))
     assert rows[engine]["failed"] == why
     assert len(rows["good"]["read_s"]) == 2
+
+
+def test_an_engine_that_is_ended_while_it_is_measured_is_a_row(run):
+    rows = by_engine(run("tiring", "good", lengths=(4096,), timeout=2.0, rounds=1), 4096)
+    assert rows["tiring"]["failed"] == "more than 2 s"
+    assert len(rows["good"]["read_s"]) == 1
 
 
 def test_an_engine_that_hangs_is_ended(run):
