@@ -34,10 +34,7 @@ DOCUMENTS = {
     "": (),
     "torch": ("README.md", "docs/torch.md", "docs/coming-from.md"),
     "jax": ("docs/jax.md",),
-    "lm": (
-        *("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
-        "docs/guides/evaluation.md",
-    ),
+    "lm": ("README.md", "docs/models.md", "docs/paper.md", "docs/guides/train-short.md"),
 }
 PARTS = tuple(dict.fromkeys(part for parts in WORKING.values() for part in parts))
 FIRST_RUN = (
