@@ -3,7 +3,7 @@
 // The slider is the chart's own axis: its thumb stands under the ends of the lines.
 
 import { element, setText, svgElement, uniqueId } from "./dom.js";
-import { decimalsOf, grouped, roundTicks, scaleOf, ticksWithRoom } from "./scales.js";
+import { decimalsOf, grouped, roundTicks, scaleOf, spread, ticksWithRoom } from "./scales.js";
 
 const STORY_MARGIN = { top: 30, bottom: 8, left: 34 };
 const THUMB = 22; // pixels, as style.css has it
@@ -18,23 +18,6 @@ function upTo(points, length) {
   if (!next) return { last, x: Math.min(length, last.x), y: last.y };
   const share = Math.log(length / last.x) / Math.log(next.x / last.x);
   return { last, x: length, y: last.y + share * (next.y - last.y) };
-}
-
-// Heights at least LINE_HEIGHT apart, as near to those wanted as that allows, in their order.
-function spread(wanted, top, bottom) {
-  const order = wanted.map((_, i) => i).sort((a, b) => wanted[a] - wanted[b]);
-  const placed = [...wanted];
-  let least = top;
-  for (const i of order) {
-    placed[i] = Math.max(placed[i], least);
-    least = placed[i] + LINE_HEIGHT;
-  }
-  let most = bottom;
-  for (const i of order.reverse()) {
-    placed[i] = Math.min(placed[i], most);
-    most = placed[i] - LINE_HEIGHT;
-  }
-  return placed;
 }
 
 // lengthStory({ group, methods, onInput(length) }) -> { element, update(length), lengths }; group: of a run, as results.py
@@ -52,6 +35,7 @@ export function lengthStory({ group, methods, onInput }) {
   const name = uniqueId("length");
   const range = element("input", {
     type: "range",
+    class: "story-range",
     id: name,
     min: 0,
     max: Math.round(PER_OCTAVE * Math.log2(longest / shortest)),
@@ -114,7 +98,7 @@ export function lengthStory({ group, methods, onInput }) {
         svgElement("text", { x: left - 6, y: y(loss), dy: "0.32em", "text-anchor": "end" }, loss.toFixed(decimals)),
       ]),
       svgElement("line", { class: "trained", x1: x(group.train_length), x2: x(group.train_length), y1: top, y2: plot.bottom }),
-      svgElement("text", { x: x(group.train_length) + 6, y: plot.bottom - 4 }, "training length"),
+      svgElement("text", { x: x(group.train_length) + 6, y: top + 14 }, "training length"),
       svgElement("g", { class: "to-come" }, lines.map(drawn)),
       svgElement("g", { "clip-path": `url(#${clip})` }, lines.map(drawn)),
       ...lines.filter(({ limit }) => limit !== null).map((line) => ending(line, paint(line))),
@@ -161,7 +145,8 @@ export function lengthStory({ group, methods, onInput }) {
     const ends = lines.map(({ points }) => upTo(points, length));
     const going = lines.map(({ limit }) => limit === null || length <= limit);
     const heights = ends.map((end) => plot.y(end?.y ?? 0));
-    const placed = spread(heights.filter((_, i) => going[i]), plot.top, plot.bottom);
+    const wanted = heights.filter((_, i) => going[i]);
+    const placed = spread(wanted, wanted.map(() => LINE_HEIGHT), plot.top - LINE_HEIGHT / 2, plot.bottom + LINE_HEIGHT / 2);
     lines.forEach(({ label }, i) => {
       const [dot, text] = drawing.querySelectorAll(".tip")[i].children;
       const end = ends[i];

@@ -39,6 +39,33 @@ export function ticksWithRoom(ticks, place, room) {
   return kept;
 }
 
+// Middles for labels of these sizes between `from` and `to`, in the order of their wishes and as near to them as may be without
+// one covering another: labels that would touch share the mean of what they want.
+export function spread(wanted, sizes, from, to) {
+  const order = wanted.map((_, i) => i).sort((a, b) => wanted[a] - wanted[b]);
+  const groups = [];
+  let before = 0; // the sizes of the labels so far
+  for (const i of order) {
+    let group = { sum: wanted[i] - sizes[i] / 2 - before, labels: [i] };
+    before += sizes[i];
+    while (groups.length && groups.at(-1).sum / groups.at(-1).labels.length > group.sum / group.labels.length) {
+      const { sum, labels } = groups.pop();
+      group = { sum: sum + group.sum, labels: [...labels, ...group.labels] };
+    }
+    groups.push(group);
+  }
+  const placed = [];
+  let edge = 0;
+  for (const { sum, labels } of groups) {
+    const start = Math.max(from, Math.min(sum / labels.length, to - before));
+    for (const i of labels) {
+      placed[i] = start + edge + sizes[i] / 2;
+      edge += sizes[i];
+    }
+  }
+  return placed;
+}
+
 // How many decimals tell numbers `step` apart.
 export function decimalsOf(step) {
   return Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
