@@ -22,15 +22,16 @@ export function sides(variant, numHeads, schedule) {
   return { left: [...half, ...none], right: [...none, ...half] };
 }
 
-// What a query at position p gives to the score of the key at position s.
-export function biasAt(p, s, left, right) {
-  if (s === p) return 0; // where infinity times 0 would be no number
-  return 0 - (s < p ? left * (p - s) : right * (s - p)); // 0 - 0 is 0, and -0 would be printed as such
+// What the query at key p gives to the score of key s, that far away. A hidden key may stand where the query does.
+function biasAt(p, s, distance, left, right) {
+  const slope = s <= p ? left : right;
+  if (s === p) return 0;
+  return slope === Infinity ? -Infinity : 0 - slope * distance; // 0 - 0 is 0, and -0 would be printed as such
 }
 
-// Every step of one head. q, k, v: rows of numbers, a row for each token; left, right: the head's slopes.
-// Matrices are [T * S], row by row; output is [T * E].
-export function attend({ q, k, v, left, right, scale = 1 / Math.sqrt(q[0].length) }) {
+// Every step of one head. q, k, v: rows of numbers, a row for each token; left, right: the head's slopes; positions: where
+// the keys stand, by default at 0, 1, 2 ... Matrices are [T * S], row by row; output is [T * E].
+export function attend({ q, k, v, left, right, positions = k.map((_, s) => s), scale = 1 / Math.sqrt(q[0].length) }) {
   const T = q.length;
   const S = k.length;
   const E = v[0].length;
@@ -44,7 +45,7 @@ export function attend({ q, k, v, left, right, scale = 1 / Math.sqrt(q[0].length
     for (let s = 0; s < S; s += 1) {
       raw[row + s] = dot(q[t], k[s]);
       scaled[row + s] = scale * raw[row + s];
-      bias[row + s] = biasAt(p, s, left, right);
+      bias[row + s] = biasAt(p, s, Math.abs(positions[p] - positions[s]), left, right);
       scores[row + s] = scaled[row + s] + bias[row + s];
       highest = Math.max(highest, scores[row + s]);
     }

@@ -8,12 +8,14 @@ import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
 import { mountReach } from "./reach_view.js";
 import { tabs } from "./tabs.js";
+import { mountWhere } from "./where_view.js";
 import { mountWhy } from "./why_view.js";
 
 // A view is shown where the page's data have what it needs.
 const VIEWS = [
   { id: "why", label: "Why", mount: mountWhy, needs: "example" },
   { id: "how", label: "How", mount: mountHow, needs: "example" },
+  { id: "where", label: "Where", mount: mountWhere, needs: "example" },
   { id: "results", label: "Results", mount: mountLengths, needs: "results" },
   { id: "cost", label: "Cost", mount: mountReach, needs: "example" },
   { id: "model", label: "Your model", mount: mountModel, needs: "model" },

@@ -1,0 +1,199 @@
+// Order that is not counted, in the plane: points, one of which looks at all others, and a global token that stands nowhere.
+//
+// All are alike, so that distance alone decides. Token 0 is the global one; the points are numbered from 1.
+
+import { choice } from "./controls.js";
+import { copyButton } from "./copy.js";
+import { element, setText, svgElement, uniqueId } from "./dom.js";
+import { inkShares } from "./ink.js";
+import { printed } from "./numbers.js";
+import { slopeOfStory } from "./story_slider.js";
+
+export const NUM_POINTS = 72;
+export const METRICS = ["euclidean", "manhattan"];
+const GOLDEN_ANGLE = Math.PI * (3 - Math.sqrt(5));
+const RADIUS = Math.sqrt(NUM_POINTS);
+const RINGS = 4;
+const DOT = 0.55;
+
+// As seeds stand in a sunflower: as dense everywhere, and no two directions alike.
+const POINTS = Array.from({ length: NUM_POINTS }, (_, i) => {
+  const [r, angle] = [Math.sqrt(i + 0.5), i * GOLDEN_ANGLE];
+  return [r * Math.cos(angle), r * Math.sin(angle)];
+});
+const EDGE = RADIUS + 0.8; // of the picture
+const DRAWN = [[DOT - EDGE, DOT - EDGE], ...POINTS]; // the global token has its place in a corner
+
+const distance = { euclidean: Math.hypot, manhattan: (x, y) => Math.abs(x) + Math.abs(y) };
+
+// What every token is away from one.
+function distancesFrom(query, metric) {
+  if (query === 0) return DRAWN.map(() => 0);
+  const [x, y] = POINTS[query - 1];
+  return [0, ...POINTS.map((point) => distance[metric](point[0] - x, point[1] - y))];
+}
+
+// planeStory({ onChange(parts) }) -> { element, update({ slope, metric, query }) }
+export function planeStory({ onChange }) {
+  let shown = null;
+  let pointed = null; // the token under the pointer
+  const slider = slopeOfStory({ ends: ["0: all alike", "1: the nearest points"], onInput: (slope) => onChange({ slope }) });
+  const metric = choice({
+    label: "Distance",
+    options: METRICS.map((value) => ({ value, label: value })),
+    value: METRICS[0],
+    onChange: (value) => onChange({ metric: value }),
+  });
+  const dots = DRAWN.map(([x, y], i) => {
+    const attributes = { class: "dot", role: "radio", on: { keydown: (event) => walk(event, i) } };
+    return i === 0
+      ? svgElement("rect", { ...attributes, x: x - DOT, y: y - DOT, width: 2 * DOT, height: 2 * DOT, rx: 0.15 })
+      : svgElement("circle", { ...attributes, cx: x, cy: y, r: DOT });
+  });
+  const rings = Array.from({ length: RINGS }, () => svgElement("path", { class: "ring" }));
+  const clip = uniqueId("disc");
+  const drawing = svgElement(
+    "svg",
+    {
+      class: "plane",
+      viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`,
+      role: "radiogroup",
+      "aria-label": "Token that looks",
+      on: {
+        pointermove: (event) => point(nearestTo(event)),
+        pointerleave: () => point(null),
+        click: (event) => onChange({ query: nearestTo(event) }),
+      },
+    },
+    svgElement("clipPath", { id: clip }, svgElement("circle", { r: EDGE - 0.05 })),
+    svgElement("circle", { class: "disc", r: EDGE - 0.05 }),
+    svgElement("g", { "clip-path": `url(#${clip})` }, rings),
+    dots,
+  );
+  const says = element("p", { class: "ink-says" });
+
+  function nearestTo({ clientX, clientY }) {
+    const { left, top, width, height } = drawing.getBoundingClientRect();
+    const [x, y] = [((clientX - left) / width - 0.5) * 2 * EDGE, ((clientY - top) / height - 0.5) * 2 * EDGE];
+    return nearest(DRAWN.map(([px, py]) => Math.hypot(px - x, py - y)));
+  }
+
+  function point(token) {
+    pointed = token;
+    draw();
+  }
+
+  // To the nearest token that lies more in the arrow's direction than across it.
+  function walk(event, from) {
+    const arrow = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+    if (!arrow) return;
+    event.preventDefault();
+    const to = nearest(
+      DRAWN.map(([px, py]) => {
+        const [x, y] = [px - DRAWN[from][0], py - DRAWN[from][1]];
+        const ahead = x * arrow[0] + y * arrow[1];
+        return ahead > 0 && ahead >= Math.abs(x * arrow[1] + y * arrow[0]) ? Math.hypot(x, y) : Infinity;
+      }),
+    );
+    if (to < 0) return;
+    pointed = null;
+    onChange({ query: to });
+    dots[to].focus();
+  }
+
+  function draw() {
+    const { slope, metric: rule } = shown;
+    const query = pointed ?? shown.query;
+    const away = distancesFrom(query, rule);
+    const parts = away.map((d) => Math.exp(-slope * d));
+    const sum = parts.reduce((a, b) => a + b, 0);
+    const weights = parts.map((part) => part / sum);
+    inkShares(weights).forEach((share, i) => {
+      dots[i].style.setProperty("--ink-share", share);
+      dots[i].classList.toggle("looks", i === query);
+      dots[i].setAttribute("aria-checked", String(i === shown.query));
+      dots[i].setAttribute("tabindex", i === shown.query ? 0 : -1);
+      dots[i].setAttribute("aria-label", `${nameOf(i)}: ${printed(weights[i])}`);
+    });
+    const [x, y] = DRAWN[query];
+    rings.forEach((ring, i) => ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, ((i + 1) * Math.LN2) / slope, rule) : ""));
+    const next = nearest(away.map((d, i) => (i === query || i === 0 ? Infinity : d)));
+    const own = printed(weights[query]);
+    slider.set(slope, `${own} on itself`);
+    setText(
+      says,
+      query === 0
+        ? `The global token stands nowhere: all points are alike to it, and get ${own} each.`
+        : `Point ${query} gives ${own} to itself, as much to the global token, which stands nowhere, and ${printed(weights[next])} to the nearest point, `
+          + `${printed(away[next], 2)} away. ${slope === 0 ? "At slope 0 all are alike." : "From each line to the next weights halve."}`,
+    );
+  }
+
+  return {
+    element: element(
+      "section",
+      { class: "plane-story" },
+      element(
+        "div",
+        { class: "pair" },
+        element("h3", {}, "In a plane: places"),
+        copyButton({ label: "Copy code", says: "Code copied", text: () => planeInPython(shown) }),
+      ),
+      element(
+        "p",
+        { class: "lede" },
+        "Patches of an image, or cells on a slide, have no order, but they have distances. Point at one to see what it looks at; click it, or walk with the "
+          + "arrow keys, to keep it.",
+      ),
+      element(
+        "div",
+        { class: "plane-parts" },
+        element("div", { class: "plane-box" }, drawing, element("span", { class: "plane-name", "aria-hidden": "true" }, "global token")),
+        element(
+          "div",
+          { class: "plane-controls" },
+          slider.element,
+          metric.element,
+          says,
+        ),
+      ),
+    ),
+    update(next) {
+      shown = next;
+      metric.set(next.metric);
+      draw();
+    },
+  };
+}
+
+function nameOf(token) {
+  return token === 0 ? "global token" : `point ${token}`;
+}
+
+// The index of the least distance, -1 if all are infinite.
+function nearest(distances) {
+  return distances.reduce((best, d, i) => (d < (distances[best] ?? Infinity) ? i : best), -1);
+}
+
+// All places at one distance.
+function ringAround(x, y, r, metric) {
+  if (metric === "manhattan") return `M${x - r} ${y}L${x} ${y - r}L${x + r} ${y}L${x} ${y + r}Z`;
+  return `M${x - r} ${y}a${r} ${r} 0 1 1 ${2 * r} 0a${r} ${r} 0 1 1 ${-2 * r} 0`;
+}
+
+// The same numbers in Python.
+function planeInPython({ slope, metric, query }) {
+  return [
+    "import torch",
+    "from linbias.torch import attention_points",
+    "",
+    `seed = torch.arange(${NUM_POINTS}, dtype=torch.float64)`,
+    `angle, radius = seed * ${GOLDEN_ANGLE}, (seed + 0.5).sqrt()`,
+    "points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)",
+    "points = torch.cat([torch.zeros(1, 2), points])  # a global token comes first, and its place is not read",
+    "q = k = torch.zeros(1, 1, len(points), 1, dtype=torch.float64)  # all alike",
+    "v = torch.eye(len(points), dtype=torch.float64)[None, None]  # so that the output is the weights",
+    `weights = attention_points(q, k, v, points, [${slope}], metric="${metric}", global_tokens=1)[0, 0]`,
+    `print(weights[${query}])`,
+  ].join("\n");
+}
