@@ -278,7 +278,7 @@ def test_links_and_code_are_copied(open_state, explorer_file):
 @pytest.mark.parametrize("width", [320, 390])
 def test_no_view_is_wider_than_the_window(visit, explorer_file, width):
     page = visit(explorer_file, viewport={"width": width, "height": 800})
-    for name in ("Why", "How", "Results", "Cost"):
+    for name in ("Why", "How", "Where", "Results", "Cost"):
         page.get_by_role("tab", name=name).click()
         assert page.evaluate("document.documentElement.scrollWidth") == width, name
 

@@ -1,0 +1,414 @@
+"""The explorer's view "Where": stamps on a ruler, words that forget, and points of a plane, in a real browser."""
+
+import contextlib
+import io
+import itertools
+import re
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+import linbias
+from explorer_page import printed
+from linbias import explore
+
+WORDS = "The cat sat on the mat and the dog ran home".split()
+COUNTED = [float(s) for s in range(11)]
+FAR = 1000
+
+
+@pytest.fixture
+def where(visit, explorer_file):
+    """Open the view in a state, given as in its address, in a window with options of its own."""
+
+    def opened(options=None, **state):
+        return visit(explorer_file, urlencode({"view": "where", **state}), **(options or {}))
+
+    return opened
+
+
+# On a line
+
+
+def knob(page, word):
+    return page.get_by_role("slider", name=f"stamp of \u201c{word}\u201d", exact=True).last
+
+
+def positions(page):
+    """Where the words stand, as the knobs say."""
+    texts = page.locator(".knob").evaluate_all(
+        "knobs => knobs.map((knob) => knob.ariaValueText.split(':')[0])"
+    )
+    return [float(text) for text in texts]
+
+
+def weights_at(slope, positions):
+    """What the last word gives to each word: attention whose values are the words themselves."""
+    q, k, _ = (rows[1:] for rows in explore.vectors(WORDS, num_heads=2))
+    words = np.eye(len(WORDS))[None]
+    return linbias.attention(q, k, words, [slope], positions=positions)[0, -1]
+
+
+def assert_line(page, slope, positions):
+    """The words' numbers, ink and bars are those of Python's attention at these positions."""
+    weights = weights_at(slope, positions)
+    shown = page.locator(".ruler .ink-word").evaluate_all(
+        """words => words.map((word) => {
+          const [ink, share, plain] = ["--ink-share", "--share", "--plain"].map((name) => Number(word.style.getPropertyValue(name)));
+          return { text: [word.children[1].textContent, word.children[2].textContent], ink, share, plain };
+        })"""
+    )
+    wanted = [[word, printed(x, 2)] for word, x in zip(WORDS, weights, strict=True)]
+    assert [word["text"] for word in shown] == wanted
+    assert [word["ink"] for word in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
+    # Bars and the thin lines across them, the weights of words that are counted, have one scale.
+    counted = weights_at(slope, COUNTED)
+    most = max(0.35, *weights, *counted)
+    assert [word["share"] for word in shown] == pytest.approx(list(weights / most))
+    assert [word["plain"] for word in shown] == pytest.approx(list(counted / most))
+    # The lines from words to knobs, and the knobs, have the words' ink.
+    for part in (".ruler-line", ".ruler li"):
+        inks = page.locator(part).evaluate_all(
+            "parts => parts.map((part) => Number(part.style.getPropertyValue('--ink-share')))"
+        )
+        assert inks == [word["ink"] for word in shown], part
+    back = sum(weights * (positions[-1] - np.array(positions)))
+    assert f"looks {back:.1f} back on average" in page.locator(".stamps .ink-says").inner_text()
+
+
+def test_the_ink_of_words_at_stamps_is_their_weight(where):
+    page = where()
+    stands = positions(page)
+    assert stands != COUNTED and stands == sorted(stands)
+    assert_line(page, 0.5, stands)
+    slider = page.locator(".stamps").get_by_role("slider", name="slope")
+    assert slider.get_attribute("aria-valuetext") == "0.5: most weight on \u201cdog\u201d, 0.30"
+    slider.press("ArrowRight")
+    assert_line(page, 0.51, stands)
+    slider.press("Home")
+    assert_line(page, 0.0, stands)
+    assert "it does not matter where words stand" in page.locator(".stamps .ink-says").inner_text()
+
+
+def drag(page, word, along, across=0):
+    box = knob(page, word).bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x + 3, y + 2)  # not at its middle, which must not matter
+    page.mouse.down()
+    page.mouse.move(x + 3 + along / 2, y + 2 + across / 2)
+    page.mouse.move(x + 3 + along, y + 2 + across)
+    page.mouse.up()
+
+
+@pytest.mark.parametrize("width", [1280, 390])  # on a telephone the ruler stands upright
+def test_a_stamp_is_dragged_and_never_past_its_neighbours(where, width):
+    page = where({"viewport": {"width": width, "height": 900}}, x="0 1 2 3 4 5 6 7 8 9 10")
+    page.locator(".ruler").evaluate("ruler => ruler.scrollIntoView({ block: 'center' })")
+    stands = positions(page)
+    middles = [knob(page, word).bounding_box() for word in ("cat", "sat")]
+    unit = [middles[1][axis] - middles[0][axis] for axis in "xy"]
+    for word, units, reaches in (
+        ("mat", 0.5, 5.5),
+        ("mat", -1.2, 4.3),
+        ("mat", 4, 6.0),
+        ("cat", -1.5, 0.0),
+        ("home", 2.5, 12.0),
+    ):
+        drag(page, word, units * unit[0], units * unit[1])
+        stands[WORDS.index(word)] = reaches
+        assert positions(page) == pytest.approx(stands)
+        assert_line(page, 0.5, stands)
+    # Once let go, the knob follows the pointer no longer.
+    page.mouse.move(200, 200)
+    assert positions(page) == stands
+
+
+def test_of_knobs_at_one_place_the_one_that_can_move_is_dragged(where):
+    page = where(x="0 1 2 3 4 5 6 6 6 12 12")
+    unit = page.locator(".knob").nth(1).bounding_box()["x"] - page.locator(".knob").nth(0).bounding_box()["x"]  # fmt: skip
+    drag(page, "home", -2 * unit)  # it lies over "ran", which alone can go to the left
+    assert positions(page)[-2:] == [10, 12]
+    drag(page, "dog", -0.5 * unit)
+    assert positions(page)[6:9] == [5.5, 6, 6]
+    drag(page, "dog", unit)
+    assert positions(page)[6:9] == [5.5, 6, 7]
+
+
+def test_a_stamp_is_moved_by_keys(where):
+    page = where(x="0 1 2 3 4 5 6 7 8 9 10")
+    mat = knob(page, "mat")
+    mat.focus()
+    for key, place in (
+        ("ArrowRight", 5.1),
+        ("ArrowUp", 5.2),
+        ("ArrowLeft", 5.1),
+        ("ArrowDown", 5.0),
+        ("PageUp", 6.0),
+        ("ArrowRight", 6.0),
+        ("PageDown", 5.0),
+        ("Home", 4.0),
+        ("ArrowLeft", 4.0),
+        ("End", 6.0),
+    ):
+        mat.press(key)
+        assert positions(page) == [*COUNTED[:5], place, *COUNTED[6:]], key
+        assert float(mat.get_attribute("aria-valuenow")) == place
+        assert_line(page, 0.5, positions(page))
+    bounds = [mat.get_attribute(f"aria-value{end}") for end in ("min", "max")]
+    assert bounds == ["4", "6"]
+    assert mat.get_attribute("aria-valuetext").startswith("6: weight 0.")
+
+
+def test_reset_counts_again(where):
+    page = where(gates="6")
+    reset = page.get_by_role("button", name="Reset to 0, 1, 2 \u2026")
+    reset.press("Enter")
+    assert positions(page) == COUNTED
+    assert_line(page, 0.5, COUNTED)
+    assert "The words are counted" in page.locator(".stamps .ink-says").inner_text()
+    assert reset.is_disabled()
+    # These are the numbers with which the page opens.
+    numbers = page.locator(".ruler .ink-number").all_inner_texts()
+    page.get_by_role("tab", name="Why").click()
+    assert page.locator(".view-why .ink-number").all_inner_texts() == numbers
+    page.get_by_role("tab", name="Where").click()
+    knob(page, "home").press("ArrowRight")
+    assert reset.is_enabled()
+
+
+def forgets(page, word):
+    return page.get_by_role("button", name=f"\u201c{word}\u201d forgets what came before").last
+
+
+def test_a_word_that_forgets_takes_the_ink_from_all_before_it(where):
+    page = where()
+    before = positions(page)
+    breaks = page.locator(".ruler-break")
+    assert breaks.get_attribute("d") == ""
+    gaps = page.locator(".knob").nth(6).bounding_box()["x"] - page.locator(".knob").nth(5).bounding_box()["x"]  # fmt: skip
+    forgets(page, "and").click()
+    after = [*before[:6], *(x + FAR for x in before[6:])]
+    assert positions(page) == pytest.approx(after)
+    assert_line(page, 0.5, positions(page))
+    assert set(page.locator(".ruler .ink-number").all_inner_texts()[:6]) == {"0.00"}
+    assert forgets(page, "and").get_attribute("aria-pressed") == "true"
+    says = page.locator(".stamps .ink-says").inner_text()
+    assert "\u201cand\u201d forgets: what came before stands 1,000 further off, and keeps 0.0000" in says  # fmt: skip
+    assert says in page.get_by_role("status").all_inner_texts()
+    # The ruler is broken between the two, which stand further apart than before, and counts on beyond.
+    assert breaks.get_attribute("d").count("M") == 2
+    knobs = [page.locator(".knob").nth(s).bounding_box()["x"] for s in (5, 6)]
+    assert knobs[1] - knobs[0] > gaps
+    ticks = page.locator(".ruler-drawing text").all_text_contents()
+    assert ticks[0] == "0" and ticks[-1] == "1,012"
+    # Another one, by keyboard, and a stamp behind both is still dragged by as much as the pointer moves.
+    forgets(page, "ran").press("Enter")
+    assert breaks.get_attribute("d").count("M") == 4
+    assert_line(page, 0.5, [*after[:9], *(x + FAR for x in after[9:])])
+    knob(page, "home").press("Home")
+    assert positions(page)[-1] == positions(page)[-2] == pytest.approx(before[-2] + 2 * FAR)
+    for word in ("ran", "and"):
+        forgets(page, word).click()
+        assert forgets(page, word).get_attribute("aria-pressed") == "false"
+    assert positions(page) == pytest.approx([*before[:-1], before[-2]])
+    # The first word has nothing to forget.
+    assert page.locator(".forget").count() == 10
+
+
+@pytest.mark.parametrize("width", [320, 744, 1280])
+def test_no_word_covers_another_wherever_they_stand(where, width):
+    for x in ("", "0 0 0 0 0 0 0 0 0 0 0", "0 1 6 6 6 6 6 6 6 11 12", "12 12 12 12 12 12 12 12 12 12 12"):  # fmt: skip
+        page = where({"viewport": {"width": width, "height": 900}}, x=x, gates="3 6")
+        axis, size = ("y", "height") if width == 320 else ("x", "width")
+        boxes = [word.bounding_box() for word in page.locator(".ruler .ink-word").all()]
+        for one, next_one in itertools.pairwise(boxes):
+            assert one[axis] + one[size] <= next_one[axis] + 0.1
+        box = page.locator(".ruler").bounding_box()
+        assert box[axis] - 0.1 <= boxes[0][axis]
+        assert boxes[-1][axis] + boxes[-1][size] <= box[axis] + box[size] + 0.1
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.context.close()
+
+
+# In the plane
+
+
+def plane_weights(query, slope, metric):
+    """What token `query` gives to each, restated: token 0 is global, the others stand as seeds in a sunflower."""
+    seed = np.arange(72)
+    angle = seed * np.pi * (3 - 5**0.5)
+    points = (seed + 0.5)[:, None] ** 0.5 * np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    distances = np.zeros(73)
+    if query > 0:
+        apart = points - points[query - 1]
+        distances[1:] = abs(apart).sum(1) if metric == "manhattan" else np.hypot(*apart.T)
+    parts = np.exp(-slope * distances)
+    return parts / parts.sum()
+
+
+def dots(page):
+    return page.get_by_role("radiogroup", name="Token that looks").get_by_role("radio")
+
+
+def assert_plane(page, query, slope=0.5, metric="euclidean"):
+    """Numbers and ink are those of this query."""
+    weights = plane_weights(query, slope, metric)
+    shown = dots(page).evaluate_all(
+        "dots => dots.map((dot) => [dot.getAttribute('aria-label'), Number(dot.style.getPropertyValue('--ink-share')), dot.classList.contains('looks')])"
+    )
+    names = ["global token", *(f"point {i}" for i in range(1, 73))]
+    assert [words for words, _, _ in shown] == [
+        f"{name}: {printed(x)}" for name, x in zip(names, weights, strict=True)
+    ]
+    assert [ink for _, ink, _ in shown] == pytest.approx(list((weights / weights.max()) ** 0.5))
+    assert [looks for _, _, looks in shown].index(True) == query
+    says = page.locator(".plane-story .ink-says").inner_text()
+    assert (f"Point {query} gives {printed(weights[query])} to itself" in says) == (query > 0)
+    assert ("The global token stands nowhere: " in says) == (query == 0)
+
+
+def kept(page):
+    """The token that stays when the pointer goes."""
+    return dots(page).evaluate_all("dots => dots.findIndex((dot) => dot.ariaChecked === 'true')")
+
+
+def test_the_ink_of_points_is_what_the_one_under_the_pointer_gives_them(where):
+    page = where()
+    start = kept(page)
+    assert_plane(page, start)
+    dots(page).nth(40).hover()
+    assert_plane(page, 40)
+    assert kept(page) == start
+    page.mouse.move(5, 5)
+    assert_plane(page, start)
+    # Near a point is enough, and a click keeps it.
+    box = dots(page).nth(7).bounding_box()
+    page.mouse.click(box["x"] + box["width"] + 3, box["y"] + 3)
+    page.mouse.move(5, 5)
+    assert_plane(page, 7)
+    assert kept(page) == 7
+    dots(page).nth(0).click()
+    assert_plane(page, 0)
+    assert len(set(re.findall(r"0\.\d{4}", page.locator(".plane-story .ink-says").inner_text()))) == 1  # fmt: skip
+
+
+def test_slope_and_metric_change_the_ink_and_the_lines_of_equal_weight(where):
+    page = where(query=12)
+    slider = page.locator(".plane-story").get_by_role("slider", name="slope")
+    slider.press("ArrowLeft")
+    assert_plane(page, 12, 0.49)
+    weights = plane_weights(12, 0.49, "euclidean")
+    assert slider.get_attribute("aria-valuetext") == f"0.49: {printed(weights[12])} on itself"
+    says = page.locator(".plane-story .ink-says")
+    assert f"{printed(np.sort(weights)[-3])} to the nearest point" in says.inner_text()
+    rings = page.locator(".plane .ring")
+    radii = [float(re.search(r"a(\S+) ", ring.get_attribute("d"))[1]) for ring in rings.all()]
+    assert np.exp(-0.49 * np.array(radii)) == pytest.approx([1 / 2, 1 / 4, 1 / 8, 1 / 16])
+    page.get_by_role("radio", name="manhattan").check()
+    assert_plane(page, 12, 0.49, "manhattan")
+    assert {ring.get_attribute("d").count("L") for ring in rings.all()} == {3}
+    slider.press("Home")
+    assert_plane(page, 12, 0.0, "manhattan")
+    assert {ring.get_attribute("d") for ring in rings.all()} == {""}
+
+
+def test_points_are_walked_by_keys(where):
+    page = where(query=1)
+    first = dots(page).nth(1)
+    page.get_by_role("button", name="Copy code").last.press("Tab")
+    assert first.evaluate("dot => dot === document.activeElement")
+    assert first.get_attribute("tabindex") == "0"
+    dots(page).nth(40).hover()  # a pointer that lies there does not hide where the keys lead
+    x = first.bounding_box()["x"]
+    first.press("ArrowRight")
+    query = kept(page)
+    assert_plane(page, query)
+    assert dots(page).nth(query).evaluate("dot => dot === document.activeElement")
+    assert dots(page).nth(query).bounding_box()["x"] > x
+    # Every token is reached.
+    reached = page.evaluate(
+        """() => {
+          const dots = [...document.querySelectorAll(".plane .dot")];
+          const [seen, open] = [new Set([1]), [1]];
+          while (open.length > 0) {
+            const from = open.pop();
+            for (const key of ["ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"]) {
+              dots[from].dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
+              const to = dots.findIndex((dot) => dot.ariaChecked === "true");
+              if (!seen.has(to)) open.push(to);
+              seen.add(to);
+            }
+          }
+          return seen.size;
+        }"""
+    )
+    assert reached == 73
+
+
+# Links and code
+
+
+def test_a_link_brings_stamps_and_points_back(where, visit, explorer_file):
+    page = where()
+    knob(page, "sat").press("ArrowLeft")
+    forgets(page, "and").click()
+    page.get_by_role("slider", name="slope").first.press("ArrowRight")
+    page.get_by_role("slider", name="slope").last.press("End")
+    page.get_by_role("radio", name="manhattan").check()
+    dots(page).nth(33).click()
+    stands = positions(page)
+    page.wait_for_timeout(90)  # the address follows the picture after 60 ms
+    address = page.evaluate("location.hash.slice(1)")
+    again = visit(explorer_file, address)
+    assert positions(again) == stands
+    assert_line(again, 0.51, stands)
+    assert_plane(again, 33, 1.0, "manhattan")
+    # Only what differs stands there, and what makes no sense is left at the start.
+    page = where()
+    start = positions(page)
+    knob(page, "home").press("ArrowLeft")
+    page.wait_for_timeout(90)
+    assert set(page.evaluate("[...new URLSearchParams(location.hash.slice(1)).keys()]")) == {"x", "view"}  # fmt: skip
+    for x in ("0 1 2", "0 1 2 3 4 5 6 7 8 10 9", "0 1 2 3 4 5 6 7 8 9 99", "a b c d e f g h i j k", "-1 1 2 3 4 5 6 7 8 9 10"):  # fmt: skip
+        page = where(x=x, gates="0", slope="2", plane="", metric="up", query="73")
+        assert positions(page) == start, x
+        assert_line(page, 0.5, start)
+        assert_plane(page, 24)
+    for gates in ("6 3", "1.5", "11", "x"):
+        assert positions(where(gates=gates)) == start
+
+
+def copied(page, section):
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    part = page.locator(section)
+    part.get_by_role("button", name="Copy code").click()
+    return part.get_by_role("textbox", name="To copy by hand").input_value()
+
+
+def test_the_code_of_the_line_gives_its_numbers(where):
+    page = where(x="0 1 2 3 4 4.5 6 7.1 8 9 12", gates="4", slope=0.3)
+    code = copied(page, ".stamps")
+    assert "linbias.attention(q, k, v, [0.3], positions=" in code
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    output, weights = (np.fromstring(line, sep=" ") for line in re.findall(r"\[([^\]]*)\]", out.getvalue()))  # fmt: skip
+    stands = positions(page)
+    assert stands[4] == 1004
+    assert weights == pytest.approx(weights_at(0.3, stands).round(2))
+    _, _, v = explore.vectors(WORDS, num_heads=2)
+    assert output == pytest.approx(weights_at(0.3, stands) @ v[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
+def test_the_code_of_the_plane_gives_its_numbers(where, metric):
+    pytest.importorskip("torch")
+    page = where(query=50, plane=0.8, metric=metric)
+    assert_plane(page, 50, 0.8, metric)
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(copied(page, ".plane-story"), names)
+    for query in (50, 0):
+        wanted = plane_weights(query, 0.8, metric)
+        assert names["weights"][query].numpy() == pytest.approx(wanted)
