@@ -8,7 +8,8 @@ In Debian's Chromium without a GPU, 1280 x 900 pixels, and again with the proces
     story        the first view's slope: from the slider's event until words and bars are drawn and laid out; what the page
                  itself does, without waiting for the screen's next refresh
     redraw       the same of "How" with 64 tokens: three matrices, the heads, and the row of one query
-    frame        either, and the browser's own work on the frame: style, layout, painting
+    where        the same of the slope over words at stamps
+    frame        each, and the browser's own work on the frame: style, layout, painting
 """
 
 import json
@@ -70,9 +71,10 @@ def main() -> None:
         for name, slower in (("", 1), ("_slowed", SLOWER)):
             loads = [first_view(chromium, path, slower) for _ in range(LOADS)]
             measured[f"first_view{name}"] = spread(loads)
-            times = slide(chromium, path, {}, slower)
-            measured[f"story{name}"] = spread(times["redraw"])
-            measured[f"frame_story{name}"] = spread(times["frame"])
+            for view, state in (("story", {}), ("where", {"view": "where"})):
+                times = slide(chromium, path, state, slower)
+                measured[f"{view}{name}"] = spread(times["redraw"])
+                measured[f"frame_{view}{name}"] = spread(times["frame"])
             for heads in (2, 16):
                 state = {"view": "how", "heads": heads, "text": " ".join(WORDS)}
                 times = slide(chromium, path, state, slower)
