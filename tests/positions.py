@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-import linbias
+import linbias.torch
+from linbias import near_to_far
 
 INF, NAN = np.inf, np.nan
 B, H, G, D, E = 2, 4, 2, 5, 3
@@ -92,6 +94,66 @@ PLACED = (
     Placed("queries-beyond", 13, 11, STAMPS, options={"query_start": np.array([-1, -1]),
            "query_positions": _between(STAMPS, -1, 13), "causal": False}),
 )  # fmt: skip
+
+
+def patterns(N: int) -> dict[str, np.ndarray]:
+    """Where N keys stand, in ways that a bound may take wrong."""
+    rng = np.random.default_rng(5)
+    count = np.arange(N)
+    gates = -np.log(1 / (1 + np.exp(-rng.normal(3, 2, N))))
+    return {
+        "even": count * 1.0,
+        "bursts": np.cumsum(rng.exponential(size=N) * rng.choice([0.01, 5], N, p=[0.8, 0.2])),
+        "plateaus": np.floor(count / 37) * 11.0,
+        "one-place": np.where(count < N // 2, 0.0, 8.0),
+        "jump": count * 1e-3 + np.where(count > N * 3 // 4, 30.0, 0.0),
+        "geometric": -np.geomspace(400.0, 1e-3, N),
+        "mirrored": np.geomspace(1e-3, 400.0, N),
+        "gates": np.cumsum(gates),
+        "forgets": np.cumsum(gates + 40 * (count % 171 == 100) + 1e4 * (count % 171 == 170)),
+        "nearly-open": count * 1e-6,
+        "unix-times": 1.7e9 + np.cumsum(rng.exponential(size=N)),
+    }
+
+
+# Over several blocks of keys, so that sides are left.
+_FAR = {name: np.tile(x, (B, 1)) for name, x in patterns(900).items()}
+_FAR_CHUNK = {"query_start": np.array([500, 40]), "key_range": np.array([[0, 900], [30, 811]])}
+LONG = (
+    *(Placed(name, 300, 900, x, (0.5, 0.02, 4.0, INF)) for name, x in _FAR.items()),
+    Placed("long-symmetric", 300, 900, _FAR["bursts"], options={"causal": False, "query_start": np.array([500, 40])}),
+    Placed("long-sides", 300, 900, _FAR["plateaus"], options={**_FAR_CHUNK, **SIDES}),
+    Placed("long-sides-of-rows", 300, 900, _FAR["forgets"],
+           np.array([[INF, 0.1, 0.5, 2.0], [1.0, INF, 0.0, 3.0]]), {**_FAR_CHUNK, **SIDES_OF_ROWS}),
+    Placed("long-hidden", 300, 900, _FAR["one-place"], [INF, INF, 0.5, 0.0], {**_FAR_CHUNK, **HIDING}),
+    Placed("long-per-head", 300, 900, np.stack([_FAR[n] for n in ("gates", "even", "jump", "unix-times")], 1),
+           options={"key_range": np.array([[[0, 900], [2, 700]], [[300, 900], [1, 20]]]),
+                    "query_start": np.array([500, 40]), **SIDES}),
+    Placed("long-cache", 1, 900, _FAR["gates"], np.ones(H)),
+    Placed("long-between", 300, 900, _FAR["bursts"],
+           options={"query_positions": _between(_FAR["bursts"], 600, 300), **SIDES}),
+    Placed("long-beyond", 300, 900, _FAR["even"],
+           options={"query_positions": _between(_FAR["even"], 601, 300), "query_start": np.array([601, 601]), **SIDES}),
+)  # fmt: skip
+
+
+def share_missing(
+    pattern: str, S: int, sides: int, slope: float, tolerance: float, implementation: str
+) -> float:
+    """The largest share of a row's probability that goes unread where all keys are alike and along the queries."""
+    T, x = 24, patterns(S)[pattern]
+    q, k = np.full((1, 1, T, 4), 0.5), np.full((1, 1, S, 4), 0.5)
+    options = {"query_start": np.array([S - T if sides == 1 else S // 2]), "scale": 1.0}
+    options |= {"positions": x[None], "causal": sides == 1}
+    tensors = {n: torch.tensor(y) if n != "causal" else y for n, y in options.items()}
+    tensors["scale"] = 1.0
+    given = (torch.tensor(y, dtype=torch.float32) for y in (q, k, k))
+    found = linbias.torch.visited(
+        *given, [slope], **tensors, tolerance=tolerance, implementation=implementation
+    )
+    rows = np.arange(T) // found.tile_rows
+    first, end = found.first.numpy()[..., rows], found.end.numpy()[..., rows]
+    return near_to_far.share_outside(q, k, first, end, [slope], **options).max()
 
 
 def truth(

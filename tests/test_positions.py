@@ -1,12 +1,14 @@
 """Keys at given positions: the definition against loops over pairs, near to far, PyTorch, and what is refused."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 import linbias.torch
 from linbias import near_to_far
-from positions import PLACED, B, D, E, G, H, Placed, backward, truth
+from positions import LONG, PLACED, B, D, E, G, H, Placed, backward, patterns, share_missing, truth
 
 BY_NAME = {call.name: call for call in PLACED}
 
@@ -124,17 +126,7 @@ def test_near_to_far_the_geometric_series_is_a_scan_over_counted_positions():
 
 
 N = 400
-_RNG = np.random.default_rng(5)
-PATTERNS = {
-    "even": np.arange(N) * 1.0,
-    "bursts": np.cumsum(_RNG.exponential(size=N) * _RNG.choice([0.01, 5], N, p=[0.8, 0.2])),
-    "plateaus": np.floor(np.arange(N) / 37) * 11.0,
-    "one-place": np.where(np.arange(N) < N // 2, 0.0, 8.0),
-    "jump": np.arange(N) * 1e-3 + np.where(np.arange(N) > 300, 30.0, 0.0),
-    "geometric": -np.geomspace(400.0, 1e-3, N),
-    "mirrored": np.geomspace(1e-3, 400.0, N),
-    "gates": np.cumsum(-np.log(1 / (1 + np.exp(-_RNG.normal(3, 2, N))))),
-}
+PATTERNS = patterns(N)
 
 
 def _missing(x, q, k, slope, tolerance, sides, keys=8):
@@ -207,8 +199,11 @@ def _call(call: Placed, dtype=torch.float64, positions=torch.float64, **options)
     return (q, k, v, slopes), given | options
 
 
-@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
-@pytest.mark.parametrize("call", PLACED, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [*product(("dense", "sdpa"), PLACED), *product(("blocked",), PLACED + LONG)],
+    ids=str,
+)
 def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
     arrays, given = _call(call, implementation=implementation, return_lse=True)
     out, lse = linbias.torch.attention(*arrays, **given)
@@ -230,7 +225,7 @@ def test_torch_equals_the_definition_with_every_gradient(call: Placed, implement
         np.testing.assert_allclose(leaf.grad, gradient, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked"))
 @pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
 def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
     call = BY_NAME[name]
@@ -241,6 +236,52 @@ def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementati
         out = linbias.torch.attention(*arrays, **given)
         assert out.dtype == dtype
         np.testing.assert_allclose(out.detach().double(), expected, atol=budget)
+
+
+@pytest.mark.parametrize("call", LONG, ids=str)
+def test_torch_blocked_in_float32_is_as_near_as_dense(call: Placed):
+    """Also a billion from 0: where a key stands counts from the tile that reads it."""
+    found = {}
+    for implementation in ("dense", "blocked"):
+        arrays, given = _call(call, torch.float32, implementation=implementation, return_lse=True)
+        out, lse = linbias.torch.attention(*arrays, **given)
+        dout = torch.ones_like(out) * torch.tensor([1.0, -2.0, 3.0])
+        torch.autograd.backward((out, lse), (dout, torch.ones_like(lse)))
+        leaves = [*arrays, *(given[n] for n in ("right_slopes", "positions") if n in given)]
+        found[implementation] = [out, lse, *(x.grad for x in leaves if x.is_floating_point())]
+    arrays, given = call.arrays, call.given
+    out, lse = linbias.attention(*arrays, **given, return_lse=True)
+    dout = np.ones_like(out) * [1.0, -2.0, 3.0]
+    gradients = backward(call, dout, np.ones_like(lse))
+    dslopes = gradients.dslopes
+    if not given.get("causal", True) and "right_slopes" not in given:
+        dslopes = dslopes + gradients.dright_slopes
+    expected = [out, lse, *gradients[:3], dslopes]
+    expected += [gradients.dright_slopes] if "right_slopes" in given else []
+    for ours, theirs, true in zip(*found.values(), [*expected, gradients.dpositions], strict=True):
+        size = np.abs(true).max() + 1
+        errors = [np.abs(x.detach().double().numpy() - true).max() / size for x in (ours, theirs)]
+        assert errors[1] <= max(4 * errors[0], 2e-6)
+
+
+@pytest.mark.parametrize("sides", (1, 2))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_torch_blocked_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
+    shares = [
+        share_missing(pattern, 2000, sides, slope, tolerance, implementation="blocked") / tolerance
+        for tolerance in 0.5 * 0.7 ** np.arange(14)
+        for slope in (0.3, 1.0)
+    ]
+    assert max(shares) <= 1 + 1e-6
+    assert max(shares) > 0.3, "the bound says more than it must"
+
+
+def test_torch_blocked_reads_what_near_to_far_says_must_be_read():
+    """The scan serves: of a long text whose gates forget, hardly anything is read."""
+    x = torch.tensor(patterns(4096)["gates"])[None]
+    q, k, v = torch.randn(3, 1, 2, 4096, 16, generator=torch.Generator().manual_seed(0))
+    kept = linbias.torch.visited(q, k, v, [1.0, 0.0], positions=x, implementation="blocked")
+    assert kept.work_kept[0, 0] < 0.2 and kept.work_kept[0, 1] == 1
 
 
 def test_torch_takes_positions_in_float32_and_integers():
@@ -280,13 +321,10 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
 def test_torch_others_say_that_positions_are_not_built():
     x = torch.ones(1, 2, 4, 4)
     positions = torch.zeros(1, 4)
-    for name in ("cpu", "blocked"):
-        with pytest.raises(
-            NotImplementedError, match=f"{name} cannot run .*: positions are not built yet"
-        ):
-            linbias.torch.attention(x, x, x, positions=positions, implementation=name)
-    with pytest.raises(NotImplementedError, match=r"visited: .*positions are not built yet"):
-        linbias.torch.visited(x, x, x, positions=positions)
+    with pytest.raises(
+        NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
+    ):
+        linbias.torch.attention(x, x, x, positions=positions, implementation="cpu")
     ragged = torch.nested.nested_tensor([torch.ones(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(ValueError, match="positions cannot be given with nested tensors"):
         linbias.torch.attention(ragged, ragged, ragged, positions=positions)
