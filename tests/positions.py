@@ -117,31 +117,35 @@ def patterns(N: int) -> dict[str, np.ndarray]:
 
 
 # Over several blocks of keys, so that sides are left.
-_FAR = {name: np.tile(x, (B, 1)) for name, x in patterns(900).items()}
-_FAR_CHUNK = {"query_start": np.array([500, 40]), "key_range": np.array([[0, 900], [30, 811]])}
+_FAR = {name: np.tile(x, (B, 1)) for name, x in patterns(700).items()}
+_FAR_CHUNK = {"query_start": np.array([500, 40]), "key_range": np.array([[0, 700], [30, 611]])}
 LONG = (
-    *(Placed(name, 300, 900, x, (0.5, 0.02, 4.0, INF)) for name, x in _FAR.items()),
-    Placed("long-symmetric", 300, 900, _FAR["bursts"], options={"causal": False, "query_start": np.array([500, 40])}),
-    Placed("long-sides", 300, 900, _FAR["plateaus"], options={**_FAR_CHUNK, **SIDES}),
-    Placed("long-sides-of-rows", 300, 900, _FAR["forgets"],
+    *(Placed(name, 140, 700, x, (0.5, 0.02, 4.0, INF)) for name, x in _FAR.items()),
+    Placed("long-symmetric", 140, 700, _FAR["bursts"], options={"causal": False, "query_start": np.array([500, 40])}),
+    Placed("long-sides", 140, 700, _FAR["plateaus"], options={**_FAR_CHUNK, **SIDES}),
+    Placed("long-sides-of-rows", 140, 700, _FAR["forgets"],
            np.array([[INF, 0.1, 0.5, 2.0], [1.0, INF, 0.0, 3.0]]), {**_FAR_CHUNK, **SIDES_OF_ROWS}),
-    Placed("long-hidden", 300, 900, _FAR["one-place"], [INF, INF, 0.5, 0.0], {**_FAR_CHUNK, **HIDING}),
-    Placed("long-per-head", 300, 900, np.stack([_FAR[n] for n in ("gates", "even", "jump", "unix-times")], 1),
-           options={"key_range": np.array([[[0, 900], [2, 700]], [[300, 900], [1, 20]]]),
+    Placed("long-hidden", 140, 700, _FAR["one-place"], [INF, INF, 0.5, 0.0], {**_FAR_CHUNK, **HIDING}),
+    Placed("long-per-head", 140, 700, np.stack([_FAR[n] for n in ("gates", "even", "jump", "unix-times")], 1),
+           options={"key_range": np.array([[[0, 700], [2, 600]], [[140, 700], [1, 20]]]),
                     "query_start": np.array([500, 40]), **SIDES}),
-    Placed("long-cache", 1, 900, _FAR["gates"], np.ones(H)),
-    Placed("long-between", 300, 900, _FAR["bursts"],
-           options={"query_positions": _between(_FAR["bursts"], 600, 300), **SIDES}),
-    Placed("long-beyond", 300, 900, _FAR["even"],
-           options={"query_positions": _between(_FAR["even"], 601, 300), "query_start": np.array([601, 601]), **SIDES}),
+    Placed("long-cache", 1, 700, _FAR["gates"], np.ones(H)),
+    Placed("long-between", 140, 700, _FAR["bursts"],
+           options={"query_positions": _between(_FAR["bursts"], 560, 140), **SIDES}),
+    Placed("long-beyond", 140, 700, _FAR["even"],
+           options={"query_positions": _between(_FAR["even"], 561, 140), "query_start": np.array([561, 561]), **SIDES}),
 )  # fmt: skip
 
 
 def share_missing(
-    pattern: str, S: int, sides: int, slope: float, tolerance: float, implementation: str
+    pattern: str, S: int, sides: int, tolerance: float, implementation: str
 ) -> float:
-    """The largest share of a row's probability that goes unread where all keys are alike and along the queries."""
+    """The largest share of a row's probability that goes unread where all keys are alike and along the queries.
+
+    The slope is such that the farthest keys still count, so that blocks, which go as a whole, hold little each.
+    """
     T, x = 24, patterns(S)[pattern]
+    slope = 6 / (x[-1] - x[0])
     q, k = np.full((1, 1, T, 4), 0.5), np.full((1, 1, S, 4), 0.5)
     options = {"query_start": np.array([S - T if sides == 1 else S // 2]), "scale": 1.0}
     options |= {"positions": x[None], "causal": sides == 1}

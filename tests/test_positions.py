@@ -268,12 +268,11 @@ def test_torch_blocked_in_float32_is_as_near_as_dense(call: Placed):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_torch_blocked_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
     shares = [
-        share_missing(pattern, 2000, sides, slope, tolerance, implementation="blocked") / tolerance
-        for tolerance in 0.5 * 0.7 ** np.arange(14)
-        for slope in (0.3, 1.0)
+        share_missing(pattern, 2000, sides, tolerance, "blocked") / tolerance
+        for tolerance in 0.5 * 0.7 ** np.arange(12)
     ]
     assert max(shares) <= 1 + 1e-6
-    assert max(shares) > 0.3, "the bound says more than it must"
+    assert max(shares) > 0.1, "the bound says more than it must"
 
 
 def test_torch_blocked_reads_what_near_to_far_says_must_be_read():

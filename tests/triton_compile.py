@@ -129,6 +129,8 @@ def launch_everything(
         query_start=torch.tensor([S - T] * B) if full else None,
         key_bound=None,
         seed=torch.zeros((), dtype=torch.int64) if full else None,
+        positions=None,
+        query_positions=None,
         scale=0.1,
         dropout=0.1 if full else 0.0,
         tolerance=2.0**-24,
