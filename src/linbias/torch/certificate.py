@@ -113,7 +113,6 @@ class Question:
             log_count = log_sum[:, heads, nearest, None].to(lse.dtype) * (1 + certificate.slack)
             apart = (self.positions - certificate.x[..., nearest, None]).abs().to(lse.dtype)
             distance = apart[:, heads] if apart.shape[1] > 1 else apart
-            distance = distance.masked_fill(slope.isinf(), torch.inf)  # 0 * inf would be NaN
         best = self.base[:, heads] + self.q_norm[:, heads] * reach[:, nearest, None, None]
         tail = best - slope * distance * (1 - certificate.slack) + log_count
         allowed = certificate.log_share + lse
