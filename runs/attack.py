@@ -74,9 +74,7 @@ def main() -> None:
 
 def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
     """Climb, in rounds over everything that can be attacked, each in an order of its own."""
-    subjects = [
-        a for a in everything() if options.only in f"{a.implementation} {a.mode} {a.dtype}"
-    ]
+    subjects = [a for a in everything() if options.only in f"{a.implementation} {a.way} {a.dtype}"]
     worst: dict[str, dict[str, Any]] = {}
     candidates, number, began = 0, options.first, time.monotonic()
     while candidates < options.candidates and time.monotonic() < stop:
@@ -85,7 +83,7 @@ def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
         attacked = subjects[order[turn]]
         setting = attacked.setting(np.random.default_rng([options.seed, number]))
         found = climb(setting, attacked.subject, [options.seed, number])
-        name = f"{attacked.implementation}, {attacked.mode}"
+        name = f"{attacked.implementation}, {attacked.way}"
         entry = worst.setdefault(name, {"candidates": 0, "ratio": 0.0})
         entry["candidates"] += found.candidates
         if found.ratio >= entry["ratio"]:

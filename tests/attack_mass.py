@@ -1,6 +1,7 @@
 """A search for inputs that make a near-to-far implementation drop as much probability as it can.
 
-A candidate is one head: queries, keys, slopes, the range of its keys and where the first query stands. A climb keeps
+A candidate is one head: queries, keys, slopes, the range of its keys, where the first query stands and, where keys have
+positions, these. A climb keeps
 some candidates (`Chains`), changes each of them a little in every step, and goes on from what dropped more mass.
 
 Dropped mass is measured key by key, not as a difference of large numbers. The values are indicators: column j of v is
@@ -45,6 +46,7 @@ class Setting:
     tolerance: float
     num_chains: int
     own_starts: bool  # every candidate has a query_start of its own, or all the same
+    placed: bool = False  # keys have positions
 
     @property
     def column_keys(self) -> int:
@@ -63,6 +65,7 @@ class Chains:
     first: np.ndarray  # [C], int64, as the next two
     end: np.ndarray
     start: np.ndarray
+    x: np.ndarray  # [C, S]: where keys stand, which are key s at s unless they have positions
 
     def select(self, which: np.ndarray) -> Chains:
         """Some of the candidates, by index or mask."""
@@ -123,7 +126,7 @@ def climb(setting: Setting, subject: Subject, seed: int | list[int], steps: int 
 
 def ratios(setting: Setting, subject: Subject, chains: Chains) -> np.ndarray:
     """[C]: the largest mass that a row of each candidate loses, over the tolerance."""
-    expected = weights(chains)
+    expected = weights(setting, chains)
     found = subject(setting, chains) / ONE
     if found.ndim == 3:
         expected = sum_columns(setting, expected)
@@ -164,7 +167,7 @@ def probed_row(setting: Setting) -> int:
     return (setting.T * 2) // 3
 
 
-def weights(chains: Chains) -> np.ndarray:
+def weights(setting: Setting, chains: Chains) -> np.ndarray:
     """The definition in float64, scale 1: [C, T, S]; rows that see no key are zeros."""
     return linbias.attention_weights(
         *(x[:, None] for x in (chains.q, chains.k, chains.left)),
@@ -173,6 +176,7 @@ def weights(chains: Chains) -> np.ndarray:
         scale=1.0,
         key_range=np.stack([chains.first, chains.end], -1),
         query_start=chains.start,
+        positions=chains.x if setting.placed else None,
     )[:, 0]
 
 
@@ -188,7 +192,10 @@ def begin(rng: np.random.Generator, setting: Setting) -> Chains:
     start = np.full(C, S - T)
     if not setting.causal:
         start[:] = rng.integers(0, S, C) if setting.own_starts else rng.integers(0, S)
-    chains = Chains(q, k, left, right, np.zeros(C, np.int64), np.full(C, S), start)
+    x = np.tile(np.arange(float(S)), (C, 1))
+    if setting.placed:
+        x, start = _places(rng, setting), np.clip(start, 0, S - T)  # queries stand at keys
+    chains = Chains(q, k, left, right, np.zeros(C, np.int64), np.full(C, S), start, x)
     for c in range(C):
         kind = rng.integers(4)
         if kind < 2:
@@ -210,8 +217,9 @@ def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int)
     size = np.exp(rng.uniform(-1, 2))
     chains.q[c] = direction * size * np.exp(rng.normal(0, 0.02, (setting.T, 1)))
     chains.k[c] = 0.0
-    position, keys = chains.start[c] + setting.T // 2, np.arange(setting.S)
-    sides = ((chains.left[c], position - keys), (chains.right[c], keys - position))
+    middle, x = chains.start[c] + setting.T // 2, chains.x[c]
+    at = x[middle] if setting.placed else middle
+    sides = ((chains.left[c], at - x), (chains.right[c], x - at))
     for slope, distances in sides if rng.random() < 0.7 else sides[:1]:
         if np.isinf(slope):
             continue
@@ -232,10 +240,27 @@ def _line_up(rng: np.random.Generator, setting: Setting, chains: Chains, c: int)
         chains.k[c, far] = score / size * direction
 
 
+def _places(rng: np.random.Generator, setting: Setting) -> np.ndarray:
+    """[C, S]: even, at random, in bursts, many at one place, or with jumps; a key apart on average, near 0 or far from it."""
+    C, S = setting.num_chains, setting.S
+    gaps = rng.exponential(size=(C, S))
+    kinds = (
+        np.ones_like(gaps),
+        gaps,
+        gaps * rng.choice([0.01, 5.0], gaps.shape, p=[0.8, 0.2]),
+        np.floor(gaps * 0.7) + 1e-12,
+        np.where(rng.random(gaps.shape) < 0.02, 40.0, 0.01),
+    )
+    gaps = np.choose(rng.integers(len(kinds), size=(C, 1)), kinds)
+    gaps *= S / gaps.sum(-1, keepdims=True)
+    return gaps.cumsum(-1) + rng.choice([0.0, 1.7e9], (C, 1))
+
+
 def change(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
     """Change candidate c a little, in one to three ways."""
+    changes = (*_CHANGES, _stretch, _stretch, _stretch) if setting.placed else _CHANGES
     for _ in range(rng.integers(1, 4)):
-        _CHANGES[rng.integers(len(_CHANGES))](rng, setting, chains, c)
+        changes[rng.integers(len(changes))](rng, setting, chains, c)
 
 
 def _little(rng: np.random.Generator) -> float:
@@ -321,7 +346,16 @@ def _move(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) ->
     elif which == 1:
         chains.end[c] = np.clip(chains.end[c] + step, chains.first[c], setting.S)
     elif setting.own_starts:
-        chains.start[c] = np.clip(chains.start[c] + step, -setting.T, setting.S + 20)
+        low, high = (0, setting.S - setting.T) if setting.placed else (-setting.T, setting.S + 20)
+        chains.start[c] = np.clip(chains.start[c] + step, low, high)
+
+
+def _stretch(rng: np.random.Generator, setting: Setting, chains: Chains, c: int) -> None:
+    """Move some keys that have positions apart, or together, to one place at times."""
+    gaps = np.diff(chains.x[c], prepend=chains.x[c, 0])
+    where = _some_keys(rng, setting)
+    gaps[where] *= 0.0 if rng.random() < 0.1 else _little(rng) ** rng.choice([1, 4])
+    chains.x[c] = chains.x[c, 0] + gaps.cumsum()
 
 
 _CHANGES = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ import linbias.jax
 import linbias.near_to_far
 import linbias.torch
 from attack_mass import ONE, Chains, Setting, Subject, indicators, probed_row, random_setting
+from linbias.jax import blocked as jax_blocked
 from linbias.kernels import core
+from linbias.torch import blocked, cpu
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MODES = ("forward", "gradients wanted", "backward", "decode", "decode, key_bound")
@@ -31,6 +33,12 @@ class Attacked:
     implementation: str  # "cpu avx2", "torch blocked", ...
     mode: str
     dtype: str
+    placed: bool = False  # with keys at given positions
+
+    @property
+    def way(self) -> str:
+        """How it is called, in words."""
+        return f"{self.mode}, positions" if self.placed else self.mode
 
     @property
     def subject(self) -> Subject:
@@ -41,17 +49,28 @@ class Attacked:
             return functools.partial(_torch, "blocked", self.mode, None)
         return _jax if name == "jax" else _near_to_far
 
+    @property
+    def takes_positions(self) -> bool:
+        abilities = {
+            "cpu": cpu.ABILITIES,
+            "torch": blocked.ABILITIES,
+            "jax": jax_blocked.ABILITIES,
+        }
+        name = self.implementation.split()[0]
+        return name == "near_to_far" or abilities[name].positions
+
     def setting(self, rng: np.random.Generator) -> Setting:
         """Sizes that this implementation leaves something of, and runs quickly."""
         decode = self.mode.startswith("decode")
         own_starts = self.implementation.startswith(("cpu", "near"))
         setting = random_setting(rng, self.dtype, decode=decode, own_starts=own_starts)
+        setting = replace(setting, placed=self.placed)
         if own_starts and not self.implementation.startswith("near"):
             return setting
         sizes = {"T": int(rng.choice([1, 3, 20])), "num_chains": 12}
         if not self.implementation.startswith("near"):  # blocks of 256 keys
             sizes["S"] = int(rng.choice([768, 1024]))
-        return Setting(**(vars(setting) | sizes))
+        return replace(setting, **sizes)
 
 
 def everything() -> list[Attacked]:
@@ -68,7 +87,8 @@ def everything() -> list[Attacked]:
         for dtype in DTYPES
     ]
     attacked += [Attacked("jax blocked", "forward", dtype) for dtype in DTYPES]
-    return [*attacked, Attacked("near_to_far", "forward", "float64")]
+    attacked += [Attacked("near_to_far", "forward", "float64")]
+    return attacked + [replace(a, placed=True) for a in attacked if a.takes_positions]
 
 
 def _torch(
@@ -107,6 +127,7 @@ def _torch(
             scale=1.0,
             key_range=ranges,
             query_start=torch.tensor(chains.start if one_each else chains.start[:1]),
+            positions=torch.tensor(chains.x).unsqueeze(axis) if setting.placed else None,
             key_bound=bound,
             tolerance=setting.tolerance,
             implementation=implementation,
@@ -171,6 +192,7 @@ def _near_to_far(setting: Setting, chains: Chains) -> np.ndarray:
         scale=1.0,
         key_range=np.stack([chains.first, chains.end], -1),
         query_start=chains.start,
+        positions=chains.x if setting.placed else None,
         tolerance=setting.tolerance,
     )
     return np.asarray(visit.out)[:, 0]

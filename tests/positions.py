@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-import linbias
+import linbias.torch
+from linbias import near_to_far
 
 INF, NAN = np.inf, np.nan
 B, H, G, D, E = 2, 4, 2, 5, 3
@@ -92,6 +94,120 @@ PLACED = (
     Placed("queries-beyond", 13, 11, STAMPS, options={"query_start": np.array([-1, -1]),
            "query_positions": _between(STAMPS, -1, 13), "causal": False}),
 )  # fmt: skip
+
+
+def patterns(N: int) -> dict[str, np.ndarray]:
+    """Where N keys stand, in ways that a bound may take wrong."""
+    rng = np.random.default_rng(5)
+    count = np.arange(N)
+    gates = -np.log(1 / (1 + np.exp(-rng.normal(3, 2, N))))
+    return {
+        "even": count * 1.0,
+        "bursts": np.cumsum(rng.exponential(size=N) * rng.choice([0.01, 5], N, p=[0.8, 0.2])),
+        "plateaus": np.floor(count / 37) * 11.0,
+        "one-place": np.where(count < N // 2, 0.0, 8.0),
+        "jump": count * 1e-3 + np.where(count > N * 3 // 4, 30.0, 0.0),
+        "geometric": -np.geomspace(400.0, 1e-3, N),
+        "mirrored": np.geomspace(1e-3, 400.0, N),
+        "gates": np.cumsum(gates),
+        "forgets": np.cumsum(gates + 40 * (count % 171 == 100) + 1e4 * (count % 171 == 170)),
+        "nearly-open": count * 1e-6,
+        "unix-times": 1.7e9 + np.cumsum(rng.exponential(size=N)),
+    }
+
+
+def across_blocks(T: int, S: int) -> tuple[Placed, ...]:
+    """Calls over so many keys that sides are left, with uneven ends."""
+    x = {name: np.tile(x, (B, 1)) for name, x in patterns(S).items()}
+    start = {"query_start": np.array([S * 5 // 7, S // 17])}
+    cut = {**start, "key_range": np.array([[0, S], [S // 23, S * 8 // 9]])}
+    ends = np.array([[[0, S], [2, S * 6 // 7]], [[S * 3 // 7, S], [1, 20]]])
+    heads = np.stack([x[name] for name in ("gates", "even", "jump", "unix-times")], 1)
+    steep = np.array([[INF, 0.1, 0.5, 2.0], [1.0, INF, 0.0, 3.0]])
+    return (
+        *(Placed(f"long-{name}", T, S, x[name], (0.5, 0.02, 4.0, INF)) for name in x),
+        Placed("long-symmetric", T, S, x["bursts"], options={"causal": False, **start}),
+        Placed("long-sides", T, S, x["plateaus"], options={**cut, **SIDES}),
+        Placed("long-sides-of-rows", T, S, x["forgets"], steep, {**cut, **SIDES_OF_ROWS}),
+        Placed("long-hidden", T, S, x["one-place"], [INF, INF, 0.5, 0.0], {**cut, **HIDING}),
+        Placed("long-per-head", T, S, heads, options={"key_range": ends, **start, **SIDES}),
+        Placed("long-cache", 1, S, x["gates"], np.ones(H)),
+        Placed("long-between", T, S, x["bursts"],
+               options={"query_positions": _between(x["bursts"], S - T, T), **SIDES}),
+        Placed("long-beyond", T, S, x["even"],
+               options={"query_positions": _between(x["even"], S - T + 1, T), "query_start": np.array([S - T + 1] * B), **SIDES}),
+    )  # fmt: skip
+
+
+def arguments(
+    call: Placed, dtype: torch.dtype = torch.float64, positions: torch.dtype = torch.float64
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """PyTorch's arguments for a call: arrays that require grad, slopes in the wide type, and options."""
+    wide = torch.promote_types(dtype, torch.float32)
+    arrays = [torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays[:3]]
+    arrays.append(torch.tensor(call.arrays[3], dtype=wide).requires_grad_())
+    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
+    for name in ("positions", "query_positions"):
+        if name in given and given[name].is_floating_point():
+            given[name] = given[name].to(positions).requires_grad_()
+    if "right_slopes" in given:
+        given["right_slopes"] = given["right_slopes"].to(wide).requires_grad_()
+    return arrays, given
+
+
+def check_torch(call: Placed, implementation: str, dtype: torch.dtype, allowed: float) -> None:
+    """Out, lse and every gradient are the definition's of the same numbers, but for `allowed` of the largest, at least 1."""
+    arrays, given = arguments(call, dtype)
+    results = linbias.torch.attention(
+        *arrays, **given, implementation=implementation, return_lse=True
+    )
+    numbers = [x.detach().double().numpy() for x in arrays]
+    exact = {n: x.detach().numpy() if torch.is_tensor(x) else x for n, x in given.items()}
+    truth = linbias.attention(*numbers, **exact, return_lse=True)
+    rng = np.random.default_rng(1)
+    dout, dlse = (torch.tensor(rng.normal(size=x.shape)).to(x.dtype) for x in results)
+    dlse *= torch.tensor(np.isfinite(truth[1]))
+    torch.autograd.backward(results, (dout, dlse))
+    found = linbias.attention_backward(
+        dout.double().numpy(), *numbers, dlse=dlse.double().numpy(), **exact
+    )
+    dslopes = found.dslopes
+    if not given.get("causal", True) and "right_slopes" not in given:
+        dslopes = dslopes + found.dright_slopes
+    pairs = {"out": (results[0], truth[0]), "lse": (results[1], truth[1])}
+    expected = (*found[:3], dslopes)
+    pairs |= {n: (x.grad, y) for n, x, y in zip("qkvm", arrays, expected, strict=True)}
+    for name in ("right_slopes", "positions", "query_positions"):
+        if name in given and given[name].requires_grad:
+            pairs[name] = given[name].grad, getattr(found, f"d{name}")
+    for name, (ours, true) in pairs.items():
+        size = max(1.0, np.abs(true[np.isfinite(true)]).max(initial=0.0))
+        np.testing.assert_allclose(
+            ours.detach().double().numpy(), true, rtol=0, atol=allowed * size, err_msg=name
+        )
+
+
+def share_missing(
+    pattern: str, S: int, sides: int, tolerance: float, implementation: str
+) -> float:
+    """The largest share of a row's probability that goes unread where all keys are alike and along the queries.
+
+    The slope is such that the farthest keys still count, so that blocks, which go as a whole, hold little each.
+    """
+    T, x = 24, patterns(S)[pattern]
+    slope = 6 / (x[-1] - x[0])
+    q, k = np.full((1, 1, T, 4), 0.5), np.full((1, 1, S, 4), 0.5)
+    options = {"query_start": np.array([S - T if sides == 1 else S // 2]), "scale": 1.0}
+    options |= {"positions": x[None], "causal": sides == 1}
+    tensors = {n: torch.tensor(y) if n != "causal" else y for n, y in options.items()}
+    tensors["scale"] = 1.0
+    given = (torch.tensor(y, dtype=torch.float32) for y in (q, k, k))
+    found = linbias.torch.visited(
+        *given, [slope], **tensors, tolerance=tolerance, implementation=implementation
+    )
+    rows = np.arange(T) // found.tile_rows
+    first, end = found.first.numpy()[..., rows], found.end.numpy()[..., rows]
+    return near_to_far.share_outside(q, k, first, end, [slope], **options).max()
 
 
 def truth(

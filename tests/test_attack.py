@@ -23,8 +23,10 @@ SUBJECTS = [
     (f"cpu {core.target()}", "decode", DECODE, 10),
     (f"cpu {core.target()}", "decode, key_bound", DECODE, 10),
     ("torch blocked", "forward", LARGE_BLOCKS, 6),
+    ("torch blocked", "forward", replace(LARGE_BLOCKS, placed=True), 6),
     ("jax blocked", "forward", LARGE_BLOCKS, 6),
     ("near_to_far", "forward", replace(SETTING, dtype="float64", num_chains=4), 10),
+    ("near_to_far", "forward", replace(SETTING, dtype="float64", num_chains=4, placed=True), 10),
 ]
 
 
@@ -32,7 +34,7 @@ SUBJECTS = [
 def test_a_broken_certificate_is_found_at_once_and_a_right_one_holds(
     implementation, mode, setting, steps
 ):
-    subject = Attacked(implementation, mode, setting.dtype).subject
+    subject = Attacked(implementation, mode, setting.dtype, setting.placed).subject
     right = climb(setting, subject, seed=0, steps=steps)
     assert 0.02 < right.ratio <= 1
     broken = climb(setting, functools.partial(with_tolerance, 10, subject), seed=0, steps=steps)

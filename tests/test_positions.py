@@ -1,13 +1,31 @@
 """Keys at given positions: the definition against loops over pairs, near to far, PyTorch, and what is refused."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 import linbias.torch
 from linbias import near_to_far
-from positions import PLACED, B, D, E, G, H, Placed, backward, truth
+from positions import (
+    PLACED,
+    B,
+    D,
+    E,
+    G,
+    H,
+    Placed,
+    across_blocks,
+    arguments,
+    backward,
+    check_torch,
+    patterns,
+    share_missing,
+    truth,
+)
 
+LONG = across_blocks(140, 700)
 BY_NAME = {call.name: call for call in PLACED}
 
 
@@ -124,17 +142,7 @@ def test_near_to_far_the_geometric_series_is_a_scan_over_counted_positions():
 
 
 N = 400
-_RNG = np.random.default_rng(5)
-PATTERNS = {
-    "even": np.arange(N) * 1.0,
-    "bursts": np.cumsum(_RNG.exponential(size=N) * _RNG.choice([0.01, 5], N, p=[0.8, 0.2])),
-    "plateaus": np.floor(np.arange(N) / 37) * 11.0,
-    "one-place": np.where(np.arange(N) < N // 2, 0.0, 8.0),
-    "jump": np.arange(N) * 1e-3 + np.where(np.arange(N) > 300, 30.0, 0.0),
-    "geometric": -np.geomspace(400.0, 1e-3, N),
-    "mirrored": np.geomspace(1e-3, 400.0, N),
-    "gates": np.cumsum(-np.log(1 / (1 + np.exp(-_RNG.normal(3, 2, N))))),
-}
+PATTERNS = patterns(N)
 
 
 def _missing(x, q, k, slope, tolerance, sides, keys=8):
@@ -195,59 +203,57 @@ def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
     assert worst > 0.1, "the attack came nowhere near the tolerance"
 
 
-def _call(call: Placed, dtype=torch.float64, positions=torch.float64, **options):
-    """PyTorch's arguments for a call: arrays that require grad, and options."""
-    q, k, v, slopes = (torch.tensor(x, dtype=dtype).requires_grad_() for x in call.arrays)
-    given = {name: x if isinstance(x, bool) else torch.tensor(x) for name, x in call.given.items()}
-    for name in ("positions", "query_positions"):
-        if name in given and given[name].is_floating_point():
-            given[name] = given[name].to(positions).requires_grad_()
-    if "right_slopes" in given:
-        given["right_slopes"] = given["right_slopes"].to(dtype).requires_grad_()
-    return (q, k, v, slopes), given | options
-
-
-@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
-@pytest.mark.parametrize("call", PLACED, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [*product(("dense", "sdpa"), PLACED), *product(("blocked",), PLACED + LONG)],
+    ids=str,
+)
 def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
-    arrays, given = _call(call, implementation=implementation, return_lse=True)
-    out, lse = linbias.torch.attention(*arrays, **given)
-    expected, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
-    np.testing.assert_allclose(out.detach(), expected, atol=1e-12)
-    np.testing.assert_allclose(lse.detach(), expected_lse, atol=1e-12)
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse) * lse.detach().isfinite()
-    torch.autograd.backward((out, lse), (dout, dlse))
-    gradients = backward(call, dout.numpy(), dlse.numpy())
-    pairs = list(zip(arrays[:3], gradients[:3], strict=True))
-    dslopes = gradients.dslopes
-    if not given.get("causal", True) and "right_slopes" not in given:
-        dslopes = dslopes + gradients.dright_slopes
-    pairs.append((arrays[3], dslopes))
-    for name in ("right_slopes", "positions", "query_positions"):
-        if name in given and given[name].requires_grad:
-            pairs.append((given[name], getattr(gradients, f"d{name}")))
-    for leaf, gradient in pairs:
-        np.testing.assert_allclose(leaf.grad, gradient, atol=1e-11, rtol=1e-11)
+    check_torch(call, implementation, torch.float64, 1e-11)
 
 
-@pytest.mark.parametrize("implementation", ("dense", "sdpa"))
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked"))
 @pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
 def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
     call = BY_NAME[name]
     expected = linbias.attention(*call.arrays, **call.given)
     for dtype, budget in ((torch.float32, 5e-6), (torch.bfloat16, 0.04)):
-        arrays, given = _call(call, dtype, implementation=implementation)
-        arrays[3].data = torch.tensor(call.arrays[3], dtype=torch.float32)
-        out = linbias.torch.attention(*arrays, **given)
+        arrays, given = arguments(call, dtype)
+        out = linbias.torch.attention(*arrays, **given, implementation=implementation)
         assert out.dtype == dtype
         np.testing.assert_allclose(out.detach().double(), expected, atol=budget)
+
+
+@pytest.mark.parametrize("call", LONG, ids=str)
+def test_torch_blocked_loses_no_digits_in_float32(call: Placed):
+    """Also a billion from 0: where a key stands counts from the tile that reads it."""
+    check_torch(call, "blocked", torch.float32, 2.0**-17)
+
+
+@pytest.mark.parametrize("sides", (1, 2))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_torch_blocked_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
+    shares = [
+        share_missing(pattern, 2000, sides, tolerance, "blocked") / tolerance
+        for tolerance in 0.5 * 0.7 ** np.arange(12)
+    ]
+    assert max(shares) <= 1 + 1e-6
+    assert max(shares) > 0.1, "the bound says more than it must"
+
+
+def test_torch_blocked_reads_what_near_to_far_says_must_be_read():
+    """The scan serves: of a long text whose gates forget, hardly anything is read."""
+    x = torch.tensor(patterns(4096)["gates"])[None]
+    q, k, v = torch.randn(3, 1, 2, 4096, 16, generator=torch.Generator().manual_seed(0))
+    kept = linbias.torch.visited(q, k, v, [1.0, 0.0], positions=x, implementation="blocked")
+    assert kept.work_kept[0, 0] < 0.2 and kept.work_kept[0, 1] == 1
 
 
 def test_torch_takes_positions_in_float32_and_integers():
     call = BY_NAME["integers"]
     expected = linbias.attention(*call.arrays, **call.given)
     for dtype in (torch.int32, torch.int64, torch.float32):
-        arrays, given = _call(call)
+        arrays, given = arguments(call)
         given["positions"] = given["positions"].to(dtype)
         found = linbias.torch.attention(*arrays, **given)
         np.testing.assert_allclose(found.detach(), expected, atol=1e-12)
@@ -255,7 +261,7 @@ def test_torch_takes_positions_in_float32_and_integers():
 
 def test_torch_weights_are_those_of_the_definition():
     for call in PLACED:
-        (q, k, _, slopes), given = _call(call)
+        (q, k, _, slopes), given = arguments(call)
         weights = linbias.torch.attention_weights(q, k, slopes, **given)
         expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
         np.testing.assert_allclose(weights.detach(), expected, atol=1e-13)
@@ -263,13 +269,13 @@ def test_torch_weights_are_those_of_the_definition():
 
 def test_torch_gradients_by_positions_are_right_to_second_order():
     call = BY_NAME["queries-between"]
-    (q, k, v, slopes), given = _call(call, implementation="dense")
+    (q, k, v, slopes), given = arguments(call)
     right = given.pop("right_slopes").detach()
 
     def run(x, xq):
         return linbias.torch.attention(
             q.detach(), k.detach(), v.detach(), slopes.detach(), right_slopes=right,
-            **{**given, "positions": x, "query_positions": xq},
+            **{**given, "positions": x, "query_positions": xq}, implementation="dense",
         )  # fmt: skip
 
     places = given["positions"], given["query_positions"]
@@ -280,13 +286,10 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
 def test_torch_others_say_that_positions_are_not_built():
     x = torch.ones(1, 2, 4, 4)
     positions = torch.zeros(1, 4)
-    for name in ("cpu", "blocked"):
-        with pytest.raises(
-            NotImplementedError, match=f"{name} cannot run .*: positions are not built yet"
-        ):
-            linbias.torch.attention(x, x, x, positions=positions, implementation=name)
-    with pytest.raises(NotImplementedError, match=r"visited: .*positions are not built yet"):
-        linbias.torch.visited(x, x, x, positions=positions)
+    with pytest.raises(
+        NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
+    ):
+        linbias.torch.attention(x, x, x, positions=positions, implementation="cpu")
     ragged = torch.nested.nested_tensor([torch.ones(3, 2, 4)], layout=torch.jagged).transpose(1, 2)
     with pytest.raises(ValueError, match="positions cannot be given with nested tensors"):
         linbias.torch.attention(ragged, ragged, ragged, positions=positions)
@@ -305,7 +308,7 @@ def test_torch_sdpa_keeps_no_bias_of_positions():
 
 def test_torch_auto_with_dropout_and_under_transforms():
     call = BY_NAME["stamps"]
-    arrays, given = _call(call)
+    arrays, given = arguments(call)
     assert linbias.torch.attention(*arrays, **given, dropout=0.5).isfinite().all()
 
     def loss(x):
@@ -325,7 +328,7 @@ def test_torch_compiled_with_every_gradient():
     for name in ("gates-chunk", "left-padding", "queries-between"):
         found = []
         for function in (linbias.torch.attention, compiled):
-            arrays, given = _call(BY_NAME[name])
+            arrays, given = arguments(BY_NAME[name])
             out = function(*arrays, **given)
             out.square().sum().backward()
             places = [given[n].grad for n in ("positions", "query_positions") if n in given]

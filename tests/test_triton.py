@@ -21,8 +21,11 @@ from linbias.kernels.triton import sizes
 from linbias.kernels.triton.certificate import log_share
 from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
+from linbias.near_to_far import log_sums
 from linbias.torch import call, triton
+from linbias.torch.call import prepare
 from linbias.torch.operator import Inputs
+from positions import PLACED, across_blocks, arguments, check_torch, patterns, share_missing
 from test_torch import TorchSubject, check_decoding
 
 pytest.importorskip("triton")
@@ -30,7 +33,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles here: see test_triton_gpu.py", allow_module_level=True)
 
 from interpreter import repaired
-from linbias.kernels.triton import forward
+from linbias.kernels.triton import certificate, forward
 
 # The interpreter computes with NumPy, which warns of inf - inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -124,6 +127,78 @@ def test_contract_where_keys_are_left_out(case, dtype, little_tiles, poisoned_me
     check(replace(case, H=heads, G=heads, left="steep"), dtype)
 
 
+PLACED_CALLS = (*PLACED, *across_blocks(40, 150))
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    rows(
+        "equal-stamps-hidden-float32 range-per-head-float32 queries-beyond-float32 long-sides-of-rows-float32"
+        " long-per-head-float32 long-forgets-bfloat16 long-between-float32",
+        *product(PLACED_CALLS, ("float32",)),
+        *((c, "bfloat16") for c in PLACED_CALLS if c.name.startswith("long")),
+    ),
+)
+def test_keys_at_given_positions(call, dtype, little_tiles, poisoned_memory):
+    allowed = {"float32": 2.0**-16, "bfloat16": 2.0**-5}[dtype]
+    check_torch(call, "triton", getattr(torch, dtype), allowed)
+
+
+@pytest.mark.parametrize(
+    ("call", "bounded"),
+    rows(
+        "gates-chunk-True chunk-True long-cache-True chunk-False",
+        *product((c for c in PLACED_CALLS if c.T < 5), (True, False)),
+    ),
+)
+def test_decoding_at_given_positions(call, bounded, little_tiles):
+    arrays, given = arguments(call, torch.float32)
+    bound = arrays[1].norm(dim=-1).amax(-1) * (1 + 1e-6) if bounded and call.S else None
+    with torch.no_grad():
+        ours = linbias.torch.attention(
+            *arrays, **given, key_bound=bound, return_lse=True, implementation="triton"
+        )
+        truth = linbias.torch.attention(*arrays, **given, return_lse=True, implementation="dense")
+    torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", rows("forgets", *((name,) for name in patterns(150))))
+def test_tails_are_those_of_one_scan_over_all_keys(pattern, little_tiles, monkeypatch):
+    """In several chunks, with a range for each key/value head."""
+    monkeypatch.setattr(certificate, "CHUNK", 4)
+    x = np.tile(patterns(150)[pattern], (2, 1))
+    q, k = torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 150, 8)
+    left, right = [0.5, 0.01], [2.0, 0.3]
+    ranges = np.array([[[0, 150], [21, 130]], [[60, 150], [1, 20]]])
+    inputs, _ = prepare(
+        "attention", q, k, k, left, causal=False, right_slopes=right, positions=torch.tensor(x),
+        key_range=torch.tensor(ranges),
+    )  # fmt: skip
+    found = certificate.tails(triton._call(inputs), 16) * np.log(2)
+    for b, h in np.ndindex(2, 2):
+        first, end = ranges[b, h]
+        to_left = log_sums(x[b, first:end], left[h])
+        to_right = log_sums(-x[b, first:end][::-1], right[h])[::-1]
+        for block in range(first // 16, -(-end // 16)):
+            edges = min(block * 16 + 15, end - 1) - first, max(block * 16, first) - first
+            for side, sums in enumerate((to_left, to_right)):
+                assert found[side, b, h, block] == pytest.approx(sums[edges[side]], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sides"), rows("bursts-2 gates-1", *product(patterns(150), (1, 2)))
+)
+def test_the_mass_that_is_missing_at_given_positions_lies_just_below_the_tolerance(
+    pattern, sides, little_tiles
+):
+    shares = [
+        share_missing(pattern, 192, sides, tolerance, "triton") / tolerance
+        for tolerance in 0.3 * 0.6 ** np.arange(6)
+    ]
+    assert max(shares) <= 1
+    assert max(shares) > 0.05, "the bound says more than it must"
+
+
 def as_tuples(numbers):
     return tuple(map(as_tuples, numbers)) if np.ndim(numbers) else int(numbers)
 
@@ -212,14 +287,22 @@ def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""
     q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 512, 16), torch.randn(1, 2, 512, 16)
     slopes = [0.5, 1.0]
-    for start, sides in ((511, {}), (256, {"causal": False}), (256, {}), (-1, {"causal": False})):
-        placement = {"query_start": torch.tensor([start]), **sides}
+    both, counted = {"causal": False}, {"positions": torch.arange(512.0)[None] + 1e9}
+    for start, options in (
+        (511, {}),
+        (256, both),
+        (256, {}),
+        (-1, both),
+        (511, counted),
+        (256, both | counted),
+    ):
+        placement = {"query_start": torch.tensor([start]), **options}
         expected_out = linbias.torch.attention(
             q, k, v, slopes, implementation="dense", **placement
         )
         keys = torch.arange(512)
         far = (keys - start).abs() > 160
-        if sides == {}:
+        if "causal" not in options:
             far |= keys > start + 31  # of the query's own block
         poisoned = (x.masked_fill(far[:, None], torch.nan) for x in (k, v))
         bound = k.norm(dim=-1).amax(-1)
@@ -229,7 +312,7 @@ def test_a_key_bound_spares_reading_far_keys(little_tiles):
         torch.testing.assert_close(out, expected_out)
 
 
-PLACED = {
+UNREAD = {
     "farthest": ([[-(2**63), 2**63 - 1]] * 2, [2**63 - 1, -(2**63)], [[0, 53]] * 2, [2**30, -(2**30)]),
     "empty": ([[30, 20], [2**40, -7]], [7, 2**31 - 1], [[20, 20], [0, 0]], [7, 2**30]),
     "cut": ([[-5, 10], [50, 2**31]], [-(2**31), 2**32], [[0, 10], [50, 53]], [-(2**30), 2**30]),
@@ -237,11 +320,11 @@ PLACED = {
 
 
 @pytest.mark.parametrize(  # decoding, and forward
-    ("T", "placed"), rows("2-farthest 20-cut", *product((2, 37), PLACED), (20, "cut"))
+    ("T", "placed"), rows("2-farthest 20-cut", *product((2, 37), UNREAD), (20, "cut"))
 )
 def test_positions_on_a_device_may_be_anything(T, placed, little_tiles, monkeypatch):
     """No one reads them there before the kernels do, which clamp them; `little_tiles` refuses stray addresses."""
-    key_range, query_start, meant_range, meant_start = PLACED[placed]
+    key_range, query_start, meant_range, meant_start = UNREAD[placed]
     monkeypatch.setattr(call, "_check_values", lambda *_: None)
     torch.manual_seed(0)
     arrays = [torch.randn(2, 2, n, 8, requires_grad=T > 4) for n in (T, 53, 53)]

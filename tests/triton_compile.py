@@ -106,9 +106,15 @@ def innermost_loops(code: str) -> list[tuple[int, int]]:
 
 
 def launch_everything(
-    D: int, dtype: torch.dtype, shared: int, full: bool, H: int = 4, G: int = 2
+    D: int,
+    dtype: torch.dtype,
+    shared: int,
+    full: bool,
+    H: int = 4,
+    G: int = 2,
+    placed: bool = False,
 ) -> None:
-    """Forward, backward and decode; with every feature, or with none but the certificate."""
+    """Forward, backward and decode; with every feature, or with none but the certificate; placed: keys at given positions."""
     B, T, S = 1, 1024, 4096
     q, k, v, dout = (
         torch.zeros(B, n, m, D, dtype=dtype) for n, m in ((H, T), (G, S), (G, S), (H, T))
@@ -129,6 +135,8 @@ def launch_everything(
         query_start=torch.tensor([S - T] * B) if full else None,
         key_bound=None,
         seed=torch.zeros((), dtype=torch.int64) if full else None,
+        positions=torch.zeros(B, H, S, dtype=torch.float64) if placed else None,
+        query_positions=torch.zeros(B, H, T, dtype=torch.float64) if placed else None,
         scale=0.1,
         dropout=0.1 if full else 0.0,
         tolerance=2.0**-24,
@@ -138,11 +146,15 @@ def launch_everything(
     gradients = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
     dslopes = (torch.empty(B, H) if full else None for _ in "lr")
     gradients |= dict(zip(("dleft", "dright"), dslopes, strict=True))
+    if placed:
+        gradients |= {"dpositions": torch.empty(B, H, S), "dquery_positions": torch.empty(B, H, T)}
     dlse = torch.empty(B, H, T)
     backward(call, dout, dlse, **results, visited=visited, **gradients)
     bound = torch.ones(B, G) if full else None
     few = {name: x[:, :, :1].contiguous() for name, x in results.items()}
-    decode(call._replace(q=q[:, :, :1], key_bound=bound), 132, **few)
+    last = call.query_positions[:, :, :1] if placed else None
+    few_queries = call._replace(q=q[:, :, :1], key_bound=bound, query_positions=last)
+    decode(few_queries, 132, **few)
 
 
 def main() -> None:
@@ -151,8 +163,8 @@ def main() -> None:
     for D in head_sizes:
         chosen = sizes.choose(D, D, 2, shared)
         tiles = {f"{name}_kernel": tile for name, tile in chosen._asdict().items()}
-        for full in (False, True):
-            call = partial(launch_everything, D, torch.bfloat16, shared, full)
+        for full, placed in ((False, False), (True, False), (True, True)):
+            call = partial(launch_everything, D, torch.bfloat16, shared, full, placed=placed)
             for done in launched(call, capability):
                 assert done.shared <= shared, done
                 tile = tiles.get(done.kernel, sizes.Tile(32, 1, 1, 1))
@@ -160,7 +172,7 @@ def main() -> None:
                 loops = "  ".join(
                     f"{n * per_score:.1f} ({spilt / n:.0%})" for n, spilt in done.loops
                 )
-                case = f"sm_{capability} {D:3} {'all features' if full else 'plain':12} {done.kernel:14}"
+                case = f"sm_{capability} {D:3} {'positions, too' if placed else 'all features' if full else 'plain':14} {done.kernel:14}"
                 print(
                     f"{case} {done.registers:3} {done.stack:4} {done.shared:6}  {loops}",
                     flush=True,

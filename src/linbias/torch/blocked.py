@@ -8,7 +8,7 @@ row's probability. Backward visits the same blocks: the exact gradient of the fu
 Order: batch rows together (one by one where their key ranges or query starts differ); key/value heads one after the other, the query heads
 that read one of them folded into the rows of its matrix products; tiles; blocks near to far (`tiles.py`).
 Memory: a wide copy of one key/value head's keys and values, tiles of [B, heads x rows, BLOCK], `out` in the wide
-dtype, and in backward the gradients of k and v; no term in T x S.
+dtype, and in backward the gradients of k and v; with positions two numbers for each key of its query heads; no term in T x S.
 Measured: docs/LOG.md (tile sizes), records.
 """
 
@@ -29,6 +29,7 @@ ABILITIES = Abilities(
     runs_on="any PyTorch device",
     how="near to far in PyTorch operations",
     memory="linear in length",
+    positions=True,
 )
 
 
@@ -44,7 +45,9 @@ def why_not(problem: Problem) -> str | None:
 def _fill(inputs: Inputs, results: Results) -> None:
     out, row_max, log_sum, visited = results
     for group in _groups(inputs):
-        certificate = Certificate(group.k, group.v, group.left, group.right, inputs.tolerance)
+        certificate = Certificate(
+            group.k, group.v, group.left, group.right, inputs.tolerance, group.x, group.xq
+        )
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
             out[here], row_max[here], log_sum[here], counts = forward_tile(
@@ -57,8 +60,8 @@ def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
     out, row_max, log_sum, visited = saved
-    dq, dk, dv, dleft, dright = gradients
-    for sums_of_tiles in (dk, dv, dleft, dright):
+    dq, dk, dv, dleft, dright, dx, dxq = gradients
+    for sums_of_tiles in gradients[1:]:
         if sums_of_tiles is not None:
             sums_of_tiles.zero_()
     # Weights are exp(score - row_max) times this; a row without a key has none.
@@ -71,8 +74,11 @@ def _fill_gradients(
         for index, tile in enumerate(group.tiles):
             here = group.rows, group.heads, tile.rows
             counts = visited[group.rows, group.heads, index][0]  # the same for all rows of a group
+            pulls = None
+            if group.x is not None and dx is not None and dxq is not None:
+                pulls = dx[group.rows, group.heads, group.keys], dxq[here]
             dq[here], dleft_tile, dright_tile = backward_tile(
-                group, tile, counts, dout[here], row_max[here], delta[here], *sums
+                group, tile, counts, dout[here], row_max[here], delta[here], *sums, pulls
             )
             for total, part in ((dleft, dleft_tile), (dright, dright_tile)):
                 if total is not None:
@@ -126,6 +132,8 @@ def _groups(inputs: Inputs) -> Iterator[Group]:
                 kv_head=g,
                 keys=keys,
                 shift=shift,
+                x=_of_heads(inputs.positions, rows, heads, keys),
+                xq=_of_heads(inputs.query_positions, rows, heads, slice(None)),
             )
 
 
@@ -148,3 +156,10 @@ def _of_group(slope: Tensor, rows: slice, heads: slice) -> Tensor:
     """[H] or [B, H] -> [1 or B, n, 1, 1]."""
     own = slope[None, heads] if slope.dim() == 1 else slope[rows, heads]
     return own[..., None, None]
+
+
+def _of_heads(places: Tensor | None, rows: slice, heads: slice, own: slice) -> Tensor | None:
+    """[B, 1 or H, n] -> [B, 1 or n heads, own], float64."""
+    if places is None:
+        return None
+    return places[rows, heads if places.shape[1] > 1 else slice(None), own].double()

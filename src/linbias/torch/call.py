@@ -128,6 +128,7 @@ def prepare(
         left = default_slopes(problem.H, wide, q.device)
     if not causal and right is None:
         right = left
+    given_range = key_range
     if key_range is not None:
         if key_range.dim() == 2:
             key_range = key_range[:, None].expand(-1, problem.G, -1)
@@ -140,10 +141,37 @@ def prepare(
     numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
     if positions is None:
         return Inputs(*arrays_of_call, *numbers, mask=mask), problem
-    places = (
+    places = _places(problem, positions, query_positions, given_range, query_start)
+    return Inputs(*arrays_of_call, *numbers, problem.slope_gradients, mask, *places), problem
+
+
+def _places(
+    problem: _checks.Problem,
+    positions: Tensor,
+    query_positions: Tensor | None,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
+    T, S = problem.T, problem.S
+    x, xq = (
         x[:, None] if x is not None and x.dim() == 2 else x for x in (positions, query_positions)
     )
-    return Inputs(*arrays_of_call, *numbers, problem.slope_gradients, mask, *places), problem
+    assert x is not None
+    start = S - T if query_start is None else query_start[:, None, None]
+    place = torch.arange(T, device=x.device) + start
+    if key_range is not None:
+        per_head = key_range.dim() == 3
+        group = problem.H // max(1, problem.G)
+        limits = key_range.repeat_interleave(group, 1) if per_head else key_range[:, None]
+        first, end = limits.split(1, dim=2)
+        keys = torch.arange(S, device=x.device)
+        x = torch.where((keys >= first) & (keys < end), x, 0)
+        place = torch.minimum(torch.maximum(place, first), end - 1)
+    if xq is None:
+        place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
+        xq = x.gather(2, place) if S else x.new_zeros(place.shape)
+    return x, xq
 
 
 def run(

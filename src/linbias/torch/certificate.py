@@ -10,6 +10,7 @@ so that all keys from distance d outwards together weigh at most
 
 A side is left when that is at most `tolerance` times the row's sum over the keys visited so far (half of it
 each, where two sides are open). c is the mean key; the maximum runs from the nearest unvisited key outwards.
+Where keys have positions, d is the distance of the nearest unvisited key, and `log_sums` has what all weigh seen from there.
 """
 
 import math
@@ -28,6 +29,7 @@ class Certificate:
 
     Args:
         k: [B, S, D]. v: [B, S, E]. left: [B or 1, n, 1, 1]. right: likewise, or None for causal.
+        x, xq: [B, 1 or n, S] and [B, 1 or n, T], float64, where keys and queries stand; None: key s at s.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class Certificate:
         left: Tensor,
         right: Tensor | None,
         tolerance: float,
+        x: Tensor | None = None,
+        xq: Tensor | None = None,
     ) -> None:
         self.slopes = (left, right)
         # Relative rounding of norms, of dot products over D terms, and of the scores in the sums.
@@ -47,6 +51,11 @@ class Certificate:
         self.reach = radius.cummax(1).values, radius.flip(1).cummax(1).values.flip(1)
         share = tolerance if right is None else tolerance / 2
         self.log_share = math.log(share) if share else -math.inf
+        self.x, self.xq = x, xq
+        if x is not None:
+            to_left = log_sums(x, left[..., 0])
+            to_right = None if right is None else log_sums(-x.flip(-1), right[..., 0]).flip(-1)
+            self.log_sums = to_left, to_right
 
     def open_heads(self) -> list[Tensor]:
         """The heads, int64 [up to n], that see anything to the left and to the right."""
@@ -56,17 +65,19 @@ class Certificate:
             for slope in self.slopes
         ]
 
-    def about(self, q: Tensor, first_position: int) -> "Question":
-        """Ask about rows q [B, n, rows, D], times scale, that stand at first_position and on."""
-        return Question(self, q, first_position)
+    def about(self, q: Tensor, start: int, shift: int) -> "Question":
+        """Ask about rows q [B, n, rows, D], times scale: those from `start` on, at keys start + shift and on."""
+        return Question(self, q, start, shift)
 
 
 class Question:
     """The rows of one tile: may their heads stop here?"""
 
-    def __init__(self, certificate: Certificate, q: Tensor, first_position: int) -> None:
+    def __init__(self, certificate: Certificate, q: Tensor, start: int, shift: int) -> None:
         self.certificate = certificate
-        self.positions = torch.arange(q.shape[2], device=q.device) + first_position
+        self.positions = torch.arange(q.shape[2], device=q.device) + (start + shift)
+        if certificate.xq is not None:
+            self.positions = certificate.xq[..., start : start + q.shape[2]]
         center = certificate.center
         self.q_norm = _norm(q) * (1 + certificate.slack)
         largest = _norm(center)
@@ -92,13 +103,37 @@ class Question:
         assert slopes is not None, "a side without slopes is never open"
         slope = slopes[:, heads, :, 0]
         reach = certificate.reach[side]
-        num_unvisited = nearest + 1 if side == LEFT else reach.shape[1] - nearest
-        log_count = (-torch.log(-torch.expm1(-slope))).clamp(max=math.log(num_unvisited))
-        distance = (self.positions - nearest).abs().to(lse.dtype)
+        if certificate.x is None:
+            num_unvisited = nearest + 1 if side == LEFT else reach.shape[1] - nearest
+            log_count = (-torch.log(-torch.expm1(-slope))).clamp(max=math.log(num_unvisited))
+            distance = (self.positions - nearest).abs().to(lse.dtype)
+        else:
+            log_sum = certificate.log_sums[side]
+            assert log_sum is not None, "as slopes"
+            log_count = log_sum[:, heads, nearest, None].to(lse.dtype) * (1 + certificate.slack)
+            apart = (self.positions - certificate.x[..., nearest, None]).abs().to(lse.dtype)
+            distance = apart[:, heads] if apart.shape[1] > 1 else apart
         best = self.base[:, heads] + self.q_norm[:, heads] * reach[:, nearest, None, None]
         tail = best - slope * distance * (1 - certificate.slack) + log_count
         allowed = certificate.log_share + lse
         return ((tail <= allowed) & (slope > 0)).all(-1).all(0)
+
+
+def log_sums(x: Tensor, slope: Tensor) -> Tensor:
+    """Log of what keys 0 .. j weigh together, seen from key j: of the sum of exp(-slope * (x[j] - x[s])) over s <= j.
+
+    After each step a key has the sum over twice as many keys up to it: those of the key that many before, further off.
+
+    Args:
+        x: [..., S], float64, never falling. slope: [..., 1]; an infinite one counts as 0.
+    """
+    slope = slope.double().masked_fill(slope.isinf(), 0.0)
+    found, reach = torch.zeros_like(slope * x), 1
+    while reach < x.shape[-1]:
+        further = found[..., :-reach] - slope * (x[..., reach:] - x[..., :-reach])
+        found[..., reach:] = torch.logaddexp(found[..., reach:], further)
+        reach *= 2
+    return found
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def attention(
             below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
         positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of
             keys: where keys stand; outside the range they may be anything. Differences are formed in float64. None: key s
-            at s. Only `sdpa` and `dense` take them. Values are checked on the CPU and in eager mode.
+            at s. Values are checked on the CPU and in eager mode.
         query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
             stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be

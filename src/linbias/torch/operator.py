@@ -41,10 +41,9 @@ class Inputs(NamedTuple):
     slope_gradients: bool = False  # backward: those of left and right are asked for
     # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
     mask: Tensor | None = None
-    positions: Tensor | None = (
-        None  # [B, 1 or H, S], float32, float64 or integers; None: key s at s
-    )
-    query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None: at the keys
+    # [B, 1 or H, S], float32, float64 or integers, 0 outside the range of keys; None: key s at s
+    positions: Tensor | None = None
+    query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None with positions only
 
 
 class Results(NamedTuple):
@@ -71,6 +70,9 @@ class Gradients(NamedTuple):
     dv: Tensor
     dleft: Tensor | None  # [B, H], wide; None where not asked for
     dright: Tensor | None
+    # [B, H, S] and [B, H, T], wide; None where not asked for, and in operators without a last axis to speak of
+    dpositions: Tensor | None
+    dquery_positions: Tensor | None
 
 
 class Fill(Protocol):
@@ -164,10 +166,10 @@ class Operators:
 
     def attention(self, inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
         """Run a call by the shortest way on which all that looks on still sees it: out [B, H, T, E] in q's dtype, lse."""
-        arrays: tuple[Any, ...] = inputs[:_NUM_ARRAYS]
+        arrays: tuple[Any, ...] = inputs[:_SCALE] + inputs[_MASK:]
         if unobserved(*arrays):
             if inputs.precise:
-                found = _Direct.apply(*inputs[:5], self, inputs, with_lse)
+                found = _Direct.apply(*inputs[:5], *inputs[_PLACES:], self, inputs, with_lse)
                 return found if with_lse else (found, None)
             results = self.run_forward(inputs)
         elif not transforms.active():
@@ -204,15 +206,21 @@ class Operators:
         lse = results.row_max + results.log_sum
         return lse if self.unit == 1 else lse * self.unit
 
-    def empty_gradients(self, inputs: Inputs, slopes: bool = True) -> Gradients:
+    def empty_gradients(
+        self, inputs: Inputs, slopes: bool = True, places: bool = True
+    ) -> Gradients:
         q, k, v, left = inputs[:4]
         rows_first = torch.contiguous_format  # whatever the strides of q, k and v
+        placed = inputs.positions is not None
+        num_keys, num_queries = (k.shape[2], q.shape[2]) if placed else (0, 0)
         return Gradients(
             torch.empty_like(q, memory_format=rows_first),
             torch.empty_like(k, memory_format=rows_first),
             torch.empty_like(v, memory_format=rows_first),
             left.new_empty(q.shape[:2]) if slopes else None,
             left.new_empty(q.shape[:2]) if slopes else None,
+            left.new_empty((*q.shape[:2], num_keys)) if places else None,
+            left.new_empty((*q.shape[:2], num_queries)) if places else None,
         )
 
     def _empty_results(self, inputs: Inputs) -> Results:
@@ -250,7 +258,7 @@ class Operators:
     ) -> tuple[Tensor | None, ...]:
         inputs, results = _saved(ctx)
         found = _for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
-        return *found, *[None] * (len(Inputs._fields) - len(found))
+        return *found[:-2], *[None] * (len(Inputs._fields) - len(found)), *found[-2:]
 
     def _refuse(self, *_: Any) -> Any:
         raise NotImplementedError(
@@ -274,11 +282,13 @@ class _Direct(torch.autograd.Function):
         v: Tensor,
         left: Tensor,
         right: Tensor | None,
+        positions: Tensor | None,
+        query_positions: Tensor | None,
         operators: Operators,
         inputs: Inputs,
         with_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        # `inputs` holds the five, too, which are arguments for autograd to see.
+        # `inputs` holds the seven, too, which are arguments for autograd to see.
         results = operators.run_forward(inputs)
         _save(ctx, inputs, results)
         ctx.operators = operators
@@ -296,7 +306,8 @@ class _Direct(torch.autograd.Function):
                 dlog_sum = torch.zeros_like(results.log_sum)
             gradients = operators.backward(dout, dlog_sum, *results, *inputs)
         else:
-            gradients = operators.empty_gradients(inputs, inputs.slope_gradients)
+            places = any(ctx.needs_input_grad[5:7])
+            gradients = operators.empty_gradients(inputs, inputs.slope_gradients, places)
             operators.run_backward(dout, dlog_sum, results, inputs, gradients)
         return *_for_arguments(inputs, gradients), None, None, None
 
@@ -306,8 +317,8 @@ def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    arrays, ctx.numbers = inputs[:_NUM_ARRAYS], inputs[_NUM_ARRAYS:]
-    ctx.save_for_backward(*arrays, *output)
+    ctx.numbers = inputs[_SCALE:_MASK]
+    ctx.save_for_backward(*inputs[:_SCALE], *inputs[_MASK:], *output)
 
 
 def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -322,22 +333,27 @@ def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _saved(ctx: Any) -> tuple[Inputs, Results]:
     # Read once: activation checkpointing recomputes them at the first touch.
     tensors = ctx.saved_tensors
-    inputs = Inputs(*tensors[:_NUM_ARRAYS], *ctx.numbers)
+    rest = _SCALE + len(Inputs._fields) - _MASK
+    inputs = Inputs(*tensors[:_SCALE], *ctx.numbers, *tensors[_SCALE:rest])
     if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
         inputs = inputs._replace(slope_gradients=True)
-    return inputs, Results(*tensors[_NUM_ARRAYS:])
+    return inputs, Results(*tensors[rest:])
 
 
 def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Those of q, k, v and the slopes, in the shapes in which the slopes were given."""
-    dq, dk, dv, dleft, dright = gradients
+    """Those of q, k, v, the slopes and the positions, in the shapes in which these were given."""
+    dq, dk, dv, dleft, dright, *of_places = gradients
     sides: list[Tensor | None] = [None, None]
     if inputs.slope_gradients:
         for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
             if slope is not None:  # an infinite slope hides its side and has no gradient
                 total = d if slope.dim() == 2 else d.sum(0)
                 sides[side] = total.masked_fill(slope == torch.inf, 0.0)
-    return dq, dk, dv, *sides
+    places: list[Tensor | None] = [None, None]
+    for i, (place, d) in enumerate(zip(inputs[_PLACES:], of_places, strict=True)):
+        if isinstance(place, Tensor) and place.is_floating_point() and d is not None:
+            places[i] = d.sum_to_size(place.shape).to(place.dtype)
+    return dq, dk, dv, *sides, *places
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -367,4 +383,5 @@ def returns(record: type[Any]) -> str:
 
 
 _LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
-_NUM_ARRAYS = Inputs._fields.index("scale")
+# Arrays come first, then numbers, then arrays again, of which the places are differentiated.
+_SCALE, _MASK, _PLACES = map(Inputs._fields.index, ("scale", "mask", "positions"))

@@ -18,7 +18,7 @@ def bias_of(inputs: Inputs) -> Tensor:
     if inputs.positions is None:
         bias = _bias_of_order(inputs, order)
     else:
-        bias = _bias_of_distance(inputs, order, _distance(inputs, inputs.positions, position))
+        bias = _bias_of_distance(inputs, order, _distance(inputs))
     if key_range is not None:
         inside = per_query_head(_inside(key_range, S), inputs)
         bias = bias.masked_fill(~inside[:, :, None], -torch.inf)
@@ -58,21 +58,14 @@ def _bias_of_distance(inputs: Inputs, order: Tensor, distance: Tensor) -> Tensor
     return bias
 
 
-def _distance(inputs: Inputs, positions: Tensor, place: Tensor) -> Tensor:
-    """[B, 1 or H, T, S], wide: how far each key lies back of queries at keys `place` [B or 1, T].
+def _distance(inputs: Inputs) -> Tensor:
+    """[B, 1 or H, T, S], wide: how far each key lies back of each query, where keys have positions.
 
     Differences are formed in float64, because large numbers may lie close together.
     """
-    x, xq, S = positions.double(), inputs.query_positions, positions.shape[2]
-    place = place[:, None]
-    if inputs.key_range is not None:  # of what is outside, nothing is used
-        first, end = per_query_head(inputs.key_range, inputs).to(place.dtype).split(1, dim=2)
-        x = torch.where(per_query_head(_inside(inputs.key_range, S), inputs), x, 0.0)
-        place = torch.minimum(torch.maximum(place, first), end - 1)
-    if xq is None:
-        place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
-        xq = x.gather(2, place) if S else x.new_zeros(place.shape)
-    return (xq.double()[..., None] - x[..., None, :]).to(inputs.left.dtype)
+    x, xq = inputs.positions, inputs.query_positions
+    assert x is not None and xq is not None, "whoever has positions has both"
+    return (xq.double()[..., None] - x.double()[..., None, :]).to(inputs.left.dtype)
 
 
 def _per_pair(slope: Tensor) -> Tensor:

@@ -80,6 +80,8 @@ class Group:
     kv_head: int
     keys: slice
     shift: int
+    x: Tensor | None  # [B, 1 or n, S], float64: where keys stand; None: key s at s
+    xq: Tensor | None  # [B, 1 or n, T], likewise: queries
 
     @property
     def tiles(self) -> list[Tile]:
@@ -88,25 +90,53 @@ class Group:
         starts = range(0, T, step)
         return [Tile(t, min(T, t + step), self.shift, self.k.shape[1]) for t in starts]
 
-    def distance(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
-        """[rows, keys], position - key: integers, exact in the wide dtype up to 2^24 (or 2^53)."""
+    def order(self, tile: Tile, keys: tuple[int, int]) -> Tensor:
+        """[rows, keys], by how many keys each lies before a row: exact in the wide dtype up to 2^24 (or 2^53)."""
         options: dict[str, Any] = {"device": self.k.device, "dtype": self.k.dtype}
         # Both counted from the first of the keys, so that neither is a large number.
         start = tile.start + tile.shift - keys[0]
         position = torch.arange(start, start + tile.stop - tile.start, **options)
         return position[:, None] - torch.arange(keys[1] - keys[0], **options)
 
+    def distance(self, tile: Tile, keys: tuple[int, int], heads: Tensor | slice) -> Tensor:
+        """How far each key lies back of a row, in the wide dtype: [rows, keys], or [B, 1 or heads, rows, keys]."""
+        if self.x is None or self.xq is None:
+            return self.order(tile, keys)
+        x, xq = _of_heads(self.x, heads)[..., slice(*keys)], _of_heads(self.xq, heads)
+        xq = xq[..., tile.rows]
+        if keys == tile.near:  # on both sides of the rows
+            return (xq[..., None] - x[..., None, :]).to(self.k.dtype)
+        # Counted from the key nearest to the rows, both are at least 0, and their sum loses no digits.
+        anchor = x[..., -1:] if keys[0] < tile.near[0] else x[..., :1]
+        to_rows, to_keys = (xq - anchor).to(self.k.dtype), (anchor - x).to(self.k.dtype)
+        return to_rows[..., None] + to_keys[..., None, :]
+
     def near_score(self, q: Tensor, tile: Tile) -> Tensor:
         """Score [B, n, rows, keys] where keys lie on both sides of the rows; -inf where hidden."""
-        distance = self.distance(tile, tile.near)
+        order = self.order(tile, tile.near)
         score = _rows_times(q, self.k[:, slice(*tile.near)].mT)
-        for slope, reach in ((self.left, distance), (self.right, -distance)):
+        if self.x is not None:
+            score.sub_(self.near_slope(order) * self.distance(tile, tile.near, slice(None)))
+        for slope, reach in ((self.left, order), (self.right, -order)):
             if slope is None:
                 score.masked_fill_(reach > 0, -torch.inf)
+            elif self.x is not None:
+                score.masked_fill_((reach > 0) & slope.isinf(), -torch.inf)
             else:
                 # 0 * inf would be NaN: a query always sees its own position.
                 score.sub_(torch.where(reach > 0, slope * reach, 0.0))
         return score
+
+    def near_slope(self, order: Tensor) -> Tensor:
+        """[B or 1, n, rows, keys]: what a distance is multiplied with, less than 0 to the right; 0 for a hidden side."""
+        right = self.left if self.right is None else self.right
+        return torch.where(order >= 0, _finite(self.left), -_finite(right))
+
+    def far_slope(self, side: int, heads: Tensor | slice) -> Tensor:
+        """Likewise, [B or 1, heads, 1, 1], where all keys lie on one side of all rows."""
+        slope = self.left if side == LEFT else self.right
+        assert slope is not None, "nothing lies to the right of a causal row"
+        return _finite(slope[:, heads]) * (1 if side == LEFT else -1)
 
     def far_score(
         self, q: Tensor, tile: Tile, side: int, keys: tuple[int, int], heads: Tensor | slice
@@ -116,7 +146,12 @@ class Group:
         # To the right, distances are negative.
         slope, sign = (self.left, -1) if side == LEFT else (self.right, 1)
         assert slope is not None, "nothing lies to the right of a causal row"
-        return score.addcmul_(slope[:, heads], self.distance(tile, keys), value=sign)
+        slope, distance = slope[:, heads], self.distance(tile, keys, heads)
+        if self.x is None:
+            return score.addcmul_(slope, distance, value=sign)
+        # A distance may be 0, and 0 * inf would be NaN.
+        score.addcmul_(_finite(slope), distance, value=sign)
+        return score.masked_fill_(slope.isinf(), -torch.inf)
 
     def drop(
         self, weight: Tensor, tile: Tile, keys: tuple[int, int], heads: Tensor | slice
@@ -136,7 +171,7 @@ def forward_tile(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out [B, n, rows, E], row_max and log_sum [B, n, rows] and the visited blocks [n, 2] of one tile."""
     q = group.q[:, :, tile.rows].to(group.k.dtype) * group.scale
-    question = certificate.about(q, tile.start + tile.shift)
+    question = certificate.about(q, tile.start, tile.shift)
     B, n, rows, _ = q.shape
     acc = q.new_zeros(B, n, rows, group.v.shape[2])
     row_max = q.new_full((B, n, rows, 1), -torch.inf)
@@ -184,9 +219,11 @@ def backward_tile(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
+    pulls: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add one tile's part to dk [B, S, D] and dv [B, S, E]; return dq [B, n, rows, D], dleft and dright [B, n].
 
+    What moves keys [B, n, S] and the tile's rows [B, n, rows] is added to `pulls`.
     dout and delta come divided by the row sums, so that unnormalised weights serve for normalised ones.
     """
     wide = group.k.dtype
@@ -207,12 +244,19 @@ def backward_tile(
         dk[:, columns] += dscore.flatten(1, 2).mT @ q[:, heads].flatten(1, 2)
         return dscore
 
+    def pull(dscore: Tensor, slope: Tensor, keys: tuple[int, int], heads: Tensor | slice) -> None:
+        if pulls is not None:
+            pulled = dscore * slope
+            pulls[0][:, heads, slice(*keys)] += pulled.sum(-2)
+            pulls[1][:, heads] -= pulled.sum(-1)
+
     if tile.near[0] < tile.near[1]:
         dscore = visit(group.near_score(q, tile), tile.near, slice(None))
-        distance = group.distance(tile, tile.near)
+        distance = group.distance(tile, tile.near, slice(None))
         dleft -= (dscore * distance.clamp(min=0)).sum((-1, -2))
         if group.right is not None:
             dright += (dscore * distance.clamp(max=0)).sum((-1, -2))
+        pull(dscore, group.near_slope(group.order(tile, tile.near)), tile.near, slice(None))
     most = visited.amax(0).tolist() if visited.numel() else [0, 0]
     for side, index, keys in tile.outwards():
         if index >= max(most):
@@ -222,11 +266,12 @@ def backward_tile(
         heads = (visited[:, side] > index).nonzero().squeeze(-1).to(q.device)
         selected = heads if heads.numel() < q.shape[1] else slice(None)
         dscore = visit(group.far_score(q[:, selected], tile, side, keys, selected), keys, selected)
-        moment = (dscore * group.distance(tile, keys)).sum((-1, -2))
+        moment = (dscore * group.distance(tile, keys, selected)).sum((-1, -2))
         if side == LEFT:
             dleft[:, selected] -= moment
         else:
             dright[:, selected] += moment
+        pull(dscore, group.far_slope(side, selected), keys, selected)
     return dq * group.scale, dleft, dright
 
 
@@ -234,3 +279,13 @@ def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
     """[B, heads, rows, x] @ [B, x, y] -> [B, heads, rows, y], the heads folded into the rows."""
     product = rows.flatten(1, 2) @ matrix
     return product.unflatten(1, rows.shape[1:3])
+
+
+def _finite(slope: Tensor) -> Tensor:
+    """Slopes with 0 in the place of infinity, which hides its side."""
+    return slope.masked_fill(slope.isinf(), 0.0)
+
+
+def _of_heads(places: Tensor, heads: Tensor | slice) -> Tensor:
+    """[B, 1 or n, size] -> [B, 1 or heads, size]."""
+    return places[:, heads] if places.shape[1] > 1 else places

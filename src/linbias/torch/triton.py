@@ -33,6 +33,7 @@ ABILITIES = Abilities(
     devices=("cuda",),
     dtypes=("float16", "bfloat16", "float32"),
     largest_head=sizes.LARGEST_HEAD,
+    positions=True,
 )
 INTERPRETED = ("float16", "float32")
 # The interpreter has no such limits, but the same tiles.
@@ -139,6 +140,8 @@ def _fill_gradients(
     asked: dict[str, Any] = gradients._asdict()
     if not inputs.slope_gradients:
         asked |= {"dleft": None, "dright": None}
+    if inputs.positions is None:
+        asked |= {"dpositions": None, "dquery_positions": None}
     with _on(call.q):
         dlse = torch.zeros_like(saved.row_max) if dlse is None else dlse.contiguous()
         backward(call, _small_strides(dout), dlse, **saved._asdict(), **asked)
@@ -193,6 +196,9 @@ def _call(inputs: Inputs) -> "Call":
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(inputs.q.device)
 
+    def placed(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.double().expand(*inputs.q.shape[:2], -1)
+
     bound = there(inputs.key_bound)
     return Call(
         q=_small_strides(inputs.q),
@@ -204,6 +210,8 @@ def _call(inputs: Inputs) -> "Call":
         query_start=there(inputs.query_start),
         key_bound=None if bound is None else bound.float().contiguous(),
         seed=inputs.seed,
+        positions=placed(inputs.positions),
+        query_positions=placed(inputs.query_positions),
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,

@@ -30,19 +30,24 @@ from linbias.kernels.triton.tile import (
     LOG2E,
     NEAR,
     RIGHT,
+    between,
+    beyond,
     cut,
     distance_to,
     drop,
     far_score,
+    from_anchor,
     gap_bias,
     head_of,
     key_bias,
     key_hash,
     load_block,
+    load_places,
     load_rows,
     my_tile,
     near_keys,
     near_score,
+    placed_bias,
     read_range,
     read_slopes,
     read_start,
@@ -61,7 +66,7 @@ FEWEST_PROGRAMS = 256
 def row_kernel(
     DOUT, OUT, DLSE, ROW_MAX, LOG_SUM, DELTA, PIVOT, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
     dout_strides, out_strides, left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_tiles,
-    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr,
+    E: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """What backward needs of every row; grid B * H * num_tiles.
 
@@ -84,7 +89,7 @@ def row_kernel(
     tl.store(DELTA + rows + offsets, tl.sum(dout * out, 1) - dlse, mask=present)
     log_sum = tl.load(LOG_SUM + rows + offsets, mask=present, other=0.0)
     pivot = tl.load(ROW_MAX + rows + offsets, mask=present, other=0.0)
-    if QUERY_START is not None:
+    if QUERY_START is not None and not PLACED:
         left, _, right, _ = read_slopes(
             LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
         )
@@ -141,18 +146,24 @@ def visited_keys(
 
 @triton.jit(do_not_specialize=["threshold"])
 def dq_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED, DQ, DSLOPES,
-    q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DLSE, DELTA, PIVOT, LOG_SUM, VISITED,
+    DQ, DSLOPES, DXQ, q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
+    x_strides, xq_strides,
     B, H, G, T, S, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     FORWARD_ROWS: tl.constexpr, FORWARD_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Fill DQ [B, H, T, D], and DSLOPES [B, H, num_tiles, 2], the tiles' parts of the slope gradients, unless None; 1-D grid."""
+    """Fill DQ [B, H, T, D], and unless None DSLOPES [B, H, num_tiles, 2], the tiles' parts of the slope gradients, and DXQ [B, H, T].
+
+    1-D grid.
+    """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
     DROPOUT: tl.constexpr = SEED is not None
     SLOPES: tl.constexpr = DSLOPES is not None
+    PLACED: tl.constexpr = X is not None
+    PLACES: tl.constexpr = DXQ is not None
     PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
     tile, b, h, g = my_tile(num_tiles, B, H, G)
     head = wide(b) * H + h
@@ -176,7 +187,14 @@ def dq_kernel(
     row_hashes = row_hash(SEED, head, start + offsets)
     dq = tl.zeros((ROWS, PADDED_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    total_right, share_right = total, total
     columns = tl.arange(0, KEYS)
+    if PLACED:
+        gap = 0
+        X, XQ = head_of(X, x_strides, b, h), head_of(XQ, xq_strides, b, h)
+        xq = load_places(XQ, start + offsets, present, xq_strides)
+        own = tl.load(XQ + wide(start) * xq_strides[2])
+        row_high, row_low = from_anchor(xq, own)
 
     forward_tile = start // FORWARD_ROWS
     low, high = near_keys(
@@ -200,15 +218,32 @@ def dq_kernel(
                 k = load_block(K, block, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, PART)
                 v = load_block(V, block, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, PART)
                 product = tl.dot(q, tl.trans(k), input_precision="ieee")
-                distance = (position + offsets)[:, None] - keys[None, :]
+                order = (position + offsets)[:, None] - keys[None, :]
+                away = order.to(tl.float32)
+                if PLACED:
+                    x = load_places(X, keys, inside, x_strides)
                 if PART == NEAR:
+                    if PLACED:
+                        key_high, key_low = from_anchor(x, own)
+                        away = between(
+                            row_high[:, None], row_low[:, None], key_high[None, :], key_low[None, :], order
+                        )  # fmt: skip
                     score = near_score(
-                        product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                        product, order, away, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
                     )  # fmt: skip
                     lead = tl.zeros((ROWS,), tl.float32)
                 else:
-                    key_term = cut(key_bias(columns, slope, KEYS, PART), inside, HAS_RANGE, PART)
-                    lead = row_term + slope * distance_to(block, position, ROWS, KEYS, PART)
+                    if PLACED:
+                        anchor = tl.load(
+                            X + wide(block + (KEYS - 1 if PART == LEFT else 0)) * x_strides[2]
+                        )
+                        key_term, lead = placed_bias(x, xq, anchor, slope, PART)
+                        away = beyond(anchor, xq, PART)[:, None] + beyond(x, anchor, PART)[None, :]
+                        away = away if PART == LEFT else -away
+                    else:
+                        key_term = key_bias(columns, slope, KEYS, PART)
+                        lead = row_term + slope * distance_to(block, position, ROWS, KEYS, PART)
+                    key_term = cut(key_term, inside, HAS_RANGE, PART)
                     score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
                 weight = weigh(score, lead[:, None], pivot[:, None], log_sum[:, None], PRECISE)
                 dweight = tl.dot(dout, tl.trans(v), input_precision="ieee")
@@ -217,9 +252,13 @@ def dq_kernel(
                     threshold, factor, DROPOUT,
                 )  # fmt: skip
                 dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision="ieee")
-                if SLOPES:
-                    away = distance.to(tl.float32)
+                if SLOPES or PLACES:
                     total += tl.sum(dscore, 1)
+                if PLACES:
+                    if PART != LEFT and HAS_RIGHT:
+                        total_right += tl.sum(tl.where(order < 0, dscore, 0.0), 1)
+                        share_right += tl.sum(tl.where(order < 0, weight, 0.0), 1)
+                if SLOPES:
                     if PART != RIGHT:
                         moment_left += tl.sum(dscore * tl.maximum(away, 0.0), 1)
                         reach_left += tl.sum(weight * tl.maximum(away, 0.0), 1)
@@ -228,12 +267,19 @@ def dq_kernel(
                         reach_right += tl.sum(weight * tl.maximum(-away, 0.0), 1)
 
     store_rows(DQ + rows * D, offsets, present, dq * (scale * LN2), D, PADDED_D)
-    if SLOPES:
+    if SLOPES or PLACES:
         # Sums of large terms that cancel: what makes sum dscore differ from dlse is rounding, mostly delta's, and every
         # dscore carries its weight's share of it. Distances lack the gap, which counts as often as there is dscore.
         dlse = tl.load(DLSE + rows + offsets, mask=present, other=0.0) * LOG2E
         dlse = tl.where(pivot == INF, 0.0, dlse)
         error = tl.where(pivot == INF, 0.0, total - dlse)
+    if PLACES:
+        # The weights of a row that saw a key are 1 together, and so its dscore is dlse.
+        to_right = total_right - error * share_right
+        tl.store(
+            DXQ + rows + offsets, (right * to_right - left * (dlse - to_right)) * LN2, mask=present
+        )
+    if SLOPES:
         gap_left, gap_right = tl.maximum(gap, 0).to(tl.float32), tl.maximum(-gap, 0).to(tl.float32)
         to = DSLOPES + (head * num_tiles + tile) * 2
         tl.store(to, -tl.sum(moment_left - error * reach_left + gap_left * dlse, 0))
@@ -258,8 +304,9 @@ def tiles_that_visited(
 
 @triton.jit(do_not_specialize=["threshold"])
 def dkv_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, DOUT, DELTA, PIVOT, LOG_SUM, VISITED, DK, DV, DX,
     q_strides, k_strides, v_strides, dout_strides, left_strides, right_strides, range_strides, start_strides,
+    x_strides, xq_strides,
     B, H, G, T, S, num_blocks, num_tiles, visited_tiles, scale, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -267,11 +314,13 @@ def dkv_kernel(
 ):  # fmt: skip
     """Fill DK [parts, B, G, S, D] and DV [parts, B, G, S, E]; grid (num_blocks * B * G, parts). Scores lie across: [keys, rows].
 
-    A part has a share of the query heads that read the block, one after the other.
+    A part has a share of the query heads that read the block, one after the other. Also DX [B, H, S], unless None.
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     DROPOUT: tl.constexpr = SEED is not None
     PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
+    PLACED: tl.constexpr = X is not None
+    PLACES: tl.constexpr = DX is not None
     block, b, g, _ = my_tile(num_blocks, B, G, G)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     first, end = read_range(KEY_RANGE, range_strides, b, g, S)
@@ -293,6 +342,13 @@ def dkv_kernel(
         left, left_sight, right, right_sight = read_slopes(
             LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
         )
+        if PLACED:
+            x_head, xq_head = head_of(X, x_strides, b, h), head_of(XQ, xq_strides, b, h)
+            x = load_places(x_head, keys, inside, x_strides)
+            low_key, high_key = tl.maximum(s, first), tl.minimum(s + KEYS, end) - 1
+            low_x = load_places(x_head, low_key, low_key <= high_key, x_strides)
+            high_x = load_places(x_head, high_key, low_key <= high_key, x_strides)
+            dx = tl.zeros((KEYS,), tl.float32)
         counts = VISITED + head * visited_tiles * 2
         lowest, highest = tiles_that_visited(
             counts, s, query_start, first, end, num_tiles, FORWARD_ROWS, FORWARD_KEYS, KEYS
@@ -328,18 +384,30 @@ def dkv_kernel(
                     delta = tl.load(DELTA + rows, mask=present, other=0.0)
                     pivot, log_sum = load_pivot(PIVOT, LOG_SUM, rows, present, PRECISE)
                     product = tl.dot(k, tl.trans(q), input_precision="ieee")
+                    order = (position + offsets)[None, :] - keys[:, None]
+                    if PLACED:
+                        xq = load_places(xq_head, start + offsets, present, xq_strides)
                     if PART == NEAR:
-                        distance = (position + offsets)[None, :] - keys[:, None]
+                        distance = order.to(tl.float32)
+                        if PLACED:
+                            row_high, row_low = from_anchor(xq, low_x)
+                            key_high, key_low = from_anchor(x, low_x)
+                            distance = between(
+                                row_high[None, :], row_low[None, :], key_high[:, None], key_low[:, None], order
+                            )  # fmt: skip
                         score = near_score(
-                            product, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
+                            product, order, distance, visible[:, None], scale, left, left_sight, right, right_sight, HAS_RIGHT
                         )  # fmt: skip
                         lead = tl.zeros((ROWS,), tl.float32)
                     else:
+                        if PLACED:
+                            anchor = high_x if PART == LEFT else low_x
+                            key_term, lead = placed_bias(x, xq, anchor, slope, PART)
+                        else:
+                            key_term = key_bias(columns, slope, KEYS, PART)
+                            lead = row_term + slope * distance_to(s, position, ROWS, KEYS, PART)
                         # Rows of a near tile may lie next to keys on a side that is hidden.
-                        key_term = tl.where(
-                            visible & (sight > 0), key_bias(columns, slope, KEYS, PART), INF
-                        )
-                        lead = row_term + slope * distance_to(s, position, ROWS, KEYS, PART)
+                        key_term = tl.where(visible & (sight > 0), key_term, INF)
                         score = far_score(
                             product, scale, key_term[:, None], lead[None, :], PRECISE
                         )
@@ -351,6 +419,10 @@ def dkv_kernel(
                     )  # fmt: skip
                     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision="ieee")
                     dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee")
+                    if PLACES:
+                        dx += tl.sum(tl.where(order < 0, -right, left) * dscore, 1)
+        if PLACES:
+            tl.store(DX + head * S + keys, dx * LN2, mask=keys < S)
     to = ((wide(part) * B + b) * G + g) * S + s
     exists = keys < S
     store_rows(DK + to * D, columns, exists, dk * (scale * LN2), D, PADDED_D)
@@ -376,15 +448,17 @@ def backward(
     dv: Tensor,
     dleft: Tensor | None,
     dright: Tensor | None,
+    dpositions: Tensor | None = None,
+    dquery_positions: Tensor | None = None,
 ) -> None:
-    """Fill dq, dk and dv, and dleft and dright [B, H], float32, unless they are None.
+    """Fill dq, dk and dv, and unless they are None dleft and dright [B, H], dpositions [B, H, S] and dquery_positions [B, H, T].
 
     Args:
         dout: [B, H, T, E], any strides.
         dlse: [B, H, T], the gradient of lse in bits, contiguous.
         out, row_max, log_sum, visited: What `forward` filled.
         dq, dk, dv: Contiguous; dk and dv zeroed.
-        dleft, dright: Zeroed.
+        dleft, dright, dpositions, dquery_positions: float32, contiguous, zeroed; of positions both or none.
     """
     B, H, G, T, S, _, E = call.lengths
     if B * H * T == 0:
@@ -395,7 +469,8 @@ def backward(
     row_kernel[B * H * row_tiles,](
         **slope_arguments(call), **position_arguments(call), DOUT=dout, OUT=out, DLSE=dlse, ROW_MAX=row_max,
         LOG_SUM=log_sum, DELTA=delta, PIVOT=pivot, dout_strides=dout.stride(), out_strides=out.stride(),
-        H=H, G=G, T=T, S=S, num_tiles=row_tiles, E=E, PADDED_E=padded(E), ROWS=rows, **FUSION,
+        H=H, G=G, T=T, S=S, num_tiles=row_tiles, E=E, PADDED_E=padded(E), ROWS=rows,
+        PLACED=call.positions is not None, **FUSION,
     )  # fmt: skip
     shared: dict[str, Any] = {
         **arguments(call), **dropout_arguments(call), "B": B, "DOUT": dout, "dout_strides": dout.stride(),
@@ -405,7 +480,13 @@ def backward(
     num_tiles = triton.cdiv(T, sizes.dq.rows)
     parts = None if dleft is None else delta.new_empty(B, H, num_tiles, 2)
     dq_kernel[num_tiles * B * H,](
-        **shared, DLSE=dlse, DQ=dq, DSLOPES=parts, num_tiles=num_tiles, **sizes.dq.options()
+        **shared,
+        DLSE=dlse,
+        DQ=dq,
+        DSLOPES=parts,
+        DXQ=dquery_positions,
+        num_tiles=num_tiles,
+        **sizes.dq.options(),
     )
     num_blocks = triton.cdiv(S, sizes.dkv.keys)
     if num_blocks:
@@ -414,7 +495,7 @@ def backward(
             x if cuts == 1 else torch.empty(cuts, *x.shape, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )  # fmt: skip
         dkv_kernel[num_blocks * B * G, cuts](
-            **shared, DK=part_dk, DV=part_dv, num_blocks=num_blocks,
+            **shared, DK=part_dk, DV=part_dv, DX=dpositions, num_blocks=num_blocks,
             num_tiles=triton.cdiv(T, sizes.forward.rows), **sizes.dkv.options(),
         )  # fmt: skip
         if cuts > 1:

@@ -4,6 +4,8 @@ Before the first tile, `measure_kernel` reads keys and values once and finds for
 is the mean of SAMPLE keys spread over the range (any fixed vector serves); running maxima of these, from either end towards
 the near keys, bound all that lies outwards. Blocks that hold anything not finite get inf, and so are never left out.
 A tile asks for its number once when near keys are in its sums, and again after the keys that carry most of the weight.
+Where keys have positions, `blocks_kernel` sums what the keys of a block weigh, seen from its key nearest to the rows, and
+`tails_kernel` scans these sums outwards; a tile then searches for the block whose tail is small enough.
 """
 
 import math
@@ -14,9 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linbias.kernels.triton.launch import Call, padded, strides
+from linbias.kernels.triton.launch import (
+    Call,
+    padded,
+    slope_arguments,
+    strides,
+)
 from linbias.kernels.triton.sizes import FUSION
-from linbias.kernels.triton.tile import INF, head_of, load_rows, read_range, wide
+from linbias.kernels.triton.tile import (
+    INF,
+    LEFT,
+    RIGHT,
+    beyond,
+    clamp,
+    head_of,
+    load_places,
+    load_rows,
+    read_range,
+    read_slopes,
+    wide,
+)
 
 SAMPLE = 64
 BLOCKS_PER_PROGRAM = 4
@@ -27,6 +46,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MARGIN: tl.constexpr = tl.constexpr(2.0**-9)
 # Keys whose bias is below so many bits carry most of a row's weight.
 PREVIEW_BITS: tl.constexpr = tl.constexpr(3.0)
+# Blocks whose tails are looked at together.
+SEARCHED: tl.constexpr = tl.constexpr(128)
 # More than what a square loses that underflows.
 UNDERFLOW: tl.constexpr = tl.constexpr(2.0**-120)
 
@@ -115,6 +136,14 @@ def log_count(slope, count):
 
 
 @triton.jit
+def excess_of(bound, row_max, row_sum, log_share):
+    """log2 of a tail over what may be lost of the row's sum; inf in a row that saw no key yet."""
+    seen = row_sum > 0
+    log_sum = tl.where(seen, tl.log2(tl.where(seen, row_sum, 1.0)), -INF)
+    return bound - log_share + MARGIN - tl.where(seen, row_max + log_sum, -INF)
+
+
+@triton.jit
 def trip_count(
     bound, slope, row_max, row_sum, present, distance, most, log_share, slack, KEYS: tl.constexpr
 ):
@@ -123,9 +152,7 @@ def trip_count(
     bound: [rows], log2 of the tail if it began at distance 0; distance: [rows], from a row to the nearest unvisited key.
     Comparisons with NaN ask for all blocks, and so does a slope of 0.
     """
-    seen = row_sum > 0
-    log_sum = tl.where(seen, tl.log2(tl.where(seen, row_sum, 1.0)), -INF)
-    excess = bound - log_share + MARGIN - tl.where(seen, row_max + log_sum, -INF)
+    excess = excess_of(bound, row_max, row_sum, log_share)
     needed = excess / (tl.where(slope > 0, slope, 1.0) * (1 - slack)) - distance.to(tl.float32)
     blocks = tl.ceil(needed / KEYS)
     limit = most.to(tl.float32)
@@ -139,6 +166,168 @@ def preview(slope, KEYS: tl.constexpr):
     """How many blocks of keys carry most of a row's weight, going by the bias: they are visited before the second question."""
     flattest = tl.where(slope > 1e-6, slope, 1e-6)  # which NaN becomes, too
     return tl.ceil(1.0 / flattest * PREVIEW_BITS / KEYS).to(tl.int32)
+
+
+@triton.jit
+def most_needed(excess, slope, xq, x, present, slack, SIDE: tl.constexpr):
+    """`excess_of` a tail that begins at x, [rows]; inf where that is no number, -inf in absent rows."""
+    needed = excess - slope * (1 - slack) * beyond(x, xq, SIDE)
+    return tl.where(present, tl.where(needed < INF, needed, INF), -INF)
+
+
+@triton.jit
+def search(
+    needed, slope, X, stride, TAILS, nearest, most, slack,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """How many blocks from key `nearest` outwards, 0 .. most, come before the first whose tail any row may leave out.
+
+    needed, slope, X: [rows] each: of a tail that begins at `nearest`, in bits; X points to the head's positions. TAILS has
+    what the tail weighs seen from each block; without it a tail counts its keys. Tails fall outwards: WIDTH of them are
+    looked at together. Comparisons with NaN ask for the block.
+    """
+    count = 0
+    going = most > 0
+    reference = tl.load(X + tl.where(going, wide(nearest), 0) * stride)
+    while going:
+        blocks = count + tl.arange(0, WIDTH)
+        inside = blocks < most
+        key = nearest - blocks * KEYS if SIDE == LEFT else nearest + blocks * KEYS
+        x = tl.load(X[:, None] + (wide(key) * stride)[None, :], mask=inside[None, :], other=0.0)
+        tail = needed[:, None] - slope[:, None] * (1 - slack) * beyond(x, reference[:, None], SIDE)
+        if TAILS is not None:
+            tail += tl.load(TAILS + key // KEYS, mask=inside, other=0.0)[None, :]
+        asked = inside & (tl.max((~(tail <= 0)).to(tl.int32), 0) > 0)
+        more = tl.sum(asked.to(tl.int32), 0)
+        count += more
+        going = more == WIDTH
+    return count
+
+
+@triton.jit
+def placed_trip_count(
+    bound, slope, row_max, row_sum, present, xq, X, stride, S, TAILS, nearest, most, log_share, slack, first_time,
+    KEYS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """`trip_count` where keys have positions: X points to those of the head, xq [rows] are the rows', TAILS the head's of a side.
+
+    The first time no farther than keys that carry most of a row's weight, going by the bias.
+    """
+    here = tl.minimum(tl.maximum(nearest, 0), S - 1)
+    excess = excess_of(bound, row_max, row_sum, log_share)
+    x = tl.load(X + wide(here) * stride)
+    needed = tl.max(most_needed(excess, slope, xq, x, present, slack, SIDE), 0)
+    near = tl.minimum(needed, PREVIEW_BITS - tl.load(TAILS + here // KEYS))
+    needed = tl.where(first_time, near, needed)
+    one, none = tl.arange(0, 1), tl.zeros((1,), tl.float32)
+    asked = search(
+        needed + none, slope + none, X + one, stride, TAILS, nearest, most, slack, KEYS, SEARCHED, SIDE
+    )  # fmt: skip
+    return tl.where(slope > 0, asked, most)
+
+
+@triton.jit
+def log_add(a, b):
+    """log2(2^a + 2^b)."""
+    largest = tl.maximum(a, b)
+    pivot = tl.where(largest == -INF, 0.0, largest)
+    return pivot + tl.log2(tl.exp2(a - pivot) + tl.exp2(b - pivot))
+
+
+@triton.jit
+def further_block(sum, step, next_sum, next_step):
+    """Two stretches of keys as one: the log of their weights, seen from its end, and how much bias lies between its ends."""
+    return log_add(sum - next_step, next_sum), step + next_step
+
+
+@triton.jit
+def blocks_kernel(
+    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, x_strides, left_strides, right_strides, range_strides,
+    H, G, S, num_blocks, num_groups, KEYS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Fill SUMS [2, B, H, blocks]: log2 of what the keys of a block weigh, seen from the one nearest to rows on either side.
+
+    Grid B * H * num_groups, a group of BLOCKS blocks each.
+    """
+    head, group = tl.program_id(0) // num_groups, tl.program_id(0) % num_groups
+    num_heads = tl.num_programs(0) // num_groups
+    b, h = head // H, head % H
+    first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
+    left, _, right, _ = read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h)
+    X = head_of(X, x_strides, b, h)
+    for i in range(BLOCKS):
+        block = group * BLOCKS + i
+        keys = block * KEYS + tl.arange(0, KEYS)
+        inside = (keys >= first) & (keys < end)
+        x = load_places(X, keys, inside, x_strides)
+        for SIDE in tl.static_range(2):
+            slope = left if SIDE == LEFT else right
+            edge = edge_of(block, first, end, KEYS, SIDE)
+            anchor = load_places(X, edge, (edge >= first) & (edge < end), x_strides)
+            weight = tl.where(inside, tl.exp2(-slope * beyond(x, anchor, SIDE)), 0.0)
+            to = (SIDE * num_heads + wide(head)) * num_blocks + block
+            tl.store(SUMS + to, tl.log2(tl.sum(weight, 0)), mask=block < num_blocks)
+
+
+@triton.jit
+def edge_of(block, first, end, KEYS: tl.constexpr, SIDE: tl.constexpr):
+    """The key of a block, or of the range beyond which it lies, that is nearest to rows whose keys on one side it has."""
+    edge = block * KEYS + (KEYS - 1 if SIDE == LEFT else 0)
+    return clamp(edge, first, end - 1)
+
+
+@triton.jit
+def tails_kernel(
+    X, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, SUMS, TAILS, x_strides, left_strides, right_strides, range_strides,
+    H, G, S, num_blocks, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """TAILS [2, B, H, blocks]: log2 of what a block and all beyond it weigh, seen from its nearest key; grid (B * H, 2)."""
+    head, side = tl.program_id(0), tl.program_id(1)
+    b, h = head // H, head % H
+    first, end = read_range(KEY_RANGE, range_strides, b, h // (H // G), S)
+    left, _, right, _ = read_slopes(LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h)
+    slope = tl.where(side == LEFT, left, right)
+    X = head_of(X, x_strides, b, h)
+    SUMS += (wide(side) * tl.num_programs(0) + head) * num_blocks
+    TAILS += (wide(side) * tl.num_programs(0) + head) * num_blocks
+    tail = float("-inf")
+    for start in range(0, num_blocks, CHUNK):
+        steps = start + tl.arange(0, CHUNK)
+        inside = steps < num_blocks
+        block = tl.where(side == LEFT, steps, num_blocks - 1 - steps)
+        left_edge = edge_of(block, first, end, KEYS, LEFT)
+        right_edge = edge_of(block, first, end, KEYS, RIGHT)
+        left_before = edge_of(block - 1, first, end, KEYS, LEFT)
+        right_before = edge_of(block + 1, first, end, KEYS, RIGHT)
+        edge = tl.where(side == LEFT, left_edge, right_edge)
+        edge_before = tl.where(side == LEFT, left_before, right_before)
+        there = inside & (edge >= first)  # of a range without keys, none is
+        x = load_places(X, edge, there, x_strides)
+        before = load_places(X, edge_before, there, x_strides)
+        step = slope * tl.abs(x - before).to(tl.float32)
+        sums = tl.load(SUMS + block, mask=inside, other=float("-inf"))
+        sums, step = tl.associative_scan((sums, step), 0, further_block)
+        found = log_add(tail - step, sums)
+        tl.store(TAILS + block, found, mask=inside)
+        tail = tl.max(tl.where(steps == start + CHUNK - 1, found, -INF), 0)
+
+
+def tails(call: Call, keys: int) -> Tensor:
+    """What all keys from a block of `keys` keys outwards weigh, in bits: [2, B, H, blocks], to the left and to the right."""
+    B, H, G, _, S, *_ = call.lengths
+    num_blocks = triton.cdiv(S, keys)
+    sums = torch.empty(2, B, H, num_blocks, dtype=torch.float32, device=call.k.device)
+    found = torch.empty_like(sums)
+    shared = {
+        "X": call.positions, "x_strides": strides(call.positions), **slope_arguments(call), "KEY_RANGE": call.key_range,
+        "range_strides": strides(call.key_range), "SUMS": sums, "H": H, "G": G, "S": S, "num_blocks": num_blocks,
+        "KEYS": keys, **FUSION,
+    }  # fmt: skip
+    num_groups = triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)
+    blocks_kernel[B * H * num_groups,](**shared, num_groups=num_groups, BLOCKS=BLOCKS_PER_PROGRAM)
+    chunk = min(CHUNK, triton.next_power_of_2(num_blocks))
+    tails_kernel[B * H, 2](**shared, TAILS=found, CHUNK=chunk)
+    return found
 
 
 def bounds(call: Call, keys: int) -> Bounds:

@@ -17,10 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from linbias.kernels.triton.certificate import (
+    excess_of,
     log_count,
     log_share,
+    most_needed,
     norm,
     preview,
+    search,
     slack_of,
     trip_count,
 )
@@ -34,7 +37,9 @@ from linbias.kernels.triton.launch import (
 from linbias.kernels.triton.sizes import FUSION
 from linbias.kernels.triton.tile import (
     INF,
+    LEFT,
     NEAR,
+    RIGHT,
     add_block,
     gap_bias,
     head_of,
@@ -46,6 +51,7 @@ from linbias.kernels.triton.tile import (
     read_start,
     store_rows,
     take_off_bias,
+    toward,
     wide,
 )
 
@@ -56,20 +62,30 @@ MOST_PARTS = 64
 NEAR_BLOCKS: tl.constexpr = tl.constexpr(
     4
 )  # on a side, at most, beside those at the queries' own positions
+SEARCHED: tl.constexpr = tl.constexpr(32)  # blocks at a time
 
 
 @triton.jit
 def score_block(
-    q, K, start, position, first, end, strides, scale, left, left_sight, right, right_sight,
+    q, K, X, xq, start, position, first, end, strides, x_stride, scale, left, left_sight, right, right_sight,
     D: tl.constexpr, PADDED_D: tl.constexpr, KEYS: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of all rows with the block of keys from `start`, and which of its keys there are."""
+    """The scores of all rows with the block of keys from `start`, and which of its keys there are.
+
+    X, unless None, points to the positions of each row's head, and xq are those of the rows.
+    """
     columns = tl.arange(0, KEYS)
     keys = start + columns
     inside = (keys >= first) & (keys < end)
     k = load_block(K, start, columns, inside, strides, D, PADDED_D, HAS_RANGE, NEAR)
+    order = position[:, None] - keys[None, :]
+    distance = order.to(tl.float32)
+    if X is not None:
+        at = X[:, None] + (wide(keys) * x_stride)[None, :]
+        x = tl.load(at, mask=inside[None, :], other=0.0)
+        distance = toward(order, (xq[:, None] - x).to(tl.float32))
     score = near_score(
-        tl.dot(q, tl.trans(k), input_precision="ieee"), position[:, None] - keys[None, :], inside[None, :], scale,
+        tl.dot(q, tl.trans(k), input_precision="ieee"), order, distance, inside[None, :], scale,
         left[:, None], left_sight[:, None], right[:, None], right_sight[:, None], HAS_RIGHT,
     )  # fmt: skip
     return score, inside
@@ -77,19 +93,35 @@ def score_block(
 
 @triton.jit
 def blocks_to_visit(
-    bound, slope, row_max, row_sum, seen, distance, unseen, near, most, log_share, slack, KEYS: tl.constexpr
+    bound, slope, row_max, row_sum, seen, X, xq, x_stride, nearest, distance, unseen, near, most, log_share, slack,
+    KEYS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """How many blocks of one side the rows must visit, of which they have seen the scores of the `near` first."""
-    asked = trip_count(
-        bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near, log_share, slack, KEYS
-    )  # fmt: skip
+    """How many blocks of one side the rows must visit, of which they have seen the scores of the `near` first.
+
+    To sum what keys at given positions weigh would read all of them, so that these are counted.
+    """
+    if X is not None:
+        more = most > near
+        bound += tl.log2(tl.maximum(unseen, 1).to(tl.float32))
+        x = tl.load(X + tl.where(more, wide(nearest), 0) * x_stride, mask=seen, other=0.0)
+        needed = most_needed(
+            excess_of(bound, row_max, row_sum, log_share), slope, xq, x, seen, slack, SIDE
+        )
+        needed = tl.where(seen & ~(slope > 0), INF, needed)
+        asked = search(
+            needed, slope, X, x_stride, None, nearest, most - near, slack, KEYS, SEARCHED, SIDE
+        )
+    else:
+        asked = trip_count(
+            bound + log_count(slope, unseen), slope, row_max, row_sum, seen, distance, most - near, log_share, slack, KEYS
+        )  # fmt: skip
     return near + asked
 
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, BOUND, PART_OUT, PART_MAX, PART_SUM,
-    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, BOUND, PART_OUT, PART_MAX, PART_SUM,
+    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
     H, G, T, S, scale, log_share, slack,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -101,6 +133,7 @@ def decode_kernel(
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
     CERTIFY: tl.constexpr = BOUND is not None
+    PLACED: tl.constexpr = X is not None
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     part, num_parts = tl.program_id(1), tl.num_programs(1)
     group = H // G
@@ -122,6 +155,16 @@ def decode_kernel(
         mask=present[:, None] & (entries < D)[None, :],
         other=0.0,
     )
+    x_stride, xq = 1, position
+    if PLACED:
+        x_stride = x_strides[2]
+        X += wide(b) * x_strides[0] + h.to(tl.int64) * x_strides[1]
+        at = (
+            wide(b) * xq_strides[0]
+            + h.to(tl.int64) * xq_strides[1]
+            + t.to(tl.int64) * xq_strides[2]
+        )
+        xq = tl.load(XQ + at, mask=present, other=0.0)
     columns = tl.arange(0, KEYS)
     acc = tl.zeros((ROWS, PADDED_E), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -137,16 +180,19 @@ def decode_kernel(
     most_right = tl.max(tl.where(right_seen, most_right, 0), 0)
     left_count, right_count = most_left, most_right
     if CERTIFY:
-        near_left = tl.max(tl.where(left_seen, preview(left, KEYS), 0), 0)
+        wanted_left, wanted_right = preview(left, KEYS), preview(right, KEYS)
+        if PLACED:
+            wanted_left, wanted_right = offsets * 0 + NEAR_BLOCKS, offsets * 0 + NEAR_BLOCKS
+        near_left = tl.max(tl.where(left_seen, wanted_left, 0), 0)
         near_left = tl.minimum(near_left, tl.minimum(most_left, NEAR_BLOCKS))
-        near_right = tl.max(tl.where(right_seen, preview(right, KEYS), 0), 0)
+        near_right = tl.max(tl.where(right_seen, wanted_right, 0), 0)
         near_right = tl.minimum(near_right, tl.minimum(most_right, NEAR_BLOCKS))
         for start in tl.range(
             low - near_left * KEYS, high + near_right * KEYS, KEYS, num_stages=STAGES
         ):
             score, inside = score_block(
-                q, K, start, position, first, end, k_strides, scale, left, left_sight, right, right_sight,
-                D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
+                q, K, X, xq, start, position, first, end, k_strides, x_stride, scale,
+                left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(score, 1))
             pivot = tl.where(new_max == -INF, 0.0, new_max)
@@ -158,14 +204,14 @@ def decode_kernel(
         largest = q_norm * tl.load(BOUND + tl.program_id(0)) * (1 + 3 * slack)
         nearest = low - near_left * KEYS - 1
         left_count = blocks_to_visit(
-            largest, left, row_max, row_sum, left_seen, position - nearest, nearest + 1 - first,
-            near_left, most_left, log_share, slack, KEYS,
+            largest, left, row_max, row_sum, left_seen, X, xq, x_stride, nearest, position - nearest, nearest + 1 - first,
+            near_left, most_left, log_share, slack, KEYS, LEFT,
         )  # fmt: skip
         if HAS_RIGHT:
             nearest = high + near_right * KEYS
             right_count = blocks_to_visit(
-                largest, right, row_max, row_sum, right_seen, nearest - position, end - nearest,
-                near_right, most_right, log_share, slack, KEYS,
+                largest, right, row_max, row_sum, right_seen, X, xq, x_stride, nearest, nearest - position, end - nearest,
+                near_right, most_right, log_share, slack, KEYS, RIGHT,
             )  # fmt: skip
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
         row_sum = tl.zeros((ROWS,), tl.float32)
@@ -176,8 +222,8 @@ def decode_kernel(
     for n in tl.range(part * share, tl.minimum((part + 1) * share, total), num_stages=STAGES):
         start = high - (n + 1) * KEYS
         score, inside = score_block(
-            q, K, start, position, first, end, k_strides, scale, left, left_sight, right, right_sight,
-            D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
+            q, K, X, xq, start, position, first, end, k_strides, x_stride, scale,
+            left, left_sight, right, right_sight, D, PADDED_D, KEYS, HAS_RIGHT, HAS_RANGE,
         )  # fmt: skip
         v = load_block(V, start, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, NEAR)
         acc, row_max, row_sum = add_block(
@@ -193,7 +239,7 @@ def decode_kernel(
 def merge_kernel(
     PART_OUT, PART_MAX, PART_SUM, OUT, ROW_MAX, LOG_SUM, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START,
     left_strides, right_strides, range_strides, start_strides, H, G, T, S, num_parts,
-    E: tl.constexpr, PADDED_E: tl.constexpr,
+    E: tl.constexpr, PADDED_E: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one row; grid B * H * T. Rows lie in the order of OUT [B, H, T, E]."""
     row = wide(tl.program_id(0))
@@ -214,7 +260,7 @@ def merge_kernel(
     out = acc / tl.where(empty, 1.0, row_sum)
     tl.store(OUT + row * E + entries, out.to(OUT.dtype.element_ty), mask=entries < E)
     log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
-    if QUERY_START is not None:
+    if QUERY_START is not None and not PLACED:
         h, b = tl.program_id(0) // T % H, tl.program_id(0) // T // H
         left, _, right, _ = read_slopes(
             LEFT_SLOPES, RIGHT_SLOPES, left_strides, right_strides, b, h
@@ -255,5 +301,5 @@ def decode(call: Call, num_processors: int, out: Tensor, row_max: Tensor, log_su
     )  # fmt: skip
     merge_kernel[B * H * T,](
         **slope_arguments(call), **position_arguments(call), **parts, OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum,
-        H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E), num_warps=1, **FUSION,
+        H=H, G=G, T=T, S=S, num_parts=num_parts, E=E, PADDED_E=padded(E), PLACED=call.positions is not None, num_warps=1, **FUSION,
     )  # fmt: skip

@@ -16,8 +16,10 @@ from linbias.kernels.triton.certificate import (
     log_count,
     log_share,
     norm,
+    placed_trip_count,
     preview,
     slack_of,
+    tails,
     trip_count,
 )
 from linbias.kernels.triton.launch import Call, arguments, dropout_arguments
@@ -26,18 +28,22 @@ from linbias.kernels.triton.tile import (
     LEFT,
     NEAR,
     add_block,
+    between,
     cut,
     distance_to,
     far_score,
+    from_anchor,
     gap_bias,
     head_of,
     key_bias,
     key_hash,
     load_block,
+    load_places,
     load_rows,
     my_tile,
     near_keys,
     near_score,
+    placed_bias,
     read_range,
     read_slopes,
     read_start,
@@ -54,19 +60,21 @@ FEWEST_BLOCKS = 16
 
 @triton.jit(do_not_specialize=["threshold"])
 def forward_kernel(
-    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, SEED, CENTER, REACH, OUT, ROW_MAX, LOG_SUM, VISITED,
-    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides,
+    Q, K, V, LEFT_SLOPES, RIGHT_SLOPES, KEY_RANGE, QUERY_START, X, XQ, SEED, CENTER, REACH, TAILS,
+    OUT, ROW_MAX, LOG_SUM, VISITED,
+    q_strides, k_strides, v_strides, left_strides, right_strides, range_strides, start_strides, x_strides, xq_strides,
     B, H, G, T, S, num_tiles, visited_tiles, num_blocks, scale, log_share, slack, threshold, factor,
     D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fill OUT [B, H, T, E], ROW_MAX and LOG_SUM [B, H, T] in bits, VISITED [B, H, visited_tiles, 2]; 1-D grid.
 
-    CENTER and REACH are those of `certificate.Bounds`; without them all keys are visited.
+    CENTER and REACH are those of `certificate.Bounds`, without which all keys are visited; TAILS are those of keys that have positions.
     """
     HAS_RIGHT: tl.constexpr = RIGHT_SLOPES is not None
     HAS_RANGE: tl.constexpr = KEY_RANGE is not None
     CERTIFY: tl.constexpr = REACH is not None
+    PLACED: tl.constexpr = X is not None
     DROPOUT: tl.constexpr = SEED is not None
     # Backward must find the same scores to the last bit; 16-bit inputs do not show the difference.
     PRECISE: tl.constexpr = Q.dtype.element_ty == tl.float32
@@ -91,6 +99,12 @@ def forward_kernel(
     no_lead = tl.zeros((ROWS,), tl.float32)
     columns = tl.arange(0, KEYS)
 
+    if PLACED:
+        X, XQ = head_of(X, x_strides, b, h), head_of(XQ, xq_strides, b, h)
+        xq = load_places(XQ, start + offsets, present, xq_strides)
+        own = tl.load(XQ + wide(start) * xq_strides[2])
+        row_high, row_low = from_anchor(xq, own)
+
     low, high = near_keys(position, ROWS, first, end, KEYS)
     for near in tl.range(low, high, KEYS, num_stages=STAGES):
         keys = near + columns
@@ -98,9 +112,15 @@ def forward_kernel(
         k = load_block(K, near, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, NEAR)
         v = load_block(V, near, columns, inside, v_strides, E, PADDED_E, HAS_RANGE, NEAR)
         product = tl.dot(q, tl.trans(k), input_precision="ieee")
-        distance = (position + offsets)[:, None] - keys[None, :]
+        order = (position + offsets)[:, None] - keys[None, :]
+        distance = order.to(tl.float32)
+        if PLACED:
+            key_high, key_low = from_anchor(load_places(X, keys, inside, x_strides), own)
+            distance = between(
+                row_high[:, None], row_low[:, None], key_high[None, :], key_low[None, :], order
+            )
         score = near_score(
-            product, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
+            product, order, distance, inside[None, :], scale, left, left_sight, right, right_sight, HAS_RIGHT
         )  # fmt: skip
         acc, row_max, row_sum = add_block(
             score, no_lead, v, acc, row_max, row_sum, row_hashes, key_hash(SEED, keys), threshold, factor, DROPOUT
@@ -140,11 +160,19 @@ def forward_kernel(
                         radius = tl.load(right_reach + tl.minimum(nearest // KEYS, num_blocks - 1))
                         distance = nearest - position - offsets
                         unseen = end - nearest
-                    bound = base + q_norm * radius + log_count(slope, unseen)
-                    count = visited + trip_count(
-                        bound, slope, row_max, row_sum, present, distance, most - visited, log_share, slack, KEYS
-                    )  # fmt: skip
-                    count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
+                    bound = base + q_norm * radius
+                    if PLACED:
+                        count = visited + placed_trip_count(
+                            bound, slope, row_max, row_sum, present, xq, X, x_strides[2], S,
+                            TAILS + (SIDE * wide(B) * H + head) * num_blocks, nearest, most - visited,
+                            log_share, slack, turn == 0, KEYS, SIDE,
+                        )  # fmt: skip
+                    else:
+                        count = visited + trip_count(
+                            bound + log_count(slope, unseen), slope, row_max, row_sum, present, distance, most - visited,
+                            log_share, slack, KEYS,
+                        )  # fmt: skip
+                        count = tl.where(turn == 0, tl.minimum(count, preview(slope, KEYS)), count)
                 for n in tl.range(visited, count, num_stages=STAGES):
                     far = low - (n + 1) * KEYS if SIDE == LEFT else high + n * KEYS
                     keys = far + columns
@@ -153,8 +181,16 @@ def forward_kernel(
                         K, far, columns, inside, k_strides, D, PADDED_D, HAS_RANGE, SIDE
                     )
                     product = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    key_term = cut(key_bias(columns, slope, KEYS, SIDE), inside, HAS_RANGE, SIDE)
-                    lead = row_term + slope * distance_to(far, position, ROWS, KEYS, SIDE)
+                    if PLACED:
+                        x = load_places(X, keys, inside, x_strides)
+                        anchor = tl.load(
+                            X + wide(far + (KEYS - 1 if SIDE == LEFT else 0)) * x_strides[2]
+                        )
+                        key_term, lead = placed_bias(x, xq, anchor, slope, SIDE)
+                    else:
+                        key_term = key_bias(columns, slope, KEYS, SIDE)
+                        lead = row_term + slope * distance_to(far, position, ROWS, KEYS, SIDE)
+                    key_term = cut(key_term, inside, HAS_RANGE, SIDE)
                     score = far_score(product, scale, key_term[None, :], lead[:, None], PRECISE)
                     if PRECISE:
                         lead = no_lead
@@ -172,7 +208,7 @@ def forward_kernel(
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     store_rows(OUT + rows * E, offsets, present, out, E, PADDED_E)
     log_sum = tl.where(empty, -INF, tl.log2(tl.where(empty, 1.0, row_sum)))
-    if QUERY_START is not None:
+    if QUERY_START is not None and not PLACED:
         row_max, log_sum = take_off_bias(row_max, log_sum, gap_bias(gap, left, right))
     tl.store(ROW_MAX + rows + offsets, row_max, mask=present)
     tl.store(LOG_SUM + rows + offsets, log_sum, mask=present)
@@ -194,7 +230,7 @@ def forward(call: Call, out: Tensor, row_max: Tensor, log_sum: Tensor, visited: 
     num_tiles = triton.cdiv(T, tile.rows)
     forward_kernel[num_tiles * B * H,](
         **arguments(call), **dropout_arguments(call), CENTER=measured.center, REACH=measured.reach,
-        OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum, VISITED=visited, B=B, num_tiles=num_tiles,
+        TAILS=tails(call, tile.keys) if certify and call.positions is not None else None, OUT=out, ROW_MAX=row_max, LOG_SUM=log_sum, VISITED=visited, B=B, num_tiles=num_tiles,
         visited_tiles=visited.shape[2], num_blocks=triton.cdiv(S, tile.keys),
         log_share=log_share(call.tolerance, call.right is not None), slack=slack_of(D), **tile.options(),
     )  # fmt: skip

@@ -22,6 +22,8 @@ class Call(NamedTuple):
     query_start: Tensor | None  # [B], likewise; None: S - T
     key_bound: Tensor | None  # [B, G], float32, contiguous: at least |k| of every key in the range
     seed: Tensor | None  # [] or [3], int64, as of linbias/torch/dropout.py; None: no dropout
+    positions: Tensor | None  # [B, H, S], float64: where keys stand; None: key s at s
+    query_positions: Tensor | None  # [B, H, T], likewise
     scale: float
     dropout: float
     tolerance: float
@@ -40,7 +42,7 @@ def arguments(call: Call) -> dict[str, Any]:
     return {
         "Q": call.q, "K": call.k, "V": call.v,
         "q_strides": call.q.stride(), "k_strides": call.k.stride(), "v_strides": call.v.stride(),
-        **slope_arguments(call), **position_arguments(call), "H": H, "G": G, "T": T, "S": S,
+        **slope_arguments(call), **position_arguments(call), **place_arguments(call), "H": H, "G": G, "T": T, "S": S,
         "scale": call.scale * LOG2E.value, "D": D, "E": E, "PADDED_D": padded(D), "PADDED_E": padded(E),
     }  # fmt: skip
 
@@ -56,6 +58,13 @@ def position_arguments(call: Call) -> dict[str, Any]:
     return {
         "KEY_RANGE": call.key_range, "range_strides": strides(call.key_range),
         "QUERY_START": call.query_start, "start_strides": strides(call.query_start),
+    }  # fmt: skip
+
+
+def place_arguments(call: Call) -> dict[str, Any]:
+    return {
+        "X": call.positions, "x_strides": strides(call.positions),
+        "XQ": call.query_positions, "xq_strides": strides(call.query_positions),
     }  # fmt: skip
 
 

@@ -9,6 +9,10 @@ go to the row's maximum, which a score is held against anyway.
 Key s stands at position s, query t at `start` + t. Queries that all stand beyond the keys, or all before them, are moved next
 to them: the `gap` in between, up to 2^30, is the same for all keys and would only round their scores away. Its bias is taken
 off the row's maximum at the very end.
+
+Where keys have positions (X [B, H, S] and those of queries XQ [B, H, T], float64), these integers say on which side a key is, and
+distances are what lies between positions. On one side of the rows they are a sum of two again, from the key to that of its block
+that is nearest to the rows, and from there to the row. There is no gap.
 """
 
 import triton
@@ -164,17 +168,57 @@ def store_rows(base, rows, present, values, SIZE: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def near_score(
-    product, distance, inside, scale, left, left_sight, right, right_sight, HAS_RIGHT: tl.constexpr
+    product, order, distance, inside, scale, left, left_sight, right, right_sight, HAS_RIGHT: tl.constexpr
 ):  # fmt: skip
-    """Scores of keys on both sides of the rows; distance = position - key, in the shape of product."""
-    bias = left * distance.to(tl.float32)
-    visible = inside & (distance <= left_sight)
+    """Scores of keys on both sides of the rows, in the shape of product; order = row - key counts them, distance is float32."""
+    bias = left * distance
+    visible = inside & (order <= left_sight)
     if HAS_RIGHT:
-        bias = tl.where(distance < 0, -right * distance.to(tl.float32), bias)
-        visible &= distance >= -right_sight
+        bias = tl.where(order < 0, -right * distance, bias)
+        visible &= order >= -right_sight
     else:
-        visible &= distance >= 0
+        visible &= order >= 0
     return tl.where(visible, product * scale - bias, -INF)
+
+
+@triton.jit
+def load_places(places, indices, present, strides):
+    """Where some keys or queries of a head stand, float64; 0 where absent."""
+    return tl.load(places + wide(indices) * strides[2], mask=present, other=0.0)
+
+
+@triton.jit
+def from_anchor(place, anchor):
+    """place - anchor as a sum of two float32, which has the digits of places that lie together far from the anchor."""
+    away = place - anchor
+    high = away.to(tl.float32)
+    return high, (away - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def toward(order, distance):
+    """A distance, which is not below 0 to the left nor above it to the right, whatever absent rows hold."""
+    return tl.where(order < 0, tl.minimum(distance, 0.0), tl.maximum(distance, 0.0))
+
+
+@triton.jit
+def between(row_high, row_low, key_high, key_low, order):
+    """How far keys lie back of rows, in the shape of order; both as `from_anchor` gives them, broadcast to it."""
+    return toward(order, (row_high - key_high) + (row_low - key_low))
+
+
+@triton.jit
+def beyond(place, anchor, SIDE: tl.constexpr):
+    """How far a place lies to one side of another, at least 0: RIGHT is what keys far on the right are of rows."""
+    away = anchor - place if SIDE == LEFT else place - anchor
+    return tl.maximum(away.to(tl.float32), 0.0)
+
+
+@triton.jit
+def placed_bias(x, xq, anchor, slope, SIDE: tl.constexpr):
+    """The bias of keys beyond an anchor and of rows before it: `key_bias`, and `lead`, of keys on one side of the rows."""
+    rows = beyond(anchor, xq, SIDE)
+    return slope * beyond(x, anchor, SIDE), slope * rows
 
 
 @triton.jit
