@@ -55,10 +55,12 @@ class SelfAttention(nn.Module):
             )
         return projected.split(self.widths, dim=-1)
 
-    def project_gates(self, hidden: Tensor) -> Tensor:
-        """Return [B, T, H], what a `Stepped` method makes its steps of."""
+    def make_steps(self, hidden: Tensor, position: Position) -> tuple[Tensor, ...]:
+        """The steps of new tokens, [B, H, T, 1], which go where keys go; none but for a `Stepped` method."""
+        if not isinstance(position, Stepped):
+            return ()
         assert self.gate is not None
-        return self.gate(hidden)
+        return (position.steps(self.gate(hidden)).transpose(1, 2)[..., None],)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
@@ -79,10 +81,7 @@ class SelfAttention(nn.Module):
             for part in self.project_in(hidden)
         )
         q, k = position.rotate(q, k, places.positions)
-        beside: tuple[Tensor, ...] = ()  # the steps, [B, H, T, 1], which go where keys go
-        if isinstance(position, Stepped):
-            steps = position.steps(self.project_gates(hidden))
-            beside = (steps.transpose(1, 2)[..., None],)
+        steps = self.make_steps(hidden, position)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if places.packing is not None:
@@ -90,18 +89,20 @@ class SelfAttention(nn.Module):
                 lambda q, k, v, r, *steps: position.attend(
                     q, k, v, _from_start(r, *steps, dropout=dropout)
                 ),
-                *(places.packing, q, k, v, *beside),
+                places.packing,
+                *(q, k, v, *steps),
             )[:, :, q.shape[2] - keep :]
             if output_attentions:
                 weights = packed_weights(
                     lambda q, k, r, *steps: position.weights(q, k, _from_start(r, *steps)),
-                    *(places.packing, q, k, *beside),
+                    places.packing,
+                    *(q, k, *steps),
                 )
         elif (own := attending_layer(past_key_values, self.layer_index)) is not None:
-            if not isinstance(position, Biased) or beside:
+            if not isinstance(position, Biased) or steps:
                 raise ValueError(
-                    f"{type(self).__name__}: {type(own).__name__} must be given to a model with fixed linear biases, got one with "
-                    f"{type(position).__name__}"
+                    f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
+                    f"that do not depend on the text, got one with {type(position).__name__}"
                 )
             fall = position.fall(q, k, AttendOptions())
             places = replace(places, need_weights=output_attentions)
@@ -110,12 +111,12 @@ class SelfAttention(nn.Module):
             bound = None
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_index)
-                beside = tuple(keep_beside(past_key_values, self.index_beside, x) for x in beside)
+                steps = tuple(keep_beside(past_key_values, self.index_beside, x) for x in steps)
                 if position.uses_key_bound:
                     bound = key_bound(past_key_values.layers[self.layer_index])
             kept = places.last_queries(keep)
             options = AttendOptions(
-                *(kept.key_range, kept.query_start, bound, dropout), _positions(*beside)
+                *(kept.key_range, kept.query_start, bound, dropout), _positions(*steps)
             )
             q = q[:, :, q.shape[2] - keep :]
             gathered = position.attend(q, k, v, options)
@@ -124,9 +125,7 @@ class SelfAttention(nn.Module):
         return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
 
 
-def _from_start(
-    key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0
-) -> AttendOptions:
+def _from_start(key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0) -> AttendOptions:
     """Options of texts whose first query stands at the first key, as in a packed batch."""
     start = None if key_range is None else torch.zeros_like(key_range[:, 0])
     return AttendOptions(key_range, start, dropout=dropout, positions=_positions(*steps))
