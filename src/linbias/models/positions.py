@@ -218,7 +218,8 @@ class Cable(Stepped):
 
     Those of CABLE without weights (Veisi et al., arXiv 2503.08067, equations 2 to 5, CABLE_NW in its tables). CABLE itself
     multiplies them by another learned number of the query (equations 6 and 7), a slope for each query, which
-    `linbias.torch.attention` does not have. With softplus for ReLU, as in its first released code, it would be `Forget`.
+    `linbias.torch.attention` does not have. With softplus for ReLU, as in its first released code, it would be `Forget`:
+    softplus(z) = -log sigmoid(-z).
     """
 
     def steps(self, gates: Tensor) -> Tensor:
