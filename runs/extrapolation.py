@@ -150,6 +150,9 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
             stride=stride,
             num_bytes=text.num_bytes["test"],
             limit_tokens=tokens,
+            batch_tokens=lengths[
+                -1
+            ],  # a window at a time of the longest, whose biases may all be in memory
         )
 
     found = [measure(length, None, plan.test_tokens) for length in lengths]
