@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from workers import in_processes
 
@@ -142,6 +143,7 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
     limit = position_limit(model) or math.inf
     lengths = [length for length in plan.test_lengths if length <= limit]
 
+    # The longest windows are read one at a time: with positions the biases of a call are all in memory.
     def measure(length: int, stride: int | None, tokens: int) -> Evaluation:
         return evaluate(
             model,
@@ -150,9 +152,7 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
             stride=stride,
             num_bytes=text.num_bytes["test"],
             limit_tokens=tokens,
-            batch_tokens=lengths[
-                -1
-            ],  # a window at a time of the longest, whose biases may all be in memory
+            batch_tokens=max(plan.test_lengths),
         )
 
     found = [measure(length, None, plan.test_tokens) for length in lengths]
@@ -166,7 +166,7 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
         "positions": [
             (round(x, 2), _rounded(y)) for x, y in zip(*loss_by_position(records), strict=True)
         ],
-        "near_to_far": read_near_to_far(model, torch.from_numpy(text.test[: lengths[-1]])),
+        "near_to_far": read_near_to_far(model, text.test[: lengths[-1]]),
     }
 
 
@@ -174,7 +174,7 @@ TILE = 64  # query rows, and keys, that are read at once
 
 
 @torch.no_grad()
-def read_near_to_far(model: Any, ids: torch.Tensor) -> Record | None:
+def read_near_to_far(model: Any, ids: npt.NDArray[Any]) -> Record | None:
     """What near-to-far attention reads of a text, for every layer and head: None without linear biases.
 
     `read`: the share of the pairs of a query and a key before it; `step`: how much scores fall from one token to the
@@ -191,7 +191,7 @@ def read_near_to_far(model: Any, ids: torch.Tensor) -> Record | None:
         return attend(q, k, v, options)
 
     position.attend = watched
-    model(ids[None].long(), use_cache=False)
+    model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
     del position.attend
     read, step, dropped = [], [], 0.0
     for q, k, v, slopes, positions in calls:
@@ -203,7 +203,7 @@ def read_near_to_far(model: Any, ids: torch.Tensor) -> Record | None:
 
 
 def _read_by_head(h: int, *arrays: torch.Tensor | None) -> tuple[float, float, float]:
-    """One head's share of pairs that are read, its mean step, and the largest share of weight that is left."""
+    """Of one head, with keys of its own: the share of pairs that is read, the mean step, the largest share of weight left."""
     q, k, v = (x[0, h : h + 1].double().numpy() for x in arrays[:3])
     slope = arrays[3][h : h + 1].numpy()
     x = np.arange(float(k.shape[1]))[None]

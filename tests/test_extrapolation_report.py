@@ -66,7 +66,7 @@ def test_what_is_left_unread_is_what_no_row_sees(runs: Any, position: str) -> No
 
     torch.manual_seed(0)
     model, ids = build(position=position, num_hidden_layers=1, initializer_range=0.1), tokens(1, 200)  # fmt: skip
-    found = read_near_to_far(model, ids[0])
+    found = read_near_to_far(model, ids[0].numpy())
     assert "attend" not in vars(model.model.position)
     if position == "rotary":
         assert found is None
