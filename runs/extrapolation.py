@@ -102,7 +102,8 @@ PLANS = {
     "learned-steps": replace(
         PLAN,
         seeds=dict.fromkeys(("alibi", "forget", "cable"), (1, 2, 3)),
-        tokens=4_000_000,
+        tokens=2_400_000,
+        test_tokens=32_768,
         sliding_tokens=0,
     ),
 }
