@@ -2,12 +2,13 @@
 
     python runs/extrapolation.py --corpus wikitext-2       # hours; stopped at any moment, it goes on where it was
     python runs/extrapolation.py --corpus FOLDER           # the same, with train.txt, valid.txt and test.txt from a folder
+    python runs/extrapolation.py --plan learned-steps      # ALiBi beside the methods whose layers learn its steps, with fewer tokens
 
     tune     a learning rate for each method: the least validation loss after an eighth of the tokens, with another seed
     train    a model per method and seed, the first seed of every method first; each is then tested in segments and with a
-             sliding window, at every length that it reads
+             sliding window, at every length that it reads; of linear biases also what near-to-far attention reads at the longest
 
-What was measured is a line of records/extrapolation.jsonl: the folder of the run may go, and another machine may go on.
+What was measured is a line of records/PLAN.jsonl: the folder of the run may go, and another machine may go on.
 """
 
 import argparse
@@ -15,14 +16,17 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from workers import in_processes
 
-from linbias import _machine
+from linbias import _machine, near_to_far
 from linbias._run.files import JsonLog
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm.evaluation import Evaluation, evaluate
@@ -32,9 +36,9 @@ from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
+from linbias.models.positions import AttendOptions, Biased
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "records" / "extrapolation.jsonl"
 STAGES = ("tune", "train")
 
 Record = dict[str, Any]
@@ -52,7 +56,7 @@ class Plan:
         rates: Learning rates to choose from.
         test_lengths: Tokens of a test segment, or of a sliding window.
         test_tokens: Scored in segments, at every length.
-        sliding_tokens: Scored with a sliding window, at every length.
+        sliding_tokens: Scored with a sliding window, at every length; 0 for none.
         stride: Of the window: every prediction reads at least length - stride + 1 tokens, if the text has them.
         model: Fields of `LinbiasConfig`.
     """
@@ -93,6 +97,21 @@ PLAN = Plan(
         "none": (1,),
     }
 )
+PLANS = {
+    "extrapolation": PLAN,
+    "learned-steps": replace(
+        PLAN,
+        seeds=dict.fromkeys(("alibi", "forget", "cable"), (1, 2, 3)),
+        tokens=2_400_000,
+        test_tokens=32_768,
+        sliding_tokens=0,
+    ),
+}
+
+
+def records_of(name: str) -> Path:
+    """Where the records of a plan are."""
+    return ROOT / "records" / f"{name}.jsonl"
 
 
 def train_model(corpus: str, settings: TrainSettings, folder: Path) -> Record:
@@ -125,6 +144,7 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
     limit = position_limit(model) or math.inf
     lengths = [length for length in plan.test_lengths if length <= limit]
 
+    # The longest windows are read one at a time: with positions the biases of a call are all in memory.
     def measure(length: int, stride: int | None, tokens: int) -> Evaluation:
         return evaluate(
             model,
@@ -133,6 +153,7 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
             stride=stride,
             num_bytes=text.num_bytes["test"],
             limit_tokens=tokens,
+            batch_tokens=max(plan.test_lengths),
         )
 
     found = [measure(length, None, plan.test_tokens) for length in lengths]
@@ -141,12 +162,60 @@ def test_model(corpus: str, folder: Path, plan: Plan, method: str, seed: int) ->
         "segments": {e.length: _rounded(e.bits_per_byte) for e in found},
         "sliding": {
             length: _rounded(measure(length, plan.stride, plan.sliding_tokens).bits_per_byte)
-            for length in lengths
+            for length in (lengths if plan.sliding_tokens else [])
         },
         "positions": [
             (round(x, 2), _rounded(y)) for x, y in zip(*loss_by_position(records), strict=True)
         ],
+        "near_to_far": read_near_to_far(model, text.test[: lengths[-1]]),
     }
+
+
+TILE = 64  # query rows, and keys, that are read at once
+
+
+@torch.no_grad()
+def read_near_to_far(model: Any, ids: npt.NDArray[Any]) -> Record | None:
+    """What near-to-far attention reads of a text, for every layer and head: None without linear biases.
+
+    `read`: the share of the pairs of a query and a key before it; `step`: how much scores fall from one token to the
+    next, in the mean; `dropped`: the most that a row's unread keys weigh, in all heads.
+    """
+    position = model.model.position
+    if not isinstance(position, Biased):
+        return None
+    calls: list[tuple[Any, ...]] = []
+    attend = position.attend
+
+    def watched(q: Any, k: Any, v: Any, options: AttendOptions) -> torch.Tensor:
+        calls.append((q, k, v, position.fall(q, k, options)["slopes"], options.positions))
+        return attend(q, k, v, options)
+
+    position.attend = watched
+    model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+    del position.attend
+    read, step, dropped = [], [], 0.0
+    for q, k, v, slopes, positions in calls:
+        heads = [_read_by_head(h, q, k, v, slopes, positions) for h in range(q.shape[1])]
+        read.append([round(share, 5) for share, _, _ in heads])
+        step.append([round(fall, 6) for _, fall, _ in heads])
+        dropped = max(dropped, *(lost for _, _, lost in heads))
+    return {"length": len(ids), "read": read, "step": step, "dropped": dropped}
+
+
+def _read_by_head(h: int, *arrays: torch.Tensor | None) -> tuple[float, float, float]:
+    """Of one head, with keys of its own: the share of pairs that is read, the mean step, the largest share of weight left."""
+    q, k, v = (x[0, h : h + 1].double().numpy() for x in arrays[:3])
+    slope = arrays[3][h : h + 1].numpy()
+    x = np.arange(float(k.shape[1]))[None]
+    if arrays[4] is not None:
+        x = arrays[4][0, h : h + 1].numpy()
+    visit = near_to_far.attention(q, k, v, slope, positions=x, rows=TILE, keys=TILE)
+    rows = np.arange(q.shape[1])
+    first = np.array([tile.first for tile in visit.tiles[0][0]])[rows // TILE]
+    lost = near_to_far.share_outside(q, k, first, rows + 1, slope, positions=x)
+    pairs = (rows + 1 - first).sum() / (rows + 1).sum()
+    return float(pairs), float(slope[0] * (x[0, -1] - x[0, 0]) / len(rows)), float(lost.max())
 
 
 def _bits(nats: float) -> float:
@@ -222,22 +291,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--corpus", default="wikitext-2", help="what `load_corpus` reads")
-    parser.add_argument("--output", type=Path, default=ROOT / "output" / "extrapolation")
-    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--plan", choices=PLANS, default="extrapolation")
+    parser.add_argument("--output", type=Path, help="default: output/PLAN")
+    parser.add_argument("--records", type=Path, help="default: records/PLAN.jsonl")
     parser.add_argument("--only", choices=STAGES, action="append", help="repeatable")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a thread each")
     options = parser.parse_args()
     stages = options.only or STAGES
-    text = load_corpus(options.corpus)
-    if len(text.test) <= PLAN.test_tokens:
+    plan, text = PLANS[options.plan], load_corpus(options.corpus)
+    if len(text.test) <= plan.test_tokens:
         parser.error(
-            f"--corpus: must have more than {PLAN.test_tokens:,} bytes to test on, got {len(text.test):,}"
+            f"--corpus: must have more than {plan.test_tokens:,} bytes to test on, got {len(text.test):,}"
         )
-    log = open_log(PLAN, text, options.records)
+    output = options.output or ROOT / "output" / options.plan
+    log = open_log(plan, text, options.records or records_of(options.plan))
     if "tune" in stages:
-        tune(PLAN, options.corpus, options.output, log, options.jobs)
+        tune(plan, options.corpus, output, log, options.jobs)
     if "train" in stages:
-        train_all(PLAN, options.corpus, options.output, log, options.jobs)
+        train_all(plan, options.corpus, output, log, options.jobs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs/extrapolation.py found: the tables of README and guide, the lines of its plot, what the explorer shows.
+"""What runs/extrapolation.py found: the tables of README and guides, the lines of its plot, what the explorer shows.
 
 Read by runs/update_readme.py. Every loss is in bits per byte; a method's cell is the mean over its seeds.
 """
@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from extrapolation import PLAN, RECORDS, Record
+from extrapolation import PLANS, TILE, Record, records_of
 
 from linbias.lm.evaluation import Evaluation
 from linbias.lm.records import EvaluationRecord
@@ -20,15 +20,19 @@ COMMAND = "python runs/extrapolation.py --corpus wikitext-2"
 
 
 class Found:
-    """The records, asked by what they measure."""
+    """The records of a plan, asked by what they measure."""
 
-    def __init__(self) -> None:
-        lines = RECORDS.read_text(encoding="utf-8").splitlines()
+    def __init__(self, name: str = "extrapolation") -> None:
+        self.name = name
+        path = records_of(name)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ["{}"]
         self.plan, *records = map(json.loads, lines)
         self.models = [record for record in records if record["kind"] == "model"]
         trained = {record["method"] for record in self.models}
         self.methods = [name for name in METHODS if name in trained]
-        self.lengths: list[int] = self.plan["test_lengths"]
+        self.lengths: list[int] = self.plan.get("test_lengths", [])
+        is_first = name == next(iter(PLANS))
+        self.command = COMMAND if is_first else f"{COMMAND} --plan {name}"
 
     def seeds(self, method: str) -> list[Record]:
         """The models of a method."""
@@ -45,9 +49,8 @@ class Found:
         return read[-1] if read[-1] < self.lengths[-1] else None
 
 
-def table(read: str) -> str:
+def table(read: str, found: Found) -> str:
     """Every method at every length."""
-    found = Found()
     first, last = found.lengths[0], found.lengths[-1]
     header = [f"bits per byte, {_READ[read]}", *(f"{n:,}" for n in found.lengths), "change"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
@@ -72,19 +75,54 @@ def _spread(found: Found, method: str) -> float:
     return max((max(losses) - min(losses)) / 2 for losses in measured if losses)
 
 
-def how_made() -> str:
+def near_to_far_table(found: Found) -> str:
+    """What near-to-far attention reads with each method at the longest length, and what that costs."""
+    header = [
+        f"near to far at {found.lengths[-1]:,} tokens",
+        "pairs read",
+        "heads that read less than a tenth",
+        "a token's step, least and largest head",
+        "most weight of a row unread",
+    ]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for method in found.methods:
+        seen = [record["near_to_far"] for record in found.seeds(method)]
+        read, step = (
+            [x for r in seen for row in r[name] for x in row] for name in ("read", "step")
+        )
+        few = sum(share < 0.1 for share in read)
+        cells = [
+            f"{statistics.mean(read):.0%}",
+            f"{few} of {len(read)}",
+            f"{min(step):.2g} to {max(step):.2g}",
+            f"{max(r['dropped'] for r in seen):.1g}",
+        ]
+        lines.append("| " + " | ".join([METHODS[method].label, *cells]) + " |")
+    text = (
+        f"In all layers of all seeds, on the first {found.lengths[-1]:,} bytes of the test text: of the pairs of a query and a key that it may"
+        f" see, those that `linbias.near_to_far` reads (tiles of {TILE} queries and {TILE} keys, tolerance 2^-24); the mean by which scores"
+        " fall from one token to the next; and the most that the keys left unread weigh together in any row."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def how_made(found: Found) -> str:
     """The line below the tables."""
-    found, made = Found(), made_of(Found())
-    plan = found.plan
+    made, plan = made_of(found), found.plan
     by_count: dict[int, list[str]] = {}
     for name in found.methods:
         count, half = len(found.seeds(name)), _spread(found, name)
         spread = f" ({half:.3f})" if count > 1 else ""
         by_count.setdefault(count, []).append(METHODS[name].label + spread)
     seeds = "; ".join(f"{count} of {', '.join(names)}" for count, names in by_count.items())
+    sliding = (
+        f" and {plan['sliding_tokens']:,} with a window that slides by {plan['stride']}"
+        if plan["sliding_tokens"]
+        else ""
+    )
     return (
         f"Trained on {plan['length']} tokens at a time: {made['model']}; {made['training']}. {made['corpus']}; scored are the first"
-        f" {plan['test_tokens']:,} of the test text in segments and {plan['sliding_tokens']:,} with a window that slides by {plan['stride']}."
+        f" {plan['test_tokens']:,} of the test text in segments{sliding}."
         f" Means over seeds, and in brackets the largest half of their range: {seeds}. Change: from {found.lengths[0]} to"
         f" {found.lengths[-1]:,} tokens."
         f" {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
@@ -101,13 +139,13 @@ def made_of(found: Found) -> dict[str, str]:
     steps = math.ceil(plan["tokens"] / (plan["batch_size"] * plan["length"]))
     parameters = [record["num_parameters"] / 1e6 for record in models]
     config = LinbiasConfig(
-        **PLAN.settings(found.methods[0], 0, PLAN.rates[0], plan["tokens"]).model
+        **PLANS[found.name].settings(found.methods[0], 0, plan["rates"][0], plan["tokens"]).model
     )
     machines = sorted({record["machine"] for record in models})
     days = sorted({record["date"][:10] for record in models})
     hours = sum(record["seconds"] for record in models) / 3600
     return {
-        "command": COMMAND,
+        "command": found.command,
         "date": " to ".join(dict.fromkeys((days[0], days[-1]))),
         "time": f"{hours:.1f} hours of one thread for {len(models)} models",
         "machine": " and ".join(machines),

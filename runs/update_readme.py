@@ -240,8 +240,22 @@ def experiment_figure(*, dark: bool = False) -> bytes:
 
 def extrapolation_table(*reads: str) -> str:
     """The loss of every method at every length, and how it was measured."""
-    tables = [extrapolation_report.table(read) for read in reads]
-    return "\n\n".join([*tables, extrapolation_report.how_made()])
+    found = extrapolation_report.Found()
+    tables = [extrapolation_report.table(read, found) for read in reads]
+    return "\n\n".join([*tables, extrapolation_report.how_made(found)])
+
+
+def learned_steps_tables() -> str:
+    """ALiBi beside the methods whose layers learn its steps; in words until every method has a model."""
+    found = extrapolation_report.Found("learned-steps")
+    if len(found.methods) < len(extrapolation_report.PLANS[found.name].seeds):
+        return f"Not measured yet (`{found.command}`)."
+    parts = [
+        extrapolation_report.table("segments", found),
+        extrapolation_report.near_to_far_table(found),
+        extrapolation_report.how_made(found),
+    ]
+    return "\n\n".join(parts)
 
 
 def written_parts() -> dict[tuple[str, str], str]:
@@ -260,6 +274,7 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(
             "segments", "sliding"
         ),
+        ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),
     }
 
 

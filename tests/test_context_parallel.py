@@ -301,6 +301,13 @@ def test_other_positions_are_refused(position: str) -> None:
         assert "is read by linbias.torch.attention alone" in str(one.wait()[0])
 
 
+@pytest.mark.parametrize("position", ["forget", "cable"])
+def test_learned_steps_are_refused(position: str) -> None:
+    with Ranks(1) as one:
+        one.start("pieces:read", [(("own", {"position": position}), torch.arange(9)[None], slice(0, 9), {})])  # fmt: skip
+        assert "positions are not built yet for a sequence in pieces" in str(one.wait()[0])
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("how", ["even", "uneven"])
 @pytest.mark.parametrize(

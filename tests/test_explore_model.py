@@ -205,9 +205,17 @@ def test_slopes_of_masked_models_are_those_of_their_attention(tmp_path, position
     np.testing.assert_allclose(found[0], reading.weights_of_bias(*sides, 12, causal=False), rtol=1e-5, atol=1e-6)  # fmt: skip
 
 
-@pytest.mark.parametrize("position", ["littlebird", "window"])
-def test_a_bias_that_is_more_than_slopes_has_none_to_show(tmp_path, position):
-    network = load(save(tmp_path, encoder_position=position, window=4), device="cpu")
+@pytest.mark.parametrize(
+    ("task", "position"),
+    [
+        ("encoder_position", "littlebird"),
+        ("encoder_position", "window"),
+        ("position", "forget"),
+        ("position", "cable"),
+    ],
+)
+def test_a_bias_that_is_more_than_slopes_has_none_to_show(tmp_path, task, position):
+    network = load(save(tmp_path, window=4, **{task: position}), device="cpu")
     assert reading.slopes_of(network, 12) is None
 
 

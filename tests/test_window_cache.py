@@ -392,8 +392,9 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_models_that_cannot_have_one_are_refused():
-    with pytest.raises(ValueError, match="linear biases"):
-        WindowCache.for_model(build(position="rotary"))
+    for position in ("rotary", "forget", "cable"):
+        with pytest.raises(ValueError, match="linear biases that do not depend on the text"):
+            WindowCache.for_model(build(position=position))
     with pytest.raises(ValueError, match="slope_scale"):
         WindowCache.for_model(build(slope_scale="interpolate"))
     other = WindowCache.for_model(quiet(num_key_value_heads=2), TOLERANCE)
@@ -418,9 +419,9 @@ def test_calls_that_it_cannot_serve_are_refused():
     rounded = fuse(bloom().eval(), rounding="checkpoint")
     with pytest.raises(ValueError, match="rounding='exact', got 'checkpoint'"):
         rounded(ids, past_key_values=WindowCache.for_model(rounded))
-    paper = build_paper(position="rotary")
-    with pytest.raises(ValueError, match="must be given to a model with linear biases"):
-        paper(torch.tensor([[5, 6]]), past_key_values=cache)
+    for other in (build_paper(position="rotary"), build(position="forget")):
+        with pytest.raises(ValueError, match="must be given to a model with linear biases"):
+            other(torch.tensor([[5, 6]]), past_key_values=cache)
 
 
 def test_plain_models_of_transformers_refuse_it():

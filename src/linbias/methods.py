@@ -50,6 +50,8 @@ METHODS = {
     method.name: method
     for method in (
         Method("alibi", "ALiBi", "#24406F", "#6CAAFA", "positions.Alibi", (DECODER, PAPER), linear=True),
+        Method("forget", "forget gates", "#964FFE", "#7246E5", "positions.Forget", (DECODER,)),
+        Method("cable", "CABLE, no weights", "#BF090A", "#A24E37", "positions.Cable", (DECODER,)),
         Method("symmetric", "symmetric", "#24406F", "#6CAAFA", "bidirectional.Sloped", (ENCODER,), linear=True),
         Method("directional", "directional", "#7E6DE9", "#9C70F9", "bidirectional.Directional", (ENCODER,), linear=True, even="num_attention_heads"),
         Method("asymmetric", "asymmetric, learned", "#0E7776", "#42DAD2", "bidirectional.Asymmetric", (ENCODER,), linear=True),

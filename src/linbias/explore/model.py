@@ -331,7 +331,7 @@ def _note(kind: str, causal: bool, has_slopes: bool, has_logits: bool) -> str | 
     notes = []
     if not has_slopes:
         notes.append(
-            f"This model ({kind}) has no linear biases, so that its heads have no slopes: "
+            f"This model ({kind}) has no linear biases by distance alone, so that its heads have no slopes: "
             "what is shown is the reach that they learned."
         )
     if not causal:

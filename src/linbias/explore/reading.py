@@ -21,7 +21,7 @@ from linbias import definition
 from linbias.definition import Float64
 from linbias.models.bidirectional import LittleBird
 from linbias.models.limits import able_to_read
-from linbias.models.positions import AttendOptions, Biased
+from linbias.models.positions import AttendOptions, Biased, Stepped
 from linbias.models.slopes import ModelSlopes
 
 SHARE = 0.9  # of the weight that the stated distance holds
@@ -89,13 +89,13 @@ def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64
 
     Returns:
         Towards earlier and towards later keys, [H] each, inf for a side that is hidden; the second is None where it is the first.
-        None: no linear biases, or more than slopes (a window, a bias of the first token).
+        None: no linear biases, or more than slopes (a window, a bias of the first token, steps that the text decides).
     """
     position = getattr(model.base_model, "position", None)
     if isinstance(position, Biased):
         nothing = torch.zeros(1, 1, num_tokens, 1)
         found = position.fall(nothing, nothing, AttendOptions())
-        if isinstance(position, LittleBird) or "mask" in found:
+        if isinstance(position, LittleBird | Stepped) or "mask" in found:
             return None
         left, right = found["slopes"], found.get("right_slopes", found["slopes"])
     else:

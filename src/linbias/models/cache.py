@@ -6,8 +6,8 @@ leaves far keys unread only if it knows a bound on their norms (`key_bound`), wh
 the new keys.
 
 A model calls `use_growing_layers` on the cache that it is given or makes, before the first layer updates it, and
-in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`. A layer that does not keep all keys is an
-`AttendingLayer`, which the model lets attend in its place.
+in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`. What tokens have beside keys and values lies in
+layers of its own (`keep_beside`). A layer that does not keep all keys is an `AttendingLayer`, which the model lets attend in its place.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from linbias.models.places import Places
 
@@ -204,6 +204,36 @@ def use_growing_layers(cache: Cache) -> None:
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[index] = GrowingLayer()
+
+
+def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
+    """Append what new tokens have beside keys and values, and return that of all tokens.
+
+    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders, selects, crops or resets
+    the cache does the same there.
+
+    Args:
+        cache: One that keeps all tokens, and holds keys already. It is given the layer, if it has none.
+        index: Of the layer, at least the number of the model's.
+        states: [B, heads, T, size], any dtype.
+
+    Returns:
+        [B, heads, S, size], S as of the keys: a static cache has room behind the last token.
+
+    Raises:
+        ValueError: The cache moves its layers off the device.
+    """
+    if cache.offloading:
+        raise ValueError(
+            "linbias: past_key_values must stay on the device for a model with learned steps between tokens, got a cache "
+            "with offloading"
+        )
+    first = cache.layers[0]
+    while len(cache.layers) <= index:
+        is_static = isinstance(first, StaticLayer)
+        cache.layers.append(StaticLayer(first.max_cache_len) if is_static else GrowingLayer())
+    kept: Tensor = cache.layers[index].update(states, states[..., :0])[0]
+    return kept
 
 
 def key_bound(layer: CacheLayerMixin) -> Tensor | None:

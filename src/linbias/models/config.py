@@ -24,7 +24,7 @@ class LinbiasConfig(fields.CheckedConfig):
             (multi-query) where block is "parallel" or "parallel_fused".
         head_size: Numbers per head, D. None means hidden_size // num_attention_heads.
         intermediate_size: Width inside the feed-forward part. None means 4 * hidden_size.
-        position: "alibi", "sinusoidal", "learned", "rotary", "t5" or "none"; see
+        position: "alibi", "forget", "cable", "sinusoidal", "learned", "rotary", "t5" or "none"; see
             `linbias.models.positions`.
         encoder_position: None for a model that predicts the next token. A name makes one that reads in both directions
             (`LinbiasForMaskedLM`) by this method instead of `position`: "symmetric", "directional", "asymmetric", "random",
@@ -49,7 +49,7 @@ class LinbiasConfig(fields.CheckedConfig):
         layer_norm_eps: Added to the variance in every layer norm.
         initializer_range: Standard deviation of fresh weights.
         tie_word_embeddings: Read the output weights from the token embedding.
-        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi" uses it. Transformers' own
+        attention_implementation: Name handed to `linbias.torch.attention`; only "alibi", "forget" and "cable" use it. Transformers' own
             `attn_implementation` is not used.
         use_cache: Keep keys and values for decoding when the model is not training.
 

@@ -14,24 +14,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.models.cache import attending_layer, key_bound, use_growing_layers
+from linbias.models.cache import attending_layer, keep_beside, key_bound, use_growing_layers
 from linbias.models.linear import read_through_onednn
 from linbias.models.packing import attend_packed, packed_weights
 from linbias.models.places import Places, read_attention_mask
-from linbias.models.positions import AttendOptions, Biased, Position
+from linbias.models.positions import AttendOptions, Biased, Position, Stepped
 
 
 class SelfAttention(nn.Module):
     """Project to queries, keys and values, let the position method attend, project back.
 
-    A family makes the two modules of `names`: to queries, keys and values side by side, and back.
+    A family makes the two modules of `names`: to queries, keys and values side by side, and back. One whose position
+    methods may be `Stepped` makes `gate` as well, by `make_gate`.
     """
 
     names = ("qkv", "out")
+    gate: nn.Module | None
 
     def __init__(self, config: PreTrainedConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
+        # In a cache: behind the layers of keys.
+        self.index_beside = layer_index + max(
+            config.num_hidden_layers, getattr(config, "decoder_layers", 0)
+        )
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", heads)
         self.widths = tuple(count * config.head_size for count in (heads, shared, shared))
@@ -48,6 +54,13 @@ class SelfAttention(nn.Module):
                 "(linbias.torch.MultiheadAttention has a projection for each)"
             )
         return projected.split(self.widths, dim=-1)
+
+    def make_steps(self, hidden: Tensor, position: Position) -> tuple[Tensor, ...]:
+        """The steps of new tokens, [B, H, T, 1], which go where keys go; none but for a `Stepped` method."""
+        if not isinstance(position, Stepped):
+            return ()
+        assert self.gate is not None
+        return (position.steps(self.gate(hidden)).transpose(1, 2)[..., None],)
 
     def project_out(self, gathered: Tensor) -> Tensor:
         """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
@@ -68,22 +81,28 @@ class SelfAttention(nn.Module):
             for part in self.project_in(hidden)
         )
         q, k = position.rotate(q, k, places.positions)
+        steps = self.make_steps(hidden, position)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if places.packing is not None:
             gathered = attend_packed(
-                lambda q, k, v, r: position.attend(q, k, v, _from_start(r, dropout)),
-                *(places.packing, q, k, v),
+                lambda q, k, v, r, *steps: position.attend(
+                    q, k, v, _from_start(r, *steps, dropout=dropout)
+                ),
+                places.packing,
+                *(q, k, v, *steps),
             )[:, :, q.shape[2] - keep :]
             if output_attentions:
                 weights = packed_weights(
-                    lambda q, k, r: position.weights(q, k, _from_start(r)), places.packing, q, k
+                    lambda q, k, r, *steps: position.weights(q, k, _from_start(r, *steps)),
+                    places.packing,
+                    *(q, k, *steps),
                 )
         elif (own := attending_layer(past_key_values, self.layer_index)) is not None:
-            if not isinstance(position, Biased):
+            if not isinstance(position, Biased) or steps:
                 raise ValueError(
-                    f"{type(self).__name__}: {type(own).__name__} must be given to a model with linear biases, got one with "
-                    f"{type(position).__name__}"
+                    f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
+                    f"that do not depend on the text, got one with {type(position).__name__}"
                 )
             fall = position.fall(q, k, AttendOptions())
             places = replace(places, need_weights=output_attentions)
@@ -92,10 +111,13 @@ class SelfAttention(nn.Module):
             bound = None
             if past_key_values is not None:
                 k, v = past_key_values.update(k, v, self.layer_index)
+                steps = tuple(keep_beside(past_key_values, self.index_beside, x) for x in steps)
                 if position.uses_key_bound:
                     bound = key_bound(past_key_values.layers[self.layer_index])
             kept = places.last_queries(keep)
-            options = AttendOptions(kept.key_range, kept.query_start, bound, dropout)
+            options = AttendOptions(
+                *(kept.key_range, kept.query_start, bound, dropout), _positions(*steps)
+            )
             q = q[:, :, q.shape[2] - keep :]
             gathered = position.attend(q, k, v, options)
             if output_attentions:
@@ -103,10 +125,15 @@ class SelfAttention(nn.Module):
         return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
 
 
-def _from_start(key_range: Tensor | None, dropout: float = 0.0) -> AttendOptions:
+def _from_start(key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0) -> AttendOptions:
     """Options of texts whose first query stands at the first key, as in a packed batch."""
     start = None if key_range is None else torch.zeros_like(key_range[:, 0])
-    return AttendOptions(key_range, start, dropout=dropout)
+    return AttendOptions(key_range, start, dropout=dropout, positions=_positions(*steps))
+
+
+def _positions(steps: Tensor | None = None) -> Tensor | None:
+    """[B, H, S], where the keys stand that came by steps [B, H, S, 1]: in float64, since far from 0 the nearest differ least."""
+    return None if steps is None else steps.squeeze(-1).double().cumsum(-1)
 
 
 class DecoderBlock(GradientCheckpointingLayer):

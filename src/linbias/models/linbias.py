@@ -10,20 +10,28 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import Cache, GenerationMixin
+from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models import bidirectional, decoder
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
-from linbias.models.positions import make_position
+from linbias.models.positions import make_gate, make_position
 
 
 class SelfAttention(decoder.SelfAttention):
-    """Attention whose queries, keys and values come from one product, and may share key/value heads."""
+    """Attention whose queries, keys and values come from one product, and may share key/value heads.
 
-    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+    Args:
+        config: Of the model.
+        layer_index: Of the layer, from 0.
+        method: The name of the position method; None means that of the configuration.
+    """
+
+    def __init__(self, config: LinbiasConfig, layer_index: int, method: str | None = None) -> None:
         super().__init__(config, layer_index)
         self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.gate = make_gate(method or config.method, config)
         self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
 
 
@@ -52,11 +60,33 @@ class DecoderBlock(decoder.DecoderBlock):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
 
+class SplitGate(nn.Module):
+    """What is left of a gate whose product is made already: [..., H] where it lies, and the bias, if it has one."""
+
+    def __init__(self, gate: nn.Linear, first: int) -> None:
+        super().__init__()
+        self.columns = slice(first, first + gate.out_features)
+        self.bias = gate.bias
+
+    def reset(self) -> None:
+        """Fill in the bias of a fresh model."""
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = hidden[..., self.columns]
+        return product if self.bias is None else product + self.bias
+
+
 class SplitAttention(decoder.SelfAttention):
-    """Attention over queries, keys and values that lie side by side, before what else there is."""
+    """Attention over queries, keys, values and gates that lie side by side, before what else there is."""
 
     def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
         super().__init__(config, layer_index)
+        self.width_in = sum(self.widths)
+        if (gate := make_gate(config.method, config)) is not None:
+            self.gate = SplitGate(gate, self.width_in)
+            self.width_in += gate.out_features
         self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
 
     def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +99,8 @@ class FusedBlock(decoder.DecoderBlock):
         q, k, v, wide, gate = split(fused(rms_norm(hidden)))
         hidden + out(attention(q, k, v)) + narrow(wide * silu(gate))
 
+    Position methods with learned steps have their projection in the product as well, after v.
+
     Source: the parallel block in the discussions of the paper's repository.
     """
 
@@ -80,7 +112,7 @@ class FusedBlock(decoder.DecoderBlock):
         self.inner = config.intermediate_size
         self.norm = nn.RMSNorm(config.hidden_size, config.layer_norm_eps)
         self.attention = SplitAttention(config, layer_index)
-        width = sum(self.attention.widths) + 2 * self.inner
+        width = self.attention.width_in + 2 * self.inner
         self.fused = nn.Linear(config.hidden_size, width, bias=False)
         self.narrow = nn.Linear(self.inner, config.hidden_size, bias=False)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -106,7 +138,7 @@ class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, bidirectional.Sloped):
+        if isinstance(module, bidirectional.Sloped | SplitGate):
             module.reset()
 
 

@@ -117,49 +117,54 @@ def _group(first: Tensor, lengths: Tensor) -> Group:
 
 @torch.compiler.disable
 def attend_packed(
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    attend: Callable[..., Tensor],
     packing: Packing,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *others: Tensor,
 ) -> Tensor:
     """Let every text of a packed batch attend to itself alone.
 
     Args:
-        attend: Called for each group with q, k, v and a key range; returns what the queries gather.
+        attend: Called for each group with q, k, v, a key range or None, and the others; returns what the queries gather.
         packing: Of the batch.
         q: [B, H, T, D].
         k: [B, G, T, D].
         v: [B, G, T, D].
+        others: [B, heads, T, size], what tokens have beside them.
 
     Returns:
         [B, H, T, D].
     """
     parts = []
     for group in packing.groups:
-        taken = packing.take(q, group), packing.take(k, group), packing.take(v, group)
-        parts.append(attend(*taken, group.key_range()))
+        q_of, k_of, v_of, *rest = (packing.take(x, group) for x in (q, k, v, *others))
+        parts.append(attend(q_of, k_of, v_of, group.key_range(), *rest))
     return packing.put_back(parts, q.shape)
 
 
 def packed_weights(
-    weights: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    weights: Callable[..., Tensor],
     packing: Packing,
     q: Tensor,
     k: Tensor,
+    *others: Tensor,
 ) -> Tensor:
     """The attention weights [B, H, T, T] of a packed batch: zero between texts.
 
     Args:
-        weights: Called for each group with q, k and a key range; returns its weights.
+        weights: Called for each group with q, k, a key range or None, and the others; returns its weights.
         packing: Of the batch.
         q: [B, H, T, D].
         k: [B, G, T, D].
+        others: [B, heads, T, size], what tokens have beside them.
     """
     B, H, T, _ = q.shape
     found: Tensor | None = None
     for group in packing.groups:
-        part = weights(packing.take(q, group), packing.take(k, group), group.key_range())
+        q_of, k_of, *rest = (packing.take(x, group) for x in (q, k, *others))
+        part = weights(q_of, k_of, group.key_range(), *rest)
         if found is None:
             found = part.new_zeros(B, H, T, T)
         for weight, rows, length in zip(part, group.rows, group.lengths.tolist(), strict=True):

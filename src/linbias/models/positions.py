@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from transformers import PreTrainedConfig
 
 from linbias.methods import METHODS
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 from linbias.torch.call import refuse_pieces
+from linbias.torch.constant import constant
 
 
 class AttendOptions(NamedTuple):
@@ -38,12 +39,14 @@ class AttendOptions(NamedTuple):
             the range, or of all keys.
         key_bound: [B, G] or None: at least the norm of every key.
         dropout: Probability that a weight is dropped.
+        positions: [B, H, S], float64, or None: where keys stand, for `Stepped` methods.
     """
 
     key_range: Tensor | None = None
     query_start: Tensor | None = None
     key_bound: Tensor | None = None
     dropout: float = 0.0
+    positions: Tensor | None = None
 
 
 _NO_OPTIONS = AttendOptions()
@@ -159,6 +162,7 @@ class Biased(Position):
             causal=self.causal,
             key_range=options.key_range,
             query_start=options.query_start,
+            positions=options.positions,
         )
 
 
@@ -173,6 +177,53 @@ class Alibi(Biased):
 
     def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
         return {"slopes": self.slopes.left(q, k.shape[2], options.key_range)}
+
+
+class Stepped(Biased):
+    """Subtract from every score the steps that its head makes after the key, up to the query: ALiBi whose distances are learned.
+
+        x[s] = step[0] + ... + step[s]        score[t, s] = scale * (q[t] . k[s]) - (x[t] - x[s])
+
+    In each layer the steps of a token are made of the hidden state of which its query, key and value are made: of a
+    number for each head, which a projection gives (`make_gate`). A method says what becomes of it: `steps`.
+    """
+
+    uses_key_bound = True
+    has_gate_bias = False  # whether that projection adds a number for each head
+
+    def steps(self, gates: Tensor) -> Tensor:
+        """Return the steps, at least 0 and at least float32, for what the projection gives: any shape."""
+        raise NotImplementedError
+
+    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return {"slopes": constant((1.0,) * q.shape[1], wide, q.device)}
+
+
+class Forget(Stepped):
+    """Multiply the weight of a key by the forget gates sigmoid(w . x + b) of all tokens after it, up to the query's own.
+
+    That of the Forgetting Transformer (Lin et al., arXiv 2503.02130): a step is -log of a gate. As there, b begins at 0,
+    so that a fresh gate is about one half; the rest of that model (norms, blocks) is not taken.
+    """
+
+    has_gate_bias = True
+
+    def steps(self, gates: Tensor) -> Tensor:
+        return -logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+
+
+class Cable(Stepped):
+    """Let tokens make steps of ReLU(w . x): some of them none at all.
+
+    Those of CABLE without weights (Veisi et al., arXiv 2503.08067, equations 2 to 5, CABLE_NW in its tables). CABLE itself
+    multiplies them by another learned number of the query (equations 6 and 7), a slope for each query, which
+    `linbias.torch.attention` does not have. With softplus for ReLU, as in its first released code, it would be `Forget`:
+    softplus(z) = -log sigmoid(-z).
+    """
+
+    def steps(self, gates: Tensor) -> Tensor:
+        return gates.to(torch.promote_types(gates.dtype, torch.float32)).relu()
 
 
 class Sinusoidal(Position):
@@ -281,9 +332,21 @@ class T5(Position):
 
 def make_position(name: str, config: PreTrainedConfig, *, causal: bool = True) -> Position:
     """Build the position method of a name for a model of this configuration."""
+    return _kind(name)(config, causal)
+
+
+def make_gate(name: str, config: PreTrainedConfig) -> nn.Linear | None:
+    """Build what an attention layer makes its steps of, where the position method of a name is a `Stepped` one."""
+    kind = _kind(name)
+    if not issubclass(kind, Stepped):
+        return None
+    return nn.Linear(config.hidden_size, config.num_attention_heads, bias=kind.has_gate_bias)
+
+
+def _kind(name: str) -> type[Position]:
     module, _, kind = METHODS[name].kind.partition(".")
-    made: Position = getattr(import_module(f"linbias.models.{module}"), kind)(config, causal)
-    return made
+    found: type[Position] = getattr(import_module(f"linbias.models.{module}"), kind)
+    return found
 
 
 def _angles(positions: Tensor, count: int, base: float) -> Tensor:

@@ -104,7 +104,7 @@ class CrossBlock(GradientCheckpointingLayer):
     def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = SelfAttention(config, layer_index)
+        self.attention = SelfAttention(config, layer_index, config.position)
         self.cross_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.cross_attention = CrossAttention(config, layer_index)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
