@@ -102,6 +102,8 @@ NB_MODULE(_cpu, m) {
       optional("key_range", &Call::key_range),
       optional("query_start", &Call::query_start),
       optional("key_bound", &Call::key_bound),
+      optional("positions", &Call::positions),
+      optional("query_positions", &Call::query_positions),
       required("scale", &Call::scale),
       optional("dropout", &Call::dropout),
       required("tolerance", &Call::tolerance),
@@ -121,7 +123,9 @@ NB_MODULE(_cpu, m) {
       optional("dlse", &Backward::dlse),
       required("saved", &Backward::saved),
       required("dq", &Backward::dq), required("dk", &Backward::dk), required("dv", &Backward::dv),
-      optional("dleft", &Backward::dleft), optional("dright", &Backward::dright));
+      optional("dleft", &Backward::dleft), optional("dright", &Backward::dright),
+      optional("dpositions", &Backward::dpositions),
+      optional("dquery_positions", &Backward::dquery_positions));
   // clang-format on
 
   m.def(

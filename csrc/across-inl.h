@@ -182,6 +182,7 @@ struct AcrossScratch : Rows<float> {
   float *score, *dweight;               // [groups at once, kKeys, 16]
   uint32_t* pairs;                      // [terms, groups at once, kKeys / 2, 16]: weights, or gradients of scores
   uint16_t *weight_rows, *dscore_rows;  // of all groups: BackwardAcross::kColumns
+  float* pulls;                         // [kKeys, 16]: what gradients of scores ask of the places of keys
 
   // The buffers and their sizes: take(buffer, count) for each.
   template <typename In, typename Take>
@@ -198,6 +199,7 @@ struct AcrossScratch : Rows<float> {
     take(pairs, kMostTerms * kPairsStep);
     take(weight_rows, kWeights);
     take(dscore_rows, kWeights);
+    take(pulls, kGroupScores);
   }
 
   Terms<uint16_t> rows_of(int64_t deep, int terms) const { return {rows, deep, terms, kQueriesAcross * deep}; }
@@ -259,15 +261,20 @@ inline float scale_of_queries(const Call& call) {
 template <bool kFine>
 struct BiasedAcross {
   const Tile<float>& tile;
-  const int64_t block, num_keys;  // of the head from this block on
-  const bool far, finite;
+  const int64_t block, num_keys;                               // of the head from this block on
+  const bool far, finite, placed;                              // placed: keys stand at given places
   static constexpr float kUnit = kFine ? 1.0f : kLog2eAcross;  // of scores
   static constexpr float kSteepest = 3e38f;                    // finite, so that it is 0 times a distance of 0
   static constexpr float kLarge = 0x1p14f;
   Floats relative{};                    // positions of the queries, counted from the block's first key
+  Floats beyond{};                      // far: the same, or how far they stand beyond the place of the nearest key
   Floats away{};                        // far: the bias of the key that is nearest
   float scale, slope[2], outwards = 0;  // far: the slope, negative to the right
   float further[kKeys];                 // far: the bias of a key on top of that
+  const float* offsets = kNumbers.of;   // far: where the keys are, counted as `beyond` is
+  float own_offsets[kKeys];             // placed
+  double places[kKeys], nearest = 0;    // placed: those of the keys, and, far, of the nearest
+  Simd<float>::Doubles query_places{};
   bool hidden[2];
   int64_t end_shown;  // keys from here on are hidden from the group; a multiple of 32
 
@@ -277,18 +284,24 @@ struct BiasedAcross {
         num_keys(of.head->num_keys - at * kKeys),
         far(of.is_far(at)),
         finite(of.head->radius[at] == of.head->radius[at]),
+        placed(of.places != nullptr),
         scale(static_cast<float>(of.call->scale / scale_of_queries(*of.call) * kUnit)) {
     for (int side = kLeft; side <= kRight; ++side) {
       hidden[side] = tile.hidden[side];
       const float steep = tile.slope[side] * kUnit;
       slope[side] = steep < kSteepest ? steep : kSteepest;
     }
+    if (placed && !far) load_places(tile.places + block * kKeys, num_keys, places);
     if (!far) return;
     const bool to_the_left = block <= tile.near_last;
+    if (placed) {
+      nearest = tile.places[nearest_key(to_the_left ? kLeft : kRight, block, tile.head->num_keys)];
+      find_offsets(tile.places + block * kKeys, nearest, own_offsets);
+      offsets = own_offsets;
+    }
     outwards = to_the_left ? slope[kLeft] : -slope[kRight];
     for (int64_t s = 0; s < kKeys && !kFine; ++s) {
-      further[s] =
-          to_the_left ? -slope[kLeft] * static_cast<float>(kKeys - 1 - s) : -slope[kRight] * static_cast<float>(s);
+      further[s] = to_the_left ? -slope[kLeft] * (offsets[kKeys - 1] - offsets[s]) : -slope[kRight] * offsets[s];
     }
   }
 
@@ -304,9 +317,11 @@ struct BiasedAcross {
       for (int lane = 0; lane < kLanes16; ++lane) relative[lane] = static_cast<float>(from + lane);
     }
     end_shown = kKeys;
+    if (placed) __builtin_memcpy(&query_places, tile.query_places + group * kLanes16, sizeof query_places);
     if (far) {
       const bool to_the_left = block <= tile.near_last;
-      away = to_the_left ? -slope[kLeft] * (relative - static_cast<float>(kKeys - 1)) : slope[kRight] * relative;
+      beyond = placed ? __builtin_convertvector(query_places - nearest, Floats) : relative;
+      away = to_the_left ? -slope[kLeft] * (beyond - offsets[kKeys - 1]) : slope[kRight] * beyond;
       return;
     }
     if (!finite) return;
@@ -316,7 +331,20 @@ struct BiasedAcross {
     end_shown = larger_of(end_shown, 0);
   }
 
-  LINBIAS_INLINE Floats distances(int64_t s) const { return relative - kNumbers.of[s]; }
+  // How many keys the queries stand beyond key s.
+  LINBIAS_INLINE Floats order(int64_t s) const { return relative - kNumbers.of[s]; }
+  LINBIAS_INLINE Floats far_distances(int64_t s) const { return beyond - offsets[s]; }
+  LINBIAS_INLINE Floats near_distances(int64_t s) const {
+    return placed ? __builtin_convertvector(query_places - places[s], Floats) : order(s);
+  }
+  LINBIAS_INLINE Floats distances(int64_t s) const { return far ? far_distances(s) : near_distances(s); }
+
+  // The gradients of scores by the place of key s.
+  LINBIAS_INLINE Floats pull(int64_t s) const {
+    const Floats left = broadcast(tile.slope[kLeft]), right = broadcast(-tile.slope[kRight]);
+    if (far) return block <= tile.near_last ? left : right;
+    return order(s) >= 0.0f ? left : right;
+  }
 
   // Whether bits suit queries with these pivots, which are infinite where no key has been seen.
   LINBIAS_INLINE bool fits_bits(Floats pivot) const {
@@ -329,7 +357,7 @@ struct BiasedAcross {
   // The pivot is subtracted from every score of a query. In a far block it goes into `base`, far_base(pivot), first.
   LINBIAS_INLINE Floats far_base(Floats pivot) const { return kFine ? pivot : away - pivot; }
   LINBIAS_INLINE Floats far_score(Floats product, int64_t s, Floats base) const {
-    if constexpr (kFine) return less_product(product * scale, broadcast(outwards), distances(s)) - base;
+    if constexpr (kFine) return less_product(product * scale, broadcast(outwards), far_distances(s)) - base;
     else return product * scale + (base + further[s]);
   }
 
@@ -338,14 +366,14 @@ struct BiasedAcross {
   }
 
   LINBIAS_INLINE Floats near_score(Floats product, int64_t s) const {
-    const Floats lowest = broadcast(-kInfinity<float>), distance = distances(s);
+    const Floats lowest = broadcast(-kInfinity<float>), distance = distances(s), back = order(s);
     Floats y = product * scale;
     if (hidden[kRight] && !hidden[kLeft]) {  // causal
-      y = distance < 0.0f ? lowest : less_product(y, broadcast(slope[kLeft]), distance);
+      y = back < 0.0f ? lowest : less_product(y, broadcast(slope[kLeft]), distance);
     } else {
       y = less_product(y, distance > 0.0f ? broadcast(slope[kLeft]) : broadcast(-slope[kRight]), distance);
-      if (hidden[kLeft]) y = distance > 0.0f ? lowest : y;
-      if (hidden[kRight]) y = distance < 0.0f ? lowest : y;
+      if (hidden[kLeft]) y = back > 0.0f ? lowest : y;
+      if (hidden[kRight]) y = back < 0.0f ? lowest : y;
     }
     return s < num_keys ? y : lowest;
   }

@@ -8,6 +8,9 @@
 // of one where heads are few, and adds to gradients of keys and values of its own, summed in a fixed order afterwards.
 // Results do not depend on the number of threads.
 //
+// Keys that stand at given positions (places-inl.h) go the same ways: a block's distances are read from one row of
+// numbers instead of being counted, and the tables of the certificate from sums over the keys instead of a series.
+//
 // Products: one register block of 6 rows x 4 vectors (2 where registers are few) serves all of them.
 // Memory above inputs and results: wide packed keys and values, and per thread a few tiles; in backward also one
 // gradient of keys and values per task. No term in T x S.
@@ -99,6 +102,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 
 #include "products-inl.h"
 #include "head-inl.h"
+#include "places-inl.h"
 #include "bounds-inl.h"
 #include "packing-inl.h"
 #include "tile-inl.h"

@@ -67,6 +67,8 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   compare("dq", name, a.dq, truth.dq, of_gradients);
   compare("dk", name, a.dk, truth.dk, of_gradients);
   compare("dv", name, a.dv, truth.dv, of_gradients);
+  compare("dpositions", name, a.dx, truth.dx, of_two);
+  compare("dquery_positions", name, a.dxq, truth.dxq, of_two);
 
   Arrays<In> again(c, x);
   again.call.num_threads = c.threads % 3 + 1;
@@ -75,7 +77,7 @@ void run(const Case& c, const Inputs& x, const Truth& truth) {
   backward(again.call, again.gradients);
   const bool same = again.out == a.out && again.row_max == a.row_max && again.log_sum == a.log_sum &&
                     again.visited == a.visited && again.dq == a.dq && again.dk == a.dk && again.dv == a.dv &&
-                    again.dleft == a.dleft && again.dright == a.dright;
+                    again.dleft == a.dleft && again.dright == a.dright && again.dx == a.dx && again.dxq == a.dxq;
   check(same, name, "the same bits with other threads");
 
   for (std::size_t i = 0; i < a.left.size(); ++i) {  // a hidden side has no gradient
@@ -160,6 +162,29 @@ void test_the_definition() {
   for (const Case& c : cases) {
     run_on_every_target<float, double>(c);
     run_on_every_target<Half, Brain>(c);
+  }
+}
+
+// Keys that stand at places of their own, through every way of the core.
+void test_the_definition_at_given_places() {
+  for (const Standing standing :
+       {Standing::gaps, Standing::equal, Standing::resets, Standing::bursts, Standing::unix_times}) {
+    Case cases[] = {
+        {2, 6, 3, 61, 107, 13, 5, false, false},
+        {1, 6, 6, 300, 700, 24, 40, true, false, {}, 0, 5},
+        {1, 6, 2, 260, 700, 40, 33, false, false, {200}},
+        {2, 6, 3, 203, 517, 33, 37, false, true, {100, 350}},
+        {2, 12, 6, 52, 330, 16, 16, false, true, {400, -20}},  // beyond the keys, and before
+        {1, 4, 2, 200, 330, 32, 65, true, false, {}, 0.3, 3},
+        {2, 6, 2, 3, 2100, 13, 70, false, false, {1000, 2097}},
+        {2, 6, 3, 2, 400, 8, 24, true, true, {200, 433}},
+    };
+    for (Case& c : cases) {
+      c.standing = standing;
+      c.between = standing == Standing::equal || standing == Standing::bursts;
+      run_on_every_target<float, double>(c);
+      run_on_every_target<Half, Brain>(c);
+    }
   }
 }
 
@@ -685,6 +710,7 @@ int main(int count, char** names) {
   for (void (*test)() : {
            test_tasks_are_shared_out,
            test_the_definition,
+           test_the_definition_at_given_places,
            test_dropout_at_its_threshold,
            test_what_a_caller_may_not_break<float, double>,
            test_what_a_caller_may_not_break<Brain, Half>,

@@ -85,6 +85,10 @@ struct Type<Brain> {
 
 // ---- what is computed
 
+// How keys stand: counted, or at places of their own.
+enum class Standing { counted, gaps, equal, resets, bursts, unix_times };
+inline const char* const kStandings[] = {"", " gaps", " equal stamps", " resets", " bursts", " unix times"};
+
 struct Case {
   std::int64_t B, H, G, T, S, D, E;
   bool causal = true;
@@ -93,17 +97,19 @@ struct Case {
   double dropout = 0;
   int threads = 2;
   bool wild = false;  // ranges and starts far outside the keys, which the core has to clamp
+  Standing standing = Standing::counted;
+  bool between = false;  // queries stand between their own key and the next, rather than at their own
 };
 
 inline constexpr std::uint32_t kSeed = 1234567;
 
 // Forward and backward by the definition, in double.
 struct Truth {
-  std::vector<double> out, lse, dq, dk, dv, dleft, dright;
+  std::vector<double> out, lse, dq, dk, dv, dleft, dright, dx, dxq;
 };
 
 struct Inputs {
-  std::vector<double> q, k, v, left, right, dout, dlse;
+  std::vector<double> q, k, v, left, right, dout, dlse, x, xq;  // x, xq: places [B, H, S] and [B, H, T], if any
   std::vector<std::int64_t> key_range, query_start;
 };
 
@@ -144,9 +150,9 @@ inline std::int64_t start_of(const Case& c, const Inputs& x, std::int64_t b) {
 inline Truth define(const Case& c, const Inputs& x) {
   Truth t{std::vector<double>(x.dout.size()), std::vector<double>(x.dlse.size()), std::vector<double>(x.q.size()),
           std::vector<double>(x.k.size()),    std::vector<double>(x.v.size()),    std::vector<double>(x.left.size()),
-          std::vector<double>(x.left.size())};
+          std::vector<double>(x.left.size()), std::vector<double>(x.x.size()),    std::vector<double>(x.xq.size())};
   const double scale = 1 / std::sqrt(static_cast<double>(c.D));
-  std::vector<double> weight(c.S), reach(c.S), dweight(c.S), share(c.S);
+  std::vector<double> weight(c.S), reach(c.S), pull(c.S), dweight(c.S), share(c.S);
   for (std::int64_t b = 0; b < c.B; ++b) {
     for (std::int64_t h = 0; h < c.H; ++h) {
       const std::int64_t g = h / (c.H / c.G), bh = b * c.H + h, key_row = (b * c.G + g) * c.S;
@@ -157,9 +163,12 @@ inline Truth define(const Case& c, const Inputs& x) {
         for (std::int64_t s = first; s < end; ++s) {
           double product = 0;
           for (std::int64_t d = 0; d < c.D; ++d) product += x.q[row * c.D + d] * x.k[(key_row + s) * c.D + d];
-          reach[s] = static_cast<double>(position - s);
-          const double slope = reach[s] > 0 ? x.left[bh] : c.causal ? kInf : x.right[bh];
-          weight[s] = product * scale - (reach[s] == 0 ? 0 : slope * std::abs(reach[s]));
+          const bool placed = !x.x.empty(), back = position >= s;  // sides go by order
+          reach[s] = placed ? std::abs(x.xq[row] - x.x[bh * c.S + s]) : std::abs(static_cast<double>(position - s));
+          double slope = back ? x.left[bh] : c.causal ? kInf : x.right[bh];
+          if (position == s && std::isinf(slope)) slope = 0;  // its own key is never hidden
+          pull[s] = std::isinf(slope) ? 0 : back ? slope : -slope;
+          weight[s] = product * scale - (std::isinf(slope) ? slope : slope * reach[s]);
           high = std::max(high, weight[s]);
         }
         for (std::int64_t s = first; s < end; ++s) {
@@ -187,12 +196,42 @@ inline Truth define(const Case& c, const Inputs& x) {
             t.dq[row * c.D + d] += scale * dscore * x.k[(key_row + s) * c.D + d];
             t.dk[(key_row + s) * c.D + d] += scale * dscore * x.q[row * c.D + d];
           }
-          (reach[s] > 0 ? t.dleft : t.dright)[bh] -= dscore * std::abs(reach[s]);
+          (position >= s ? t.dleft : t.dright)[bh] -= dscore * reach[s];
+          if (x.x.empty()) continue;
+          t.dx[bh * c.S + s] += pull[s] * dscore;
+          t.dxq[row] -= pull[s] * dscore;
         }
       }
     }
   }
   return t;
+}
+
+// Where keys and queries stand; keys that are hidden stand nowhere.
+inline void place(const Case& c, std::mt19937& random, Inputs& x) {
+  std::exponential_distribution<double> gap;
+  for (std::int64_t bh = 0; bh < c.B * c.H; ++bh) {
+    const std::int64_t b = bh / c.H;
+    const auto [first, end] = range_of(c, x, b, bh % c.H / (c.H / c.G));
+    double at = c.standing == Standing::unix_times ? 1.7e9 : -3;
+    for (std::int64_t s = 0; s < c.S; ++s) {
+      if (c.standing == Standing::resets) at += s % 90 == 70 ? (s % 4 ? 40 : 1e4) : 0.02;
+      else if (c.standing == Standing::bursts) at += gap(random) * (random() % 5 ? 0.01 : 5);
+      else if (c.standing == Standing::unix_times) at += gap(random) / 64;
+      else at += gap(random);
+      x.x.push_back(s < first || s >= end ? kNan : c.standing == Standing::equal ? 4 * std::floor(at / 4) : at);
+    }
+    const double* stands = x.x.data() + bh * c.S;
+    for (std::int64_t t = 0; t < c.T; ++t) {
+      const std::int64_t p = start_of(c, x, b) + t, own = std::clamp(p, first, std::max(first, end - 1));
+      double xq = first < end ? stands[own] : 0;
+      if (c.between && first < end) {
+        if (p < first) xq -= 0.5;
+        else xq += own + 1 < end ? (stands[own + 1] - stands[own]) / 2 : 0.5;
+      }
+      x.xq.push_back(xq);
+    }
+  }
 }
 
 // Random inputs; a narrow type holds theirs exactly.
@@ -229,6 +268,7 @@ inline Inputs draw(const Case& c, bool narrow) {
     x.key_range.insert(x.key_range.end(), chosen, chosen + 2);
   }
   x.query_start = c.starts;
+  if (c.standing != Standing::counted) place(c, random, x);
   return x;
 }
 
@@ -238,7 +278,8 @@ template <typename In>
 struct Arrays {
   using W = typename Type<In>::Wide;
   std::vector<In> q, k, v;
-  std::vector<W> left, right, dout, dlse, bound, out, row_max, log_sum, dq, dk, dv, dleft, dright;
+  std::vector<W> left, right, dout, dlse, bound, out, row_max, log_sum, dq, dk, dv, dleft, dright, dx, dxq;
+  std::vector<double> x, xq;
   std::vector<std::int32_t> visited;
   std::int64_t tiles;
   Call call;
@@ -292,15 +333,21 @@ struct Arrays {
     call.precise = true;
     results = {out.data(), row_max.data(), log_sum.data(), visited.data(), tiles};
     gradients = {dout.data(), dlse.data(), results, dq.data(), dk.data(), dv.data(), dleft.data(), dright.data()};
+    if (c.standing == Standing::counted) return;
+    this->x = x.x, xq = x.xq;
+    dx.assign(this->x.size(), nan), dxq.assign(xq.size(), nan);
+    call.positions = {this->x.data(), c.H * c.S, c.S};
+    call.query_positions = {xq.data(), c.H * c.T, c.T};
+    gradients.dpositions = dx.data(), gradients.dquery_positions = dxq.data();
   }
 };
 
 inline std::string describe(const Case& c, const char* type) {
   char name[300];
-  std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s threads %d", target(), type, int(c.B),
-                int(c.H), int(c.G), int(c.T), int(c.S), int(c.D), int(c.E), c.causal ? "causal" : "two sides",
+  std::snprintf(name, sizeof name, "%s %s B%d H%d G%d T%d S%d D%d E%d %s%s%s%s%s%s threads %d", target(), type,
+                int(c.B), int(c.H), int(c.G), int(c.T), int(c.S), int(c.D), int(c.E), c.causal ? "causal" : "two sides",
                 c.ranges ? " ranges" : "", c.starts.empty() ? "" : " starts", c.dropout > 0 ? " dropout" : "",
-                c.threads);
+                kStandings[int(c.standing)], c.between ? " between" : "", c.threads);
   return name;
 }
 

@@ -29,7 +29,8 @@ struct BackwardAcross {
   const Tile<float>& tile;
   int64_t slot;
   WorkScratch& scratch;
-  float *dk, *dv;  // of the head, to add to
+  float *dk, *dv;   // of the head, to add to
+  double* dplaces;  // likewise, or null
   int dout_terms = 0;
   MatrixUnit unit{};
 
@@ -135,6 +136,7 @@ struct BackwardAcross {
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     Biased biased(tile, block);
     int64_t most_shown = 0, all_shown[kGroups] = {};
+    if (dplaces) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
     const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
       GroupsAcross groups(biased, first, first + at_once);
@@ -162,6 +164,7 @@ struct BackwardAcross {
       groups.add(unit, packed.padded_D, keys_transposed, dscores, scratch.acc);
     }
     if (most_shown == 0) return;
+    if (dplaces) add_pulls(dplaces + block * kKeys, smaller_of(most_shown, biased.num_keys));
     add_over_queries(most_shown, all_shown, packed.padded_E, dout_terms, scratch.weight_rows, scratch.dout_pairs,
                      dv + block * kKeys * packed.padded_E);
     add_over_queries(most_shown, all_shown, packed.padded_D, 1, scratch.dscore_rows, scratch.q_pairs,
@@ -205,8 +208,9 @@ struct BackwardAcross {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
-      if (results.dleft) gradients_of<true>(of, score, keep);
-      else gradients_of<false>(of, score, keep);
+      if (dplaces) gradients_of<true, true>(of, score, keep);
+      else if (results.dleft) gradients_of<true, false>(of, score, keep);
+      else gradients_of<false, false>(of, score, keep);
       return;
     }
     const auto score = [&](int64_t s) __attribute__((always_inline)) {
@@ -218,20 +222,22 @@ struct BackwardAcross {
       const DropoutAcross dropout(tile, biased.block);
       const auto drop = [&](int64_t s, Floats x)
                             __attribute__((always_inline)) { return dropout.apply(of.group, s, x); };
-      gradients_of<true>(of, score, drop);
+      if (dplaces) gradients_of<true, true>(of, score, drop);
+      else gradients_of<true, false>(of, score, drop);
     } else {
-      gradients_of<true>(of, score, keep);
+      if (dplaces) gradients_of<true, true>(of, score, keep);
+      else gradients_of<true, false>(of, score, keep);
     }
   }
 
   // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
-  // the slopes need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
-  template <bool kSlopes, typename Score, typename Drop>
+  // slopes and places need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
+  template <bool kSlopes, bool kPlaces, typename Score, typename Drop>
   LINBIAS_INLINE void gradients_of(const Weighing& of, const Score& score, const Drop& drop) {
     const Biased& biased = of.biased;
     const Floats delta = load(scratch.delta + of.group * kLanes16);
     const float* dweights = scratch.dweight + of.place * kGroupScores;
-    Floats total{}, slope[2] = {}, weighted[2] = {};
+    Floats total{}, slope[2] = {}, weighted[2] = {}, pulls{};
     const bool one_side = biased.far || biased.hidden[kRight];
     for (int64_t s = 0; s < of.shown; s += 2) {
       Floats weight[2], dscore[2];
@@ -254,6 +260,11 @@ struct BackwardAcross {
             weighted[kRight] += weight[i] * right;
           }
         }
+        if constexpr (kPlaces) {
+          const Floats pull = dscore[i] * biased.pull(s + i);
+          add_to(scratch.pulls + (s + i) * kLanes16, pull);
+          pulls += pull;
+        }
         weight[i] = drop(s + i, weight[i]);
       }
       store_weights(weight, dscore, of, s);
@@ -264,6 +275,7 @@ struct BackwardAcross {
     const int nearer = to_the_right ? kRight : kLeft;
     const int64_t at = of.group * kLanes16;
     add_to(scratch.dscore_sum + at, total);
+    if constexpr (kPlaces) add_to(scratch.pull_sum + at, pulls);
     add_to(scratch.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
     add_to(scratch.distance_sum[nearer] + at, to_the_right ? -weighted[kLeft] : weighted[kLeft]);
     if (one_side) return;
@@ -288,6 +300,18 @@ struct BackwardAcross {
       round_to_pairs<true>(weight[0], weight[1], weights, weights + kColumns);
       store_words(pairs, round_to_pairs<true>(dscore[0], dscore[1], dscores, dscores + kColumns));
     }
+  }
+
+  // Add what all queries ask of the places of a block's keys.
+  void add_pulls(double* to, int64_t count) const {
+    float sums[kKeys];
+    for (int64_t s = 0; s < kKeys; s += kLanes16) {
+      Floats pulls[kLanes16];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes16; ++i) pulls[i] = load(scratch.pulls + (s + i) * kLanes16);
+      store<float>(sums + s, sum_of_each(pulls));
+    }
+    for (int64_t s = 0; s < count; ++s) to[s] += static_cast<double>(sums[s]);
   }
 
   LINBIAS_INLINE static void add_to(float* sums, Floats x) { store<float>(sums, load(sums) + x); }

@@ -58,6 +58,7 @@ struct BackwardTask {
   int64_t num_tiles, num_pieces, tiles_per_piece;
   W *dk, *dv;       // [B, H, pieces, rows, D or E padded], or by head [threads, rows, ...]
   double* dslopes;  // [B, H, pieces, 2]
+  double* dplaces;  // [B, H, pieces, S], or null
   Blocks* blocks;   // those in which dk and dv hold anything: [B, H, pieces] or [threads]
 
   // The gradients of keys and values that a task or worker adds to.
@@ -98,6 +99,8 @@ struct BackwardTask {
     const int64_t from = piece * tiles_per_piece, to = smaller_of(from + tiles_per_piece, num_tiles);
     double* dslopes_of = dslopes + 2 * index;
     dslopes_of[kLeft] = dslopes_of[kRight] = 0;
+    double* dplaces_of = dplaces ? dplaces + index * call.S : nullptr;
+    if (dplaces) __builtin_memset(dplaces_of, 0, sizeof(double) * static_cast<size_t>(call.S));
     for (int64_t t = from; t < to; ++t) {
       const Tile<W> tile(call, packed, b, h, t);
       Work work{call,
@@ -107,7 +110,8 @@ struct BackwardTask {
                 packed.slot_of(call, b, h, worker),
                 scratches[worker],
                 keys_gradient(gradients),
-                values_gradient(gradients)};
+                values_gradient(gradients),
+                dplaces ? dplaces_of + tile.head->first : nullptr};
       work.begin();
       const Blocks visited = visited_blocks(tile, results.saved);
       // From either end inwards, as the outer blocks may turn out to be negligible.
@@ -115,6 +119,9 @@ struct BackwardTask {
       for (int64_t block = visited.first; block <= tile.near_last; ++block) work.visit(block, negligible[kLeft]);
       for (int64_t block = visited.end - 1; block > tile.near_last; --block) work.visit(block, negligible[kRight]);
       add_slope_gradients(work, dslopes_of);
+      for (int64_t i = 0; dplaces && i < tile.rows; ++i) {
+        static_cast<W*>(results.dquery_positions)[tile.index(i)] = -work.scratch.pull_sum[i];
+      }
       work.finish();
     }
   }
@@ -173,6 +180,9 @@ Status backward_with(const Call& call, const Backward& results) {
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
+  const bool places_asked = results.dpositions || results.dquery_positions;  // either may be empty
+  W* dpositions = static_cast<W*>(results.dpositions);
+  for (int64_t at = 0; dpositions && at < num_heads * call.S; ++at) dpositions[at] = 0;
   clear_unseen_gradients<W>(call, results);
   if (num_heads == 0 || num_tiles == 0) return Status::ok;
   typename Work::PackedHeads packed(call, true);
@@ -185,15 +195,16 @@ Status backward_with(const Call& call, const Backward& results) {
   const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_pieces;
   Scratches<typename Work::WorkScratch> scratches;
   Buffer<W> dk, dv;
-  Buffer<double> dslopes;
+  Buffer<double> dslopes, dplaces;
   Buffer<Blocks> blocks;
   if (!packed.allocate(call) || !scratches.allocate(call, packed) || !dk.allocate(sums, packed.rows, packed.padded_D) ||
       !dv.allocate(sums, packed.rows, packed.padded_E) || !dslopes.allocate(num_heads * num_pieces, 2) ||
-      !blocks.allocate(sums)) {
+      !blocks.allocate(sums) || (places_asked && !dplaces.allocate(num_heads * num_pieces, call.S))) {
     return Status::out_of_memory;
   }
-  BackwardTask<Work> task{call,       results,         packed,  pack,    scratches.each.data, num_tiles,
-                          num_pieces, tiles_per_piece, dk.data, dv.data, dslopes.data,        blocks.data};
+  BackwardTask<Work> task{call,         results,      packed,          pack,    scratches.each.data,
+                          num_tiles,    num_pieces,   tiles_per_piece, dk.data, dv.data,
+                          dslopes.data, dplaces.data, blocks.data};
   if (packed.by_head) {
     parallel(call, call.B * call.G, BackwardTask<Work>::run_head, &task);
   } else {
@@ -209,6 +220,12 @@ Status backward_with(const Call& call, const Backward& results) {
       }
       static_cast<W*>(side == kLeft ? results.dleft : results.dright)[head] = static_cast<W>(total);
     }
+  }
+  for (int64_t at = 0; dpositions && at < num_heads * call.S; ++at) {
+    const double* of_pieces = dplaces.data + at / call.S * num_pieces * call.S + at % call.S;
+    double total = 0;
+    for (int64_t piece = 0; piece < num_pieces; ++piece) total += of_pieces[piece * call.S];
+    dpositions[at] = static_cast<W>(total);
   }
   return Status::ok;
 }
@@ -230,7 +247,8 @@ struct BackwardWork {
   const Tile<W>& tile;
   int64_t slot;
   WorkScratch& scratch;
-  W *dk, *dv;  // of the head, to add to
+  W *dk, *dv;       // of the head, to add to
+  double* dplaces;  // likewise, or null
 
   bool has_keys(int64_t i) const { return scratch.row_sum[i] != 0; }  // NaN counts
 
@@ -313,14 +331,16 @@ struct BackwardWork {
       dropped = scratch.dropped;
     }
     multiply<W>(even, E, tile.rows, {dropped, 1, kKeys}, {scratch.dout, E}, {dv + block * kKeys * E, E}, true);
-    for (int64_t i = 0; i < rows; ++i) score_gradients(biased, i);
+    W pulls[kKeys] = {};
+    for (int64_t i = 0; i < rows; ++i) score_gradients(biased, i, pulls);
+    for (int64_t s = 0; dplaces && s < shown; ++s) dplaces[block * kKeys + s] += static_cast<double>(pulls[s]);
     multiply<W>(rows, D, shown, {scratch.dweight, kKeys}, {head.keys + block * kKeys * head.key_row, head.key_row},
                 {scratch.acc, D}, true);
     multiply<W>(even, D, tile.rows, {scratch.dweight, 1, kKeys}, {scratch.q, D}, {dk + block * kKeys * D, D}, true);
   }
 
-  // Turn the gradients of the weights of row i into those of its scores, and sum what the slopes need.
-  LINBIAS_INLINE void score_gradients(const Biased<W>& biased, int64_t i) {
+  // Turn the gradients of the weights of row i into those of its scores, and sum what slopes and places need.
+  LINBIAS_INLINE void score_gradients(const Biased<W>& biased, int64_t i, W (&pulls)[kKeys]) {
     Vector<W> total{}, slope[2] = {}, weighted[2] = {};
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
@@ -336,10 +356,22 @@ struct BackwardWork {
       weighted[kRight] += weight * right;
     }
     scratch.dscore_sum[i] += sum<W>(total);
+    if (dplaces) pull_at_places(biased, i, pulls);
     for (int side = kLeft; side <= kRight; ++side) {
       if (biased.tile.hidden[side]) continue;
       scratch.slope_sum[side][i] += sum<W>(slope[side]);
       scratch.distance_sum[side][i] += sum<W>(weighted[side]);
     }
+  }
+
+  // What the gradients of the scores of row i ask of the places of keys and of its own.
+  void pull_at_places(const Biased<W>& biased, int64_t i, W (&pulls)[kKeys]) {
+    Vector<W> total{};
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector<W> pull = biased.pull(i, j) * load(scratch.dweight + i * kKeys + j * kLanes);
+      store<W>(pulls + j * kLanes, load(pulls + j * kLanes) + pull);
+      total += pull;
+    }
+    scratch.pull_sum[i] += sum<W>(total);
   }
 };

@@ -106,11 +106,12 @@ struct BlockBound {
   double radius, spread, share, log_count;
   bool by_spread;
 
+  // `discounted` is what the keys weigh by their distances alone, seen from the nearest.
   template <typename W>
-  BlockBound(const Head<W>& head, int64_t block, double m) : radius(head.radius[block]), spread(head.spread[block]) {
-    const double count = static_cast<double>(smaller_of(kKeys, head.num_keys - block * kKeys)), ratio = spread / radius;
+  BlockBound(const Head<W>& head, int64_t block, double count, double discounted)
+      : radius(head.radius[block]), spread(head.spread[block]) {
+    const double ratio = spread / radius;
     share = ratio * ratio * ratio * ratio;
-    const double discounted = __builtin_expm1(-m * count) / __builtin_expm1(-m);  // sum of e^(-m i), i < count
     by_spread = count * share < discounted;
     log_count = __builtin_log(by_spread ? count : discounted);
   }
@@ -122,19 +123,33 @@ struct BlockBound {
   }
 };
 
-// table[blocks, kEntries] of one query head and side; NaN wherever something beyond is not finite.
+// table[blocks, kEntries] of one query head and side, whose keys stand at `places` or are counted; NaN wherever
+// something beyond is not finite.
 template <typename W>
-void fill_tails(const Head<W>& head, Side side, double m, W slack, W* table) {
+void fill_tails(const Head<W>& head, Side side, W slope, const double* places, W slack, W* table) {
+  const double m = static_cast<double>(slope);
   double tail[kEntries], q[kEntries];
   const double unit = kShortest / (head.largest > 0 ? static_cast<double>(head.largest) : 1);
   for (int entry = 0; entry < kEntries; ++entry) {
     q[entry] = unit * __builtin_exp2(entry / 2.0);
     tail[entry] = -__builtin_inf();
   }
-  const double step = m * (1 - static_cast<double>(slack)) * kKeys;
+  double step = m * (1 - static_cast<double>(slack)) * kKeys;
+  int64_t before = -1;  // the nearest key of the block before
   for (int64_t i = 0; i < head.num_blocks; ++i) {
     const int64_t block = side == kLeft ? i : head.num_blocks - 1 - i;
-    const BlockBound bound(head, block, m);
+    const int64_t keys = smaller_of(kKeys, head.num_keys - block * kKeys);
+    const double count = static_cast<double>(keys);
+    double discounted;
+    if (places) {
+      const int64_t nearest = nearest_key(side, block, head.num_keys);
+      discounted = sum_of_block<W>(places + block * kKeys, keys, nearest - block * kKeys, slope, slack);
+      if (before >= 0) step = m * (1 - static_cast<double>(slack)) * __builtin_fabs(places[nearest] - places[before]);
+      before = nearest;
+    } else {
+      discounted = __builtin_expm1(-m * count) / __builtin_expm1(-m);  // sum of e^(-m i), i < count
+    }
+    const BlockBound bound(head, block, count, discounted);
     for (int entry = 0; entry < kEntries; ++entry) {
       const double here = bound.at(q[entry]), beyond = tail[entry] - step;
       const double above = here > beyond ? here : beyond, below = here > beyond ? beyond : here;

@@ -72,11 +72,14 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
   const W distance = static_cast<W>(side == kLeft ? tile.position - key : key - tile.position);
   const W away = side == kLeft ? W{1} : W{-1}, step = m * (1 - slack);
+  const double place = tile.places ? tile.places[nearest_key(side, nearest, tile.head->num_keys)] : 0;
   const W* tails = table + nearest * kEntries;
   for (int64_t n = 0, i = rows.open_row; n < tile.rows; ++n, i = i + 1 < tile.rows ? i + 1 : 0) {
     const W* lower = tails + rows.entry[i];
     const W far = lower[0] + rows.fraction[i] * (lower[1] - lower[0]);
-    const W tail = rows.base[i] + far - step * (distance + away * static_cast<W>(i)) - share;
+    W reach = distance + away * static_cast<W>(i);
+    if (tile.places) reach = away * static_cast<W>(tile.query_places[i] - place);
+    const W tail = rows.base[i] + far - step * reach - share;
     if (!(tail <= rows.row_max[i] + log_from_below(rows.row_sum[i]))) {
       rows.open_row = i;
       return false;

@@ -13,6 +13,8 @@ struct Scene {
   std::int64_t T, S, D, start;  // query t stands at start + t
   double left, right, tolerance;
   std::vector<double> q, k;
+  std::vector<double> x = {}, xq = {};  // where keys and queries stand; none: counted
+  bool alike = false;                   // many weights are the same number, and rounded alike
   bool two_sides() const { return !std::isinf(right); }
 };
 
@@ -156,11 +158,42 @@ Scene mirrored(Scene scene) {
   scene.name += ", mirrored";
   std::swap(scene.left, scene.right);
   scene.start = scene.S - scene.start - scene.T;
+  for (std::vector<double>* places : {&scene.x, &scene.xq}) {
+    std::reverse(places->begin(), places->end());
+    for (double& place : *places) place = -place;
+  }
   for (auto& [x, rows] : {std::pair{&scene.q, scene.T}, std::pair{&scene.k, scene.S}}) {
     for (std::int64_t i = 0; i < rows / 2; ++i) {
       std::swap_ranges(x->begin() + i * scene.D, x->begin() + (i + 1) * scene.D, x->begin() + (rows - 1 - i) * scene.D);
     }
   }
+  return scene;
+}
+
+// The same with keys and queries at places `unit` apart, with a slope that makes up for it.
+Scene placed(Scene scene, double unit) {
+  scene.name += ", placed";
+  scene.left /= unit, scene.right /= unit;
+  for (std::int64_t s = 0; s < scene.S; ++s) scene.x.push_back(1.7e9 + unit * double(s));
+  for (std::int64_t t = 0; t < scene.T; ++t) scene.xq.push_back(1.7e9 + unit * double(scene.start + t));
+  return scene;
+}
+
+// All keys alike, at places as uneven as gates and events leave them: the bound by one scan over the keys is exact, but
+// for what a block's end is beyond its keys.
+Scene uneven_keys(std::int64_t T, std::int64_t S, const std::string& kind) {
+  Scene scene = equal_keys(T, S, 1, 3);
+  scene.name = kind;
+  std::mt19937 random(11);
+  std::exponential_distribution<double> gap;
+  for (std::int64_t s = 0; s < S; ++s) {
+    const double last = scene.x.empty() ? 0 : scene.x.back();
+    if (kind == "bursts") scene.x.push_back(last + (random() % 100 ? 0.0004 : 0.2) * gap(random));
+    else if (kind == "stairs") scene.x.push_back(double(s / 700) * 0.5), scene.alike = true;
+    else if (kind == "resets") scene.x.push_back(last + (s % 1900 == 1000 ? 3.5 : 0.001));
+    else scene.x.push_back(-200 / (1 + double(s) / 64));  // ever closer
+  }
+  scene.xq.assign(scene.x.begin() + scene.start, scene.x.begin() + scene.start + T);
   return scene;
 }
 
@@ -222,11 +255,14 @@ struct SceneCall {
     call.scale = std::ldexp(1.0, -q_exponent - k_exponent);
     call.precise = way == Way::precise;
     call.num_threads = 2;
+    x = scene.x, xq = scene.xq;
+    call.positions = {x.data(), 0, 0}, call.query_positions = {xq.data(), 0, 0};
     results = {out.data(), row_max.data(), log_sum.data(), visited.data(), tiles};
   }
 
  private:
   std::vector<std::int64_t> starts;
+  std::vector<double> x, xq;
 };
 
 // What the rows of a scene may lose, beside `tolerance`, to rounding.
@@ -245,8 +281,9 @@ std::vector<double> true_lse(const Scene& scene) {
     for (std::int64_t s = 0; s < scene.S; ++s) {
       double product = 0;
       for (std::int64_t d = 0; d < scene.D; ++d) product += q[t * scene.D + d] * k[s * scene.D + d];
-      const double reach = double(scene.start + t - s);
-      score[s] = product - (reach == 0 ? 0 : reach > 0 ? left * reach : right * -reach);
+      const double order = double(scene.start + t - s), reach = scene.x.empty() ? order : scene.xq[t] - scene.x[s];
+      const double slope = order > 0 ? left : right;
+      score[s] = product - (order == 0 ? 0 : std::isinf(slope) ? kInf : slope * std::abs(reach));
       high = std::max(high, score[s]);
     }
     for (std::int64_t s = 0; s < scene.S; ++s) sum += std::exp(score[s] - high);
@@ -319,7 +356,7 @@ void check_backward_loss(const Scene& scene) {
   for (const W x : c.row_max) largest = std::max(largest, std::abs(double(x)));
   // On the matrix unit backward rounds weights, and takes lse off scores at once; where bfloat16 is multiplied in
   // pairs, forward rounds scores in another order.
-  const double rounding = std::is_same_v<In, Brain> ? 4e-4 + largest * 0x1p-22 : kRounding<In>;
+  const double rounding = std::is_same_v<In, Brain> ? (scene.alike ? 0x1p-8 : 4e-4) + largest * 0x1p-22 : kRounding<In>;
   const std::string name = std::string(target()) + " " + Type<In>::name + " " + scene.name + ", backward";
   check(std::abs(1 - kept) <= scene.tolerance / 4 + rounding, name, "a quarter of the tolerance is left out at most");
   if (getenv("VERBOSE")) printf("%.3f of the tolerance: %s\n", (1 - kept) / scene.tolerance, name.c_str());
@@ -382,6 +419,23 @@ void check_scenes() {
       check_scene<In>(mirrored(spike(T, row, 40, 1500, count, 0.0023)), false);
       check_scene<In>(spike(T, row, 16, 800, count, 0.0023), false);
     }
+  }
+  for (const std::int64_t T : {1, 60}) {
+    check_scene<In>(placed(equal_keys(T, 12345, 1.0 / 1024, 5), 4), T == 1);
+    check_scene<In>(placed(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), 0x1p-6), false);
+    for (std::int64_t i = 0; i < 8; ++i)
+      check_scene<In>(placed(far_off(T, 3000 + 7 * i, 1.0 / 32, 800'000'000 + 9 * i), 0.25), false);
+    check_scene<In>(placed(one_in_a_block(T, 6000, 1.0 / 256), 2), false);
+    check_scene<In>(placed(leaning(T, 16384, 1.0 / 1024), 2), false);
+    check_scene<In>(placed(mirrored(spike(T, T / 2, 40, 1500, 20, 0.0023)), 8), false);
+    for (const char* kind : {"bursts", "stairs", "resets", "ever closer"}) {
+      check_scene<In>(uneven_keys(T, 12345, kind), false);
+      check_scene<In>(mirrored(uneven_keys(T, 12345, kind)), false);
+    }
+    on_every_target([&] {
+      const Scene scene = placed(equal_keys(T, 12345, 1.0 / 1024, 5), 4);
+      check_nan_is_read<In>(scene, T > 4 ? Way::precise : Way::decode);
+    });
   }
   for (int seed = 0; seed < 4; ++seed) {
     for (const bool aligned : {true, false}) {

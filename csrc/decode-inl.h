@@ -83,6 +83,8 @@ struct DecodeTask {
     alignas(64) W score[kKeys];
     W norm, row_max, row_sum, slope[2];
     bool hidden[2];
+    const double* places;  // of the keys, and where the row stands; null: at their positions
+    double place;
   };
 
   int64_t num_rows() const { return call.B * call.H * call.T; }
@@ -154,6 +156,8 @@ struct DecodeTask {
     row.h = index / call.T % call.H;
     find_keys(row.b, row.h / (call.H / call.G), row);
     row.position = position_of(call, row.b, t) - row.first;
+    row.places = places_of(call.positions, row.b, row.h, row.first);
+    if (row.places) row.place = *places_of(call.query_positions, row.b, row.h, t);
     load_query(t, row);
   }
 
@@ -292,9 +296,10 @@ struct DecodeTask {
     W high = -kInfinity<W>;
     for (i = 0; i < kKeys; ++i) {
       const int64_t distance = row.position - from - i;
-      const Side side = distance > 0 ? kLeft : kRight;
+      const Side side = distance >= 0 ? kLeft : kRight;
       const bool hidden = i >= count || (distance != 0 && row.hidden[side]);
-      const W reach = static_cast<W>(distance > 0 ? distance : -distance);
+      W reach = static_cast<W>(distance > 0 ? distance : -distance);
+      if (row.places) reach = i < count ? static_cast<W>(__builtin_fabs(row.place - row.places[from + i])) : W{0};
       row.score[i] = hidden ? -kInfinity<W> : row.score[i] - row.slope[side] * reach;
       high = row.score[i] > high ? row.score[i] : high;
     }
@@ -353,20 +358,38 @@ struct DecodeTask {
     }
   }
 
+  // Log of at least the sum of e^(-m |x - x'|) over key x' and all beyond it: of each group of 1, 1, 2, 4, 8 ... keys
+  // outwards the nearest stands for all. A scan over the keys would be exact, and cost as much as a short window.
+  static double log_sum_outwards(const Row& row, Side side, int64_t key, W m) {
+    const int64_t count = side == kLeft ? key + 1 : row.num_keys - key, outwards = side == kLeft ? -1 : 1;
+    double total = 0;
+    for (int64_t from = 0, size = 1; from < count; from += size, size = from) {
+      const double distance = __builtin_fabs(row.places[key + outwards * from] - row.places[key]);
+      total += static_cast<double>(smaller_of(size, count - from)) * __builtin_exp(-static_cast<double>(m) * distance);
+    }
+    return __builtin_log(total);
+  }
+
   bool is_covered(const Row& row, Side side, int64_t nearest) const {
     const W m = row.slope[side];
     if (!(m > 0)) return false;
-    const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
+    int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
+    if (row.places) key = nearest_key(side, nearest, row.num_keys);
     const double num_unvisited = static_cast<double>(side == kLeft ? key + 1 : row.num_keys - key);
     const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m))),
                  count = __builtin_log(num_unvisited);
     const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance);
     const W bound = call.key_bound ? static_cast<const W*>(call.key_bound)[row.head] * (1 + slack)
                                    : reach[side][row.head * num_blocks + nearest];
-    const W distance = static_cast<W>(side == kLeft ? row.position - key : key - row.position);
-    const W tail = row.norm * bound * (1 + slack) - m * (1 - slack) * distance +
-                   static_cast<W>((whole < count ? whole : count) - share);
-    return tail <= row.row_max + log_from_below(row.row_sum);
+    const W distance = row.places ? static_cast<W>(__builtin_fabs(row.place - row.places[key]))
+                                  : static_cast<W>(side == kLeft ? row.position - key : key - row.position);
+    const W highest = row.norm * bound * (1 + slack) - m * (1 - slack) * distance;
+    const W seen = row.row_max + log_from_below(row.row_sum);
+    if (row.places && !(highest - static_cast<W>(share) <= seen)) return false;  // for one key alone
+    double together;
+    if (!row.places) together = whole < count ? whole : count;
+    else together = log_sum_outwards(row, side, key, m * (1 - slack));
+    return highest + static_cast<W>(together - share) <= seen;
   }
 };
 

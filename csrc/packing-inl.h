@@ -174,11 +174,15 @@ struct PackTask {
   // Does a query head of this key/value head have a window of several blocks, and an end of it to find?
   bool has_a_long_window(int64_t index) const {
     const Readers readers(call, index);
+    const Head<W>& head = packed.heads.data[index];
+    const W count = static_cast<W>(head.num_keys);
     for (int64_t h = readers.first; h < readers.end; ++h) {
+      const double* places = places_of(call.positions, readers.b, h, head.first);
+      const W length = places && count > 0 ? static_cast<W>(places[head.num_keys - 1] - places[0]) : count;
       for (int side = kLeft; side <= kRight; ++side) {
         const W m = slope_of<W>(call, side, readers.b, h);
         // The spread saves about 3 nats of some 25, and no window is shorter than 10.
-        if (m * kKeys < 3 && m * static_cast<W>(packed.heads.data[index].num_keys) > 10) return true;
+        if (m * kKeys * (length / count) < 3 && m * length > 10) return true;
       }
     }
     return false;
@@ -197,8 +201,9 @@ struct PackTask {
       for (int side = kLeft; side <= kRight; ++side) {
         const W m = slope_of<W>(call, side, readers.b, h);
         if (!(m > 0) || is_infinite(m)) continue;
-        fill_tails(packed.heads.data[index], static_cast<Side>(side), static_cast<double>(m), slack_of<W>(call.D),
-                   packed.tails_at(call, slot, h, side));
+        const Head<W>& head = packed.heads.data[index];
+        fill_tails(head, static_cast<Side>(side), m, places_of(call.positions, readers.b, h, head.first),
+                   slack_of<W>(call.D), packed.tails_at(call, slot, h, side));
       }
     }
   }

@@ -13,6 +13,7 @@ struct Simd<float> {
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 4;
   typedef float Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   typedef std::int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef double Doubles __attribute__((vector_size(2 * LINBIAS_VECTOR_BYTES)));
   static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f,
                          kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr int kMantissaBits = 23, kExponentBias = 127, kCoefficients = 8;
@@ -31,6 +32,7 @@ struct Simd<double> {
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 8;
   typedef double Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   typedef std::int64_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef Vector Doubles;
   static constexpr double kLowest = -708.0, kLog2e = 1.4426950408889634, kLn2High = 0.693147180369123816490,
                           kLn2Low = 1.90821492927058770002e-10, kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr int kMantissaBits = 52, kExponentBias = 1023, kCoefficients = 14;

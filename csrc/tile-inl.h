@@ -7,6 +7,7 @@ template <typename W>
 struct Rows {
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], distance_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
+  W pull_sum[kRows];                              // of what dscore asks of the query's place
   W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
   int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
   W fraction[kRows];     // so far from this one to the next
@@ -14,7 +15,7 @@ struct Rows {
 
   void clear_gradients() {
     for (int64_t i = 0; i < kRows; ++i) {
-      delta[i] = dscore_sum[i] = left_out[i] = 0;
+      delta[i] = dscore_sum[i] = left_out[i] = pull_sum[i] = 0;
       slope_sum[kLeft][i] = slope_sum[kRight][i] = distance_sum[kLeft][i] = distance_sum[kRight][i] = 0;
     }
   }
@@ -64,7 +65,8 @@ struct Scratches {
   }
 };
 
-// One tile of one query head: its rows, the head it reads, and its slopes. Positions count from the head's first key.
+// One tile of one query head: its rows, the head it reads, and its slopes. Positions are orders, and count from the
+// head's first key.
 template <typename W>
 struct Tile {
   const Call* call;
@@ -74,6 +76,8 @@ struct Tile {
   bool hidden[2];  // whether a side shows nothing
   // The blocks among which the tile stands; none, that is near_last < near_first, where it stands beside them all.
   int64_t near_first, near_last;
+  const double* places;  // where the head's keys stand, and the rows; null: at their positions
+  double query_places[kRows];
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {
@@ -84,6 +88,9 @@ struct Tile {
     find_slopes(c, b, h, slope, hidden);
     near_first = smaller_of(larger_of(position, 0) / kKeys, head->num_blocks);
     near_last = smaller_of(round_up(larger_of(position + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
+    places = places_of(c.positions, b, h, head->first);
+    const double* queries = places_of(c.query_positions, b, h, start);
+    for (int64_t i = 0; places && i < kRows; ++i) query_places[i] = queries[smaller_of(i, rows - 1)];
   }
 
   // Whether a block lies wholly to one side of every row, with no padding in it.
@@ -100,26 +107,47 @@ struct Tile {
   int64_t index(int64_t i) const { return (b * call->H + h) * call->T + start + i; }
 };
 
-// The biased scores of one row of a block: score - slope * distance, -inf where hidden.
+// The biased scores of one row of a block: score - slope * distance, -inf where hidden, which goes by order.
 template <typename W>
 struct Biased {
   static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
   Vector<W> ramp;
-  bool far;
+  bool far, placed;
   W one_slope, end;
   const Tile<W>& tile;
   int64_t first_key;
+  double places[kKeys], nearest;  // placed: where keys stand, and of a far block the nearest,
+  W offsets[kKeys];               // and how far beyond that one they do
 
   LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block) : tile(t), first_key(block * kKeys) {
     for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
     far = t.is_far(block);
     one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
     end = static_cast<W>(t.head->num_keys - first_key);
+    placed = t.places != nullptr;
+    if (placed && far) {
+      nearest = t.places[nearest_key(block > t.near_last ? kRight : kLeft, block, t.head->num_keys)];
+      find_offsets(t.places + first_key, nearest, offsets);
+    } else if (placed) {
+      load_places(t.places + first_key, t.head->num_keys - first_key, places);
+    }
   }
 
-  // Distances of row i to the keys of vector j: integers, exact.
-  LINBIAS_INLINE Vector<W> distances(int64_t i, int j) const {
+  // How many keys row i stands beyond those of vector j: integers, exact.
+  LINBIAS_INLINE Vector<W> order(int64_t i, int j) const {
     return static_cast<W>(tile.position + i - first_key - j * kLanes) - ramp;
+  }
+
+  LINBIAS_INLINE Vector<W> distances(int64_t i, int j) const {
+    if (!placed) return order(i, j);
+    if (far) return static_cast<W>(tile.query_places[i] - nearest) - load(offsets + j * kLanes);
+    return distances_from<W>(tile.query_places[i], places + j * kLanes);
+  }
+
+  // The gradients of these scores by the places of their keys.
+  LINBIAS_INLINE Vector<W> pull(int64_t i, int j) const {
+    if (far) return broadcast(one_slope);
+    return order(i, j) >= W{0} ? broadcast(tile.slope[kLeft]) : broadcast(-tile.slope[kRight]);
   }
 
   LINBIAS_INLINE void row(int64_t i, const W* score, Vector<W> (&x)[kVectors]) const {
@@ -130,11 +158,11 @@ struct Biased {
     }
     const Vector<W> lowest = broadcast(-kInfinity<W>);
     for (int j = 0; j < kVectors; ++j) {
-      const Vector<W> distance = distances(i, j);
+      const Vector<W> back = order(i, j), distance = placed ? distances(i, j) : back;
       Vector<W> y = load(score + j * kLanes);
       y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
-      if (tile.hidden[kLeft]) y = distance > W{0} ? lowest : y;
-      if (tile.hidden[kRight]) y = distance < W{0} ? lowest : y;
+      if (tile.hidden[kLeft]) y = back > W{0} ? lowest : y;
+      if (tile.hidden[kRight]) y = back < W{0} ? lowest : y;
       x[j] = ramp + static_cast<W>(j * kLanes) >= end ? lowest : y;
     }
   }

@@ -32,6 +32,9 @@ class Case:
     query_start: tuple[int, ...] | None = None
     dropout: float = 0.0
     scale: float | None = None
+    places: str | None = (
+        None  # where keys stand, and queries between them (`places_of`); None: counted
+    )
 
     def __str__(self) -> str:
         return self.name
@@ -200,6 +203,90 @@ CASES = (
 )
 
 
+# For implementations that take positions.
+PLACED_CASES = (
+    Case("gaps", places="gaps"),
+    Case("gaps-symmetric", causal=False, places="gaps", T=11),
+    Case("stamps-alike", causal=False, left="mixed", right="halved", places="alike", T=17, S=23),
+    Case("resets-per-batch", left="per_batch", places="resets", T=53, S=101),
+    Case("bursts-multi-query", H=5, G=1, causal=False, right="halved", places="bursts", T=5),
+    Case("gaps-left-padding", key_range=((3, 11), (0, 11)), T=11, places="gaps"),
+    Case("gaps-one-side-hidden", causal=False, left="hidden", right="paper", places="alike", T=11),
+    Case(
+        "gaps-range-per-head",
+        causal=False,
+        T=13,
+        key_range=(((0, 11), (3, 9), (5, 5)), ((2, 3), (0, 4), (7, 11))),
+        query_start=(2, -5),
+        places="gaps",
+    ),
+    Case("gaps-dropout", dropout=0.3, T=17, S=19, places="gaps"),
+    Case("gates-long", B=1, T=501, S=701, H=4, G=2, places="gates"),
+    Case("gaps-long-symmetric", B=1, T=211, S=677, H=4, G=4, causal=False, places="gaps"),
+    Case(
+        "resets-long-asymmetric",
+        B=1,
+        T=207,
+        S=819,
+        H=4,
+        G=2,
+        D=33,
+        E=37,
+        causal=False,
+        right="halved",
+        places="resets",
+        query_start=(500,),
+    ),
+    Case("unix-times-long", B=1, T=523, S=787, H=2, G=1, left="steep", places="unix-times"),
+    Case(
+        "alike-long-range",
+        T=101,
+        S=1213,
+        H=2,
+        G=1,
+        key_range=((700, 1201), (5, 1213)),
+        places="alike",
+    ),
+    Case("bursts-long-cache", T=3, S=2053, H=4, G=1, places="bursts"),
+    Case("gates-long-dropout", B=1, H=4, G=2, T=203, S=787, dropout=0.2, places="gates"),
+)
+
+
+def places_of(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Where keys stand, [B, H, S] or for all heads [B, S], and queries, [B, H, T]: never falling, but outside the ranges.
+
+    "alike": many at one place; "gates": sums of -log f; "resets": gates, some of which forget all.
+    """
+    shape = case.B, case.H, case.S
+    gap = rng.exponential(size=shape)
+    if case.places == "alike":
+        gap = np.floor(gap) * 2
+    elif case.places == "gates":
+        gap = np.log1p(np.exp(-rng.normal(4, 1.5, shape)))
+    elif case.places == "resets":
+        gap = np.where(rng.random(shape) < 0.02, rng.choice([40.0, 1e4], shape), 0.02)
+    elif case.places == "bursts":
+        gap *= rng.choice([0.01, 5.0], shape, p=[0.8, 0.2])
+    elif case.places == "unix-times":
+        gap /= 100
+    x = np.cumsum(gap, -1) + (1.7e9 if case.places == "unix-times" else -3)
+    xq = np.zeros((case.B, case.H, case.T))
+    shared = case.places in ("gaps", "unix-times")
+    for b, h in np.ndindex(case.B, case.H):
+        if shared:
+            x[b, h] = x[b, 0]
+        for t in range(case.T if case.S else 0):
+            first, end = case.ranges[b, h // (case.H // case.G)]
+            p = case.starts[b] + t
+            own = min(max(p, first), end - 1)
+            after = x[b, h, p + 1] if first <= p + 1 < end else x[b, h, own] + 0.5
+            xq[b, h, t] = x[b, h, own] - 0.5 if p < first else (x[b, h, own] + after) / 2
+    for b, (first, end) in enumerate(case.ranges[:, 0]):
+        if np.ndim(case.key_range) < 3:
+            x[b, :, :first], x[b, :, end:] = 7.0, -1e5
+    return x[:, 0] if shared else x, xq
+
+
 def slopes_of(kind: str, case: Case) -> np.ndarray:
     paper = linbias.slopes(case.H)
     half = linbias.slopes(max(1, case.H // 2))
@@ -230,6 +317,8 @@ class Inputs:
     right: np.ndarray | None
     dout: np.ndarray
     dlse: np.ndarray
+    positions: np.ndarray | None = None
+    query_positions: np.ndarray | None = None
 
 
 def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
@@ -257,6 +346,7 @@ def make_inputs(case: Case, dtype: str = "float64", seed: int = 0) -> Inputs:
         None if right is None else round_to(right, wide),
         round_to(dout, dtype),
         round_to(dlse, wide),
+        *(places_of(case, rng) if case.places else ()),
     )
 
 
@@ -277,6 +367,10 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def short(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
     return tuple(case for case in cases if case.T * case.S <= 10_000)
+
+
+def long(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
+    return tuple(case for case in cases if case not in short(cases))
 
 
 # Long cases whose parts others have too: tests that go through every long case leave these to `make check`.
@@ -309,13 +403,14 @@ ATTAINED = ("equal", "steep", "flat", "one-in-64", "far")
 
 
 def attained(
-    pattern: str, T: int, S: int, sides: int, slope: float = 0.004
+    pattern: str, T: int, S: int, sides: int, slope: float = 0.004, places: str | None = None
 ) -> tuple[list[np.ndarray], dict]:
     """q [1, 1, T, 4], k, v [1, 1, S, 4] and options, for which the bound on keys that are not read is attained.
 
     Queries point along (1, 1, 1, 1), and so do all keys ("equal"; "steep": with much slope; "flat": with hardly any,
     so that their number bounds what they weigh), the one nearest to the queries of every 64, with zeros between them ("one-in-64"), or the outermost 64, which weigh as much as the nearest ("far").
-    With two sides the queries stand in the middle.
+    With two sides the queries stand in the middle. With `places` keys stand a quarter apart from 1.7e9 on ("even"), in stairs of
+    300 ("alike"), or mostly close together ("bursts"), and lie as far from each other in all.
     """
     direction = np.full(4, 0.5)
     slope = {"steep": 0.02, "flat": 1e-5}.get(pattern, slope)
@@ -334,4 +429,14 @@ def attained(
     options = {"slopes": [slope], "scale": 1.0, "query_start": np.array([start])}
     if sides == 2:
         options |= {"causal": False, "right_slopes": [slope]}
+    if places:
+        rng, order = np.random.default_rng(1), np.arange(S)
+        steps = {
+            "even": np.ones(S),
+            "alike": np.where(order % 300 == 0, 300.0, 0.0),
+            "bursts": rng.exponential(size=S) * rng.choice([0.1, 9.1], S, p=[0.9, 0.1]),
+        }
+        options["positions"] = 1.7e9 + steps[places].cumsum()[None] / 4
+        for side in ("slopes", "right_slopes")[:sides]:
+            options[side] = [slope * 4]
     return [q, k, v], options

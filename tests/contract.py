@@ -153,9 +153,9 @@ def _of_indicators(case: Case) -> tuple[Inputs, dict[str, np.ndarray]]:
 
 
 @cache
-def _attained(pattern: str, T: int, S: int, sides: int, slope: float):
+def _attained(pattern: str, T: int, S: int, sides: int, slope: float, places: str | None):
     """Arguments of attention, and lse."""
-    arrays, options = attained(pattern, T, S, sides, slope)
+    arrays, options = attained(pattern, T, S, sides, slope, places)
     return arrays, options, linbias.attention(*arrays, **options, return_lse=True)[1]
 
 
@@ -168,12 +168,13 @@ def check_where_attained(
     least: float,
     tolerances: Sequence[float],
     slope: float = 0.004,
+    places: str | None = None,
 ) -> None:
     """The worst row misses at most the tolerance where the bound is attained, and for some tolerance `least` of it.
 
     run(q, k, v, slopes, tolerance=..., ...) gives lse [1, 1, T]. The arguments that follow it: see `cases.attained`.
     """
-    arrays, options, lse = _attained(pattern, T, S, sides, slope)
+    arrays, options, lse = _attained(pattern, T, S, sides, slope, places)
     shares = []
     for tolerance in tolerances:
         missing = -np.expm1(run(*arrays, **options, tolerance=tolerance) - lse)

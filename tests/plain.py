@@ -29,6 +29,9 @@ def plain_attention(
         for name in ("q", "k", "v", "left", "right")
         if getattr(inputs, name) is not None
     }
+    if case.places:  # whose differences are to be right in any dtype
+        leaves["positions"] = torch.tensor(inputs.positions, requires_grad=True)
+        leaves["query_positions"] = torch.tensor(inputs.query_positions, requires_grad=True)
     keep = None
     if case.dropout:
         keep = torch.from_numpy(keep_mask(seed, case))
@@ -68,13 +71,16 @@ def _one_head(leaves, case, b, h, keep, keys):
         right = left
     first, end = case.ranges[b, h // (case.H // case.G)].tolist()
     position = torch.arange(case.T)[:, None] + int(case.starts[b])
-    distance = position - keys
+    order = distance = position - keys
+    if case.places:
+        x = leaves["positions"][b] if leaves["positions"].dim() == 2 else leaves["positions"][b, h]
+        distance = (leaves["query_positions"][b, h][:, None] - x[keys]).to(q.dtype)
     score = q @ k.T * (case.D**-0.5 if case.scale is None else case.scale)
-    for slope, reach in ((left, distance), (right, -distance)):
+    for slope, sign, here in ((left, 1, order >= 0), (right, -1, order < 0)):
         if slope is None or torch.isinf(slope):
-            score = score.masked_fill(reach > 0, -math.inf)
+            score = score.masked_fill(here & (order != 0), -math.inf)
         else:
-            score = score - slope * reach.clamp(min=0)
+            score = score - slope * torch.where(here, sign * distance, 0)
     inside = (keys >= first) & (keys < end)
     score = score.masked_fill(~inside, -math.inf)
     rows = (score > -math.inf).any(1)

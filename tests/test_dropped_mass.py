@@ -37,6 +37,19 @@ WAYS = [
 ]
 
 
+def lse_of_torch(
+    implementation, gradients, bounded, q, k, v, query_start, dtype, positions=None, **options
+):
+    q, k, v = (torch.tensor(x, dtype=dtype).requires_grad_(gradients) for x in (q, k, v))
+    bound = k.detach().norm(dim=-1).amax(-1) * (1 + 1e-6) if bounded else None
+    _, lse = linbias.torch.attention(
+        q, k, v, **options, query_start=torch.tensor(query_start), key_bound=bound,
+        positions=None if positions is None else torch.tensor(positions),
+        implementation=implementation, return_lse=True,
+    )  # fmt: skip
+    return lse.detach().double().numpy()
+
+
 @pytest.mark.parametrize("pattern", ATTAINED)
 @pytest.mark.parametrize(("implementation", "gradients", "bounded"), WAYS)
 def test_the_mass_that_is_missing_lies_just_below_the_tolerance(
@@ -44,15 +57,7 @@ def test_the_mass_that_is_missing_lies_just_below_the_tolerance(
 ):
     """One row, which the compiled core may decode from parts of the cache, and tiles; float32 and float64."""
 
-    def run(q, k, v, query_start, dtype, **options):
-        q, k, v = (torch.tensor(x, dtype=dtype).requires_grad_(gradients) for x in (q, k, v))
-        bound = k.detach().norm(dim=-1).amax(-1) * (1 + 1e-6) if bounded else None
-        _, lse = linbias.torch.attention(
-            q, k, v, **options, query_start=torch.tensor(query_start), key_bound=bound,
-            implementation=implementation, return_lse=True,
-        )  # fmt: skip
-        return lse.detach().double().numpy()
-
+    run = functools.partial(lse_of_torch, implementation, gradients, bounded)
     for dtype in (torch.float64, torch.float32):
         for T, S in ((1, 9000), (70, 6000)):
             least = {"far": -1, "flat": 0.05, "steep": 0.4}.get(pattern, 0.5)
@@ -64,6 +69,22 @@ def test_the_mass_that_is_missing_lies_just_below_the_tolerance(
                 check_where_attained(
                     functools.partial(run, dtype=dtype), pattern, T, S, sides, least, tolerances
                 )
+
+
+@pytest.mark.parametrize("places", ("even", "alike", "bursts"))
+@pytest.mark.parametrize(("implementation", "gradients", "bounded"), WAYS[1:])
+def test_the_mass_that_is_missing_at_given_positions_lies_just_below_the_tolerance(
+    implementation, gradients, bounded, places
+):
+    run = functools.partial(lse_of_torch, implementation, gradients, bounded)
+    for dtype in (torch.float64, torch.float32):
+        for T, S in ((1, 9000), (70, 6000)):
+            # A decoded row knows what unread keys weigh together to a factor of 2.
+            least = 0.5 if T > 1 or gradients else 0.25
+            for sides in (1, 2):
+                check_where_attained(
+                    functools.partial(run, dtype=dtype), "equal", T, S, sides, least, MANY, places=places
+                )  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", ("equal", "steep", "flat", "far"))

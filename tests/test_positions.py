@@ -1,5 +1,6 @@
 """Keys at given positions: the definition against loops over pairs, near to far, PyTorch, and what is refused."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 import linbias.torch
 from linbias import near_to_far
+from linbias.kernels import core
 from positions import (
     PLACED,
     B,
@@ -205,14 +207,14 @@ def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
 
 @pytest.mark.parametrize(
     ("implementation", "call"),
-    [*product(("dense", "sdpa"), PLACED), *product(("blocked",), PLACED + LONG)],
+    [*product(("dense", "sdpa"), PLACED), *product(("blocked", "cpu"), PLACED + LONG)],
     ids=str,
 )
 def test_torch_equals_the_definition_with_every_gradient(call: Placed, implementation):
     check_torch(call, implementation, torch.float64, 1e-11)
 
 
-@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked"))
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
 @pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
 def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
     call = BY_NAME[name]
@@ -224,10 +226,11 @@ def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementati
         np.testing.assert_allclose(out.detach().double(), expected, atol=budget)
 
 
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
 @pytest.mark.parametrize("call", LONG, ids=str)
-def test_torch_blocked_loses_no_digits_in_float32(call: Placed):
+def test_torch_near_to_far_loses_no_digits_in_float32(call: Placed, implementation):
     """Also a billion from 0: where a key stands counts from the tile that reads it."""
-    check_torch(call, "blocked", torch.float32, 2.0**-17)
+    check_torch(call, implementation, torch.float32, 2.0**-17)
 
 
 @pytest.mark.parametrize("sides", (1, 2))
@@ -283,9 +286,10 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
     assert torch.autograd.gradgradcheck(run, places)
 
 
-def test_torch_others_say_that_positions_are_not_built():
+def test_torch_others_say_that_positions_are_not_built(monkeypatch):
     x = torch.ones(1, 2, 4, 4)
     positions = torch.zeros(1, 4)
+    monkeypatch.setattr(core, "ABILITIES", replace(core.ABILITIES, positions=False))
     with pytest.raises(
         NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
     ):

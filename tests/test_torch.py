@@ -48,6 +48,9 @@ class TorchSubject:
             for name in ("q", "k", "v", "left", "right")
             if (array := getattr(inputs, name)) is not None
         }
+        for name in ("positions", "query_positions") if case.places else ():
+            places = torch.tensor(getattr(inputs, name), device=self.device)
+            leaves[name] = places.requires_grad_()
         placement = {n: torch.tensor(x, device=self.device) for n, x in case.placement.items()}
         seed = torch.tensor(SEED, device=self.device)
         with mock.patch("linbias.torch.call.draw_seed", lambda _: seed):

@@ -17,8 +17,9 @@ def true_attention(
     order: np.ndarray | slice = np.s_[:],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return {out, lse} and the gradients {q, k, v, left, right}; the keys are taken in the order of these indices."""
-    arrays = {n: getattr(inputs, n) for n in ("q", "k", "v", "left", "right", "dout", "dlse")}
-    q, k, v, left, right, dout, dlse = (
+    names = ("q", "k", "v", "left", "right", "positions", "query_positions", "dout", "dlse")
+    arrays = {n: getattr(inputs, n) for n in names}
+    q, k, v, left, right, x, xq, dout, dlse = (
         None if array is None else array.astype(wide) for array in arrays.values()
     )
     keep = keep_mask(seed, case) if case.dropout else np.ones((case.B, case.H, 1, case.S))
@@ -26,7 +27,7 @@ def true_attention(
     results = {"out": np.zeros_like(dout), "lse": np.zeros_like(dlse)}
     gradients = {
         n: np.zeros_like(a)
-        for n, a in zip(arrays, (q, k, v, left, right), strict=False)
+        for n, a in zip(arrays, (q, k, v, left, right, x, xq), strict=False)
         if a is not None
     }
     slopes_given = {"left": left} if right is None else {"left": left, "right": right}
@@ -37,7 +38,12 @@ def true_attention(
             slopes = [left[of_head["left"]], np.inf if case.causal else left[of_head["left"]]]
             if right is not None:
                 slopes[1] = right[of_head["right"]]
-            hidden, reaches = _reach(case, b, g, slopes, np.arange(case.S)[order])
+            keys_in_order = np.arange(case.S)[order]
+            hidden, reaches, back = _reach(case, b, g, slopes, keys_in_order)
+            if x is not None:
+                of_keys = (b, h) if x.ndim == 3 else b
+                distance = xq[b, h][:, None] - x[of_keys][order]
+                reaches = np.where(back, distance, 0), np.where(back, 0, -distance)
             keys, values = k[b, g][order], v[b, g][order]
             scale = wide(case.D) ** wide(-0.5) if case.scale is None else wide(case.scale)
             score = scale * (q[b, h] @ keys.T)
@@ -59,6 +65,11 @@ def true_attention(
             gradients["q"][b, h] = scale * dscore @ keys
             gradients["k"][b, g, order] += scale * dscore.T @ q[b, h]
             gradients["v"][b, g, order] += dropped.T @ dout[b, h]
+            if x is not None:
+                of_left, of_right = (wide(0 if np.isinf(slope) else slope) for slope in slopes)
+                pull = np.where(back, of_left, -of_right) * dscore
+                gradients["query_positions"][b, h] = -pull.sum(1)
+                gradients["positions"][of_keys][order] += pull.sum(0)
             names = ("left", "left" if right is None and not case.causal else "right")
             for name, slope, reach in zip(names, slopes, reaches, strict=True):
                 if name in gradients and not np.isinf(slope):
@@ -68,15 +79,15 @@ def true_attention(
 
 def _reach(
     case: Case, b: int, g: int, slopes: list, keys: np.ndarray
-) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Which keys are hidden, and how far each lies to the left and to the right, [T, S]."""
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Which keys are hidden, how many places each lies to the left and to the right, and whether left or at the query, [T, S]."""
     first, end = case.ranges[b, g]
     distance = (np.arange(case.T)[:, None] + case.starts[b]) - keys
     reaches = np.maximum(distance, 0), np.maximum(-distance, 0)
     hidden = np.broadcast_to((keys < first) | (keys >= end), distance.shape)
     for slope, reach in zip(slopes, reaches, strict=True):
         hidden = hidden | ((reach > 0) & np.isinf(slope))
-    return hidden, reaches
+    return hidden, reaches, distance >= 0
 
 
 def keep_mask(seed: int, case: Case) -> np.ndarray:

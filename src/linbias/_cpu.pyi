@@ -36,6 +36,8 @@ class Call:
         key_range: int = 0,
         query_start: int = 0,
         key_bound: int = 0,
+        positions: Array = ...,
+        query_positions: Array = ...,
         scale: float,
         dropout: float = 0.0,
         tolerance: float,
@@ -71,6 +73,8 @@ class Backward:
         dv: int,
         dleft: int = 0,
         dright: int = 0,
+        dpositions: int = 0,
+        dquery_positions: int = 0,
     ) -> None: ...
 
 def forward(call: Call, results: Forward) -> None: ...

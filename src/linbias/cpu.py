@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
-from linbias.definition import Array, Options, flatten_batch, real_arrays
+from linbias.definition import Array, Options, flatten_batch, real_arrays, stand
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -51,6 +51,8 @@ def attention(
     scale: float | None = None,
     key_range: npt.ArrayLike | None = None,
     query_start: npt.ArrayLike | None = None,
+    positions: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
     tolerance: float | None = None,
     num_threads: int = 1,
     return_lse: bool = False,
@@ -65,7 +67,8 @@ def attention(
         q: [..., H, T, D], float16, bfloat16 (of ml_dtypes), float32, float64 or integers, any strides.
         k: [..., G, S, D]. H must be a multiple of G.
         v: [..., G, S, E]. Where the dtypes of q, k and v differ, all are read as float32, or float64 if one of them is.
-        slopes, causal, right_slopes, scale, key_range, query_start, return_lse: As for `linbias.attention`.
+        slopes, causal, right_slopes, scale, key_range, query_start, positions, query_positions, return_lse: As for
+            `linbias.attention`.
         tolerance: Largest share of a row's probability that far keys, never read, may hold together; None means 2^-53,
             2^-24, 2^-14 and 2^-12 for float64, float32, float16 and bfloat16, 0 reads every key.
         num_threads: Threads to use, at least 1.
@@ -100,14 +103,21 @@ def attention(
         None if side is None else _checks.real_array("attention", name, side).astype(wide)
         for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
     ]
-    ranges, starts = (
+    ranges, starts, places, query_places = (
         None if x is None else flatten_batch(_checks.as_array("attention", name, x), batch)
-        for name, x in (("key_range", key_range), ("query_start", query_start))
+        for name, x in (
+            ("key_range", key_range),
+            ("query_start", query_start),
+            ("positions", positions),
+            ("query_positions", query_positions),
+        )
     )
     problem = _checks.check(
         "attention",
         *(_describe(array) for array in arrays),
         *(None if x is None else _describe(x) for x in (*sides, ranges, starts)),
+        positions=None if places is None else _describe(places),
+        query_positions=None if query_places is None else _describe(query_places),
         causal=causal,
         scale=scale,
         tolerance=tolerance,
@@ -123,7 +133,11 @@ def attention(
         _checks.check_key_range_values("attention", ranges, problem.S)
     if starts is not None:
         _checks.check_query_start_values("attention", starts)
-    out, lse = _run(problem, arrays, sides, ranges, starts, wide, num_threads)
+    if places is not None:
+        _checks.check_position_values("attention", problem, places, query_places, ranges, starts)
+    out, lse = _run(
+        problem, arrays, sides, ranges, starts, (places, query_places), wide, num_threads
+    )
     out = out.astype(given[0].dtype, copy=False).reshape(*batch, *out.shape[1:])
     return (out, lse.reshape(*batch, *lse.shape[1:])) if return_lse else out
 
@@ -134,6 +148,7 @@ def _run(
     sides: list[Array | None],
     ranges: Array | None,
     starts: Array | None,
+    placed: tuple[Array | None, Array | None],
     wide: np.dtype[Any],
     num_threads: int,
 ) -> tuple[Floats, Floats]:
@@ -156,6 +171,12 @@ def _run(
             starts = ranges[..., 1].max(1, initial=0) - T
     if starts is not None:
         starts = np.ascontiguousarray(starts, dtype=np.int64)
+    x, xq = None, None
+    if placed[0] is not None:
+        of_heads = np.array([0, S]) if ranges is None else ranges.repeat(H // max(1, G), axis=1)
+        from_keys = np.full(B, S - T) if starts is None else starts
+        standing = stand(*placed, np.broadcast_to(of_heads, (B, H, 2)), from_keys, T)
+        x, xq = (np.ascontiguousarray(standing[n]) for n in ("positions", "query_positions"))
     out = np.empty((B, H, T, problem.E), wide)
     row_max, log_sum = np.empty((2, B, H, T), wide)
     visited = np.empty((B, H, core.num_tiles(T), 2), np.int32)
@@ -175,6 +196,8 @@ def _run(
         right=_address(right),
         key_range=_address(ranges),
         query_start=_address(starts),
+        positions=_places(x),
+        query_positions=_places(xq),
         scale=problem.scale,
         tolerance=problem.tolerance,
         num_threads=num_threads,
@@ -212,6 +235,14 @@ def _operand(array: Array) -> "core.Array":
     return core.Array(
         array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3])
     )
+
+
+def _places(x: Array | None) -> "core.Array":
+    """[B, 1 or H, n], contiguous, as of every head."""
+    if x is None:
+        return core.Array(0, 0, 0, 0)
+    heads, n = x.shape[1:]
+    return core.Array(x.ctypes.data, heads * n, n if heads > 1 else 0, 0)
 
 
 def _address(array: Array | None) -> int:

@@ -603,7 +603,7 @@ def prepare(
     standing = {}
     if places is not None:
         _checks.check_position_values(function, problem, places, query_places, ranges, starts)
-        standing = _stand(places, query_places, ranges.repeat(H // max(1, G), axis=1), starts, T)
+        standing = stand(places, query_places, ranges.repeat(H // max(1, G), axis=1), starts, T)
     return Inputs(
         q,
         k,
@@ -620,7 +620,7 @@ def prepare(
     )
 
 
-def _stand(
+def stand(
     positions: Array, query_positions: Array | None, ranges: Array, starts: Array, T: int
 ) -> dict[str, Array]:
     """Where keys and queries stand, [B, H, ...], and at which keys; of keys outside the ranges [B, H, 2] nothing is used."""

@@ -23,7 +23,8 @@ struct Array {
 // operations by that, its threads are awake, and further threads would wait for their turn.
 using Team = void (*)(void (*work)(void* data), void* data, unsigned num_threads, unsigned flags);
 
-// Key s stands at position s, query t of batch row b at query_start[b] + t.
+// Key s stands at position s, query t of batch row b at query_start[b] + t; or keys stand where `positions` says, and
+// queries between them. Which side of a query a key is on, and what is hidden, goes by order all the same.
 struct Call {
   DType dtype = DType::float32;
   std::int64_t B = 0, H = 0, G = 0, T = 0, S = 0, D = 0, E = 0;
@@ -33,6 +34,8 @@ struct Call {
   const std::int64_t* key_range = nullptr;  // [B, G, 2], first and one past last, clamped to [0, S]; or null: all keys
   const std::int64_t* query_start = nullptr;  // [B], clamped to +-kLargestStart; or null: S - T
   const void* key_bound = nullptr;            // [B, G], wide: at least |k| of every key, all of them finite; or null
+  Array positions;        // [B, H, S], double: of the keys of a query head, never falling; or no data: counted
+  Array query_positions;  // [B, H, T], likewise, with positions: each between those of its own key and of the next
   double scale = 1, dropout = 0, tolerance = 0;
   std::uint32_t seed = 0;
   std::uint32_t first_query = 0, first_key = 0;  // what row 0 of q and of k count as in the mask of dropout
@@ -76,14 +79,16 @@ struct Forward {
 
 // All arrays contiguous; dq, dk, dv are wide.
 struct Backward {
-  const void* dout = nullptr;  // [B, H, T, E], wide
-  const void* dlse = nullptr;  // [B, H, T], wide; or null: zeros
-  Forward saved;               // counts in `visited` are clamped to the blocks that there are
-  void* dq = nullptr;          // [B, H, T, D]
-  void* dk = nullptr;          // [B, G, S, D]
-  void* dv = nullptr;          // [B, G, S, E]
-  void* dleft = nullptr;       // [B, H]; or null, and dright with it: nobody asks
-  void* dright = nullptr;      // [B, H]
+  const void* dout = nullptr;        // [B, H, T, E], wide
+  const void* dlse = nullptr;        // [B, H, T], wide; or null: zeros
+  Forward saved;                     // counts in `visited` are clamped to the blocks that there are
+  void* dq = nullptr;                // [B, H, T, D]
+  void* dk = nullptr;                // [B, G, S, D]
+  void* dv = nullptr;                // [B, G, S, E]
+  void* dleft = nullptr;             // [B, H]; or null, and dright with it: nobody asks
+  void* dright = nullptr;            // [B, H]
+  void* dpositions = nullptr;        // [B, H, S]; or both null: nobody asks
+  void* dquery_positions = nullptr;  // [B, H, T]
 };
 
 enum class Status : std::int32_t { ok = 0, out_of_memory = 1 };

@@ -1,7 +1,6 @@
 """The compiled CPU core as PyTorch operators. What it computes, and how: csrc/attention-inl.h."""
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +49,8 @@ def _fill_gradients(
     if inputs.q.dtype != as_wide:
         # out, and so its gradient, is narrow where forward did not expect to be differentiated.
         saved, dout = saved._replace(out=saved.out.to(as_wide)), dout.to(as_wide)
-        arrays: list[Any] = [
-            x if x is None else torch.empty_like(x, dtype=as_wide) for x in gradients
-        ]
-        wide = Gradients(*arrays)
+        of_arrays = (torch.empty_like(x, dtype=as_wide) for x in gradients[:3])
+        wide = Gradients(*of_arrays, *gradients[3:])
     core.backward(
         call,
         core.Backward(
@@ -65,12 +62,13 @@ def _fill_gradients(
             dv=wide.dv.data_ptr(),
             dleft=_address(wide.dleft, alive),
             dright=_address(wide.dright, alive),
+            dpositions=_address(wide.dpositions, alive),
+            dquery_positions=_address(wide.dquery_positions, alive),
         ),
     )
     if wide is not gradients:
-        for gradient, computed in zip(gradients, wide, strict=True):
-            if gradient is not None and computed is not None:
-                gradient.copy_(computed)
+        for gradient, computed in zip(gradients[:3], wide[:3], strict=True):
+            gradient.copy_(computed)
     del alive
 
 
@@ -137,6 +135,8 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         key_range=_address(key_range, copies),
         query_start=_address(query_start, copies),
         key_bound=_address(key_bound, copies),
+        positions=_places(inputs.positions, copies),
+        query_positions=_places(inputs.query_positions, copies),
         scale=inputs.scale,
         dropout=inputs.dropout,
         tolerance=inputs.tolerance,
@@ -171,6 +171,15 @@ def _array(x: Tensor, copies: list[Tensor]) -> "core.Array":
         copies.append(x)
         batch, head, row, _ = x.stride()
     return core.Array(x.data_ptr(), batch, head, row)
+
+
+def _places(x: Tensor | None, copies: list[Tensor]) -> "core.Array":
+    """[B, 1 or H, n] -> of every head, in float64."""
+    if x is None:
+        return core.Array(0, 0, 0, 0)
+    x = x.detach().to(torch.float64).contiguous()
+    copies.append(x)
+    return core.Array(x.data_ptr(), x.stride(0), x.stride(1) if x.shape[1] > 1 else 0, 0)
 
 
 def _address(x: Tensor | None, copies: list[Tensor]) -> int:
