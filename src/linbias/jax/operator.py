@@ -34,6 +34,10 @@ class Inputs:
     mask: (
         Array | None
     )  # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
+    # In parts, as `places` has them: [B, 1 or H, S, parts], and [B, 1 or H, T, parts] or None. Implementations are given all heads
+    # and both, or neither, where key s stands at s.
+    positions: Array | None
+    query_positions: Array | None
     seed: Array | None  # [], uint32; None: no dropout
     scale: float = _number()
     dropout: float = _number()
@@ -49,6 +53,8 @@ class Gradients(NamedTuple):
     dv: Array
     dleft: Array  # [B, H]
     dright: Array
+    dpositions: Array | None = None  # [B, H, S]
+    dquery_positions: Array | None = None  # [B, H, T]
 
 
 class Forward(Protocol):
@@ -130,6 +136,15 @@ def _differentiable_once(name: str, function: Callable[..., Any]) -> Callable[..
 def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
     """Gradients in the dtypes of their inputs; an infinite slope hides its side and has none."""
     left, right = inputs.left, inputs.right
+    places = {
+        name: None
+        if x is None or d is None
+        else jnp.broadcast_to(d[..., None], x.shape).astype(x.dtype)
+        for name, x, d in (
+            ("positions", inputs.positions, gradients.dpositions),
+            ("query_positions", inputs.query_positions, gradients.dquery_positions),
+        )
+    }
     return replace(
         inputs,
         q=gradients.dq.astype(inputs.q.dtype),
@@ -142,4 +157,5 @@ def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
         key_bound=None,
         mask=None,
         seed=None,
+        **places,
     )
