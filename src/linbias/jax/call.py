@@ -92,7 +92,6 @@ def prepare(
     _check_values(function, left, right, key_range, query_start, problem.S)
     if positions is not None:
         _check_places(function, problem, positions, query_positions, key_range, query_start)
-        positions, query_positions = places.in_parts(positions, query_positions)
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
     if left is None:
@@ -101,6 +100,7 @@ def prepare(
     if not causal and right is None:
         right = left
     of_heads = problem.B, problem.H
+    stands = (None, None) if positions is None else places.in_parts(positions, query_positions)
     key_range, query_start = _start_and_range(key_range, query_start, problem)
     inputs = Inputs(
         q=jnp.asarray(q),
@@ -112,8 +112,8 @@ def prepare(
         query_start=query_start,
         key_bound=None if key_bound is None else jnp.asarray(key_bound).astype(wide),
         mask=None if mask is None else _with_four_axes(mask, problem, wide),
-        positions=positions,
-        query_positions=query_positions,
+        positions=stands[0],
+        query_positions=stands[1],
         seed=draw_seed(dropout_key) if problem.dropout and dropout_key is not None else None,
         scale=problem.scale,
         dropout=problem.dropout,

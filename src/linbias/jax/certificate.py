@@ -41,9 +41,7 @@ class Certificate:
     slopes: tuple[Array, Array | None]  # [B, 1, 1]
     # Where queries stand [B, tiles, rows, parts] and keys [B, padded keys, parts]; None: key s at s.
     stands: tuple[Array, Array] | None
-    log_sums: (
-        tuple[Array, Array | None] | None
-    )  # [B, padded keys], for the left and the right side
+    log_sums: tuple[Array | None, Array | None]  # [B, padded keys]; None where keys are counted
     log_share: float
     slack: float
 
@@ -77,15 +75,14 @@ class Certificate:
         log_share = math.log(share) if share else -math.inf
         sides = slopes[0][..., 0], None if slopes[1] is None else slopes[1][..., 0]
         radii = lax.cummax(radius, axis=1), from_key_on
-        sums = None
+        to_left = to_right = None
         if stands is not None:
             x, inside = stands[1], tiles.inside(*key_range)
             to_left = log_sums(x, inside, sides[0][..., 0])
-            to_right = None
             if sides[1] is not None:
                 mirrored = log_sums(-x[:, ::-1], inside[:, ::-1], sides[1][..., 0])
                 to_right = mirrored[:, ::-1]
-            sums = to_left, to_right
+        sums = to_left, to_right
         return cls(tiles, base, q_norm, radii, key_range, sides, stands, sums, log_share, slack)
 
     def covers(self, side: Side, step: Array, lse: Array) -> Array:
@@ -101,7 +98,7 @@ class Certificate:
         """
         tiles, band, (first, end) = self.tiles, side.band(step), self.key_range
         to_left = side.direction == LEFT
-        slope, radius = self.slopes[not to_left], self.radius[not to_left]
+        slope, radius, sums = (x[not to_left] for x in (self.slopes, self.radius, self.log_sums))
         assert slope is not None and radius is not None, (
             "nothing lies to the right of a causal row"
         )
@@ -113,7 +110,7 @@ class Certificate:
         padded = jnp.clip(nearest + tiles.band_keys, 0, radius.shape[1] - 1)
         padded = jnp.broadcast_to(padded, (radius.shape[0], tiles.num_tiles))
         radius = jnp.take_along_axis(radius, padded, axis=1)[..., None]
-        if self.stands is None:
+        if self.stands is None or sums is None:
             offset = band * tiles.block + (tiles.block - 1 if to_left else 0)
             distance = jnp.abs(tiles.offsets() - offset[:, None, None]).astype(lse.dtype)
             log_sum = jnp.log(jnp.maximum(count, 1).astype(lse.dtype))[..., None]
@@ -122,7 +119,7 @@ class Certificate:
             xq, x = self.stands
             x = jnp.take_along_axis(x, padded[..., None], axis=1)[..., None, :]
             distance = jnp.abs(places.distance(xq, x)[..., 0]).astype(lse.dtype)
-            log_sum = jnp.take_along_axis(self.log_sums[not to_left], padded, axis=1)[..., None]
+            log_sum = jnp.take_along_axis(sums, padded, axis=1)[..., None]
         tail = self.base + self.q_norm * radius - slope * distance * (1 - self.slack) + log_sum
         small = (tail <= self.log_share + lse) & (slope > 0)
         # Nothing is there, nothing is seen there, or the row is padding.

@@ -136,15 +136,6 @@ def _differentiable_once(name: str, function: Callable[..., Any]) -> Callable[..
 def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
     """Gradients in the dtypes of their inputs; an infinite slope hides its side and has none."""
     left, right = inputs.left, inputs.right
-    places = {
-        name: None
-        if x is None or d is None
-        else jnp.broadcast_to(d[..., None], x.shape).astype(x.dtype)
-        for name, x, d in (
-            ("positions", inputs.positions, gradients.dpositions),
-            ("query_positions", inputs.query_positions, gradients.dquery_positions),
-        )
-    }
     return replace(
         inputs,
         q=gradients.dq.astype(inputs.q.dtype),
@@ -157,5 +148,13 @@ def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
         key_bound=None,
         mask=None,
         seed=None,
-        **places,
+        positions=_of_parts(inputs.positions, gradients.dpositions),
+        query_positions=_of_parts(inputs.query_positions, gradients.dquery_positions),
     )
+
+
+def _of_parts(x: Array | None, gradient: Array | None) -> Array | None:
+    """[B, H, n] as that of each part of x [B, H, n, parts]: x is their sum."""
+    if x is None or gradient is None:
+        return None
+    return jnp.broadcast_to(gradient[..., None], x.shape).astype(x.dtype)

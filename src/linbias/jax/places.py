@@ -12,6 +12,8 @@ axis here, and a distance is the sum of their differences:
         float32 of JAX        one part: what it holds, and no more
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +32,15 @@ def in_parts(
     positions: ArrayLike, query_positions: ArrayLike | None
 ) -> tuple[Array, Array | None]:
     """[B, S] or [B, H, S], and [B, T] or [B, H, T] -> [B, 1 or H, S, parts], and [B, 1 or H, T, parts]."""
-    given = [x for x in (positions, query_positions) if x is not None]
-    given = [x[:, None] if x.ndim == 2 else x for x in given]
+    given = [
+        x[:, None] if x.ndim == 2 else x for x in (positions, query_positions) if x is not None
+    ]
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         parts = [jnp.asarray(x).astype(jnp.float64)[..., None] for x in given]
     else:
-        if all(isinstance(x, np.ndarray) for x in given):
-            given = _from_the_largest(given)
-        parts = [_split(x) for x in given]
+        known = [x for x in given if isinstance(x, np.ndarray)]
+        same = len(known) == len(given)  # both are to be counted from the same place
+        parts = [_split(x) for x in (_from_the_largest(known) if same else given)]
     num_parts = max(x.shape[-1] for x in parts)
     parts = [jnp.pad(x, [(0, 0)] * 3 + [(0, num_parts - x.shape[-1])]) for x in parts]
     return parts[0], parts[1] if len(parts) > 1 else None
@@ -52,10 +55,8 @@ def stand(inputs: Inputs) -> Inputs:
     start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
     own_key = (start[:, None] + jnp.arange(T))[:, None]
     if inputs.key_range is not None:
-        first, end = (
-            x[..., None] for x in jnp.repeat(inputs.key_range, H // G, 1).T.swapaxes(1, 2)
-        )
-        keys = jnp.arange(S)
+        limits = jnp.repeat(inputs.key_range, H // max(1, G), axis=1)
+        first, end, keys = limits[..., :1], limits[..., 1:], jnp.arange(S)
         x = jnp.where(((keys >= first) & (keys < end))[..., None], x, 0)
         own_key = jnp.clip(own_key, first, end - 1)
     x = jnp.broadcast_to(x, (B, H, *x.shape[2:]))
@@ -71,13 +72,11 @@ def stand(inputs: Inputs) -> Inputs:
 
 def distance(xq: Array, x: Array) -> Array:
     """[..., rows, parts], [..., keys, parts] -> [..., rows, keys]: how far each key lies back."""
-    apart = 0.0
-    for i in range(x.shape[-1]):
-        apart = apart + (xq[..., :, None, i] - x[..., None, :, i])
-    return apart
+    apart = (xq[..., :, None, i] - x[..., None, :, i] for i in range(x.shape[-1]))
+    return functools.reduce(jnp.add, apart)
 
 
-def _from_the_largest(given: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+def _from_the_largest(given: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """Positions in float64, counted from the largest of their row; what may not be used is 0."""
     wide = [x.astype(np.float64) for x in given]
     with np.errstate(invalid="ignore"):
@@ -90,8 +89,9 @@ def _split(x: ArrayLike) -> Array:
     """[...] -> [..., parts], float32."""
     if isinstance(x, np.ndarray):
         wide = x.astype(np.float64)
-        high = wide.astype(np.float32)
-        return jnp.stack([high, (wide - high).astype(np.float32)], axis=-1)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what lies outside the range
+            high = wide.astype(np.float32)
+            return jnp.stack([high, (wide - high).astype(np.float32)], axis=-1)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return x[..., None]
     x = x if x.dtype.itemsize == 4 else x.astype(jnp.int32)
