@@ -98,7 +98,8 @@ class Certificate:
         """
         tiles, band, (first, end) = self.tiles, side.band(step), self.key_range
         to_left = side.direction == LEFT
-        slope, radius, sums = (x[not to_left] for x in (self.slopes, self.radius, self.log_sums))
+        slope, radius = self.slopes[not to_left], self.radius[not to_left]
+        sums = self.log_sums[not to_left]
         assert slope is not None and radius is not None, (
             "nothing lies to the right of a causal row"
         )
