@@ -310,6 +310,24 @@ def test_auto_takes_blocked_and_cpu_says_that_positions_are_not_built():
     np.testing.assert_array_equal(found, expected)
 
 
+def test_with_symbols_for_lengths_dense_runs_and_blocked_says_why_not():
+    def run(q, k, x, implementation):
+        return attention(q, k, k, positions=x, implementation=implementation)
+
+    T, S = jax.export.symbolic_shape("T, S")
+    shapes = (1, T, 2, 4), (1, S, 2, 4), (1, S)
+    described = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(
+        NotImplementedError, match=r"blocked cannot run .*, not symbols of jax.export"
+    ):
+        jax.export.export(jax.jit(run, static_argnums=3))(*described, "blocked")
+    exported = jax.export.export(jax.jit(run, static_argnums=3))(*described, "dense")
+    q, k, _ = random(1, 9, 2, 4)
+    x = np.cumsum(np.random.default_rng(0).random((1, 9)), 1).astype(np.float32)
+    found = exported.call(q[:, 4:], k, x)
+    np.testing.assert_allclose(found, run(q[:, 4:], k, x, "dense"), atol=1e-6)
+
+
 MESSAGES = [
     (dict(positions=[0.0] * 4), TypeError, "positions must be a jax.Array or numpy.ndarray, got list"),
     (dict(positions=jnp.zeros((1, 4), jnp.bfloat16)), TypeError, "positions must be float32, float64 or integers, .*got bfloat16"),

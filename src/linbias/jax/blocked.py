@@ -40,6 +40,8 @@ ABILITIES = Abilities(
 
 
 def why_not(problem: Problem) -> str | None:
+    if problem.positions and not all(isinstance(n, int) for n in (problem.T, problem.S)):
+        return "its scan over positions needs lengths that are numbers, not symbols of jax.export"
     return ABILITIES.lacks(problem)
 
 

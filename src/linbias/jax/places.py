@@ -7,7 +7,7 @@ axis here, and a distance is the sum of their differences:
     jax_enable_x64            one part, float64
     without it
         NumPy arrays          two parts, float32, of the float64 difference from the largest position of the row: distances are
-                              right to 2^-23 of themselves and 2^-46 of the largest distance in the row
+                              right to 2^-23 of themselves and 2^-45 of the largest distance in the row
         integers of JAX       two parts, exact
         float32 of JAX        one part: what it holds, and no more
 """
