@@ -70,7 +70,7 @@ def slides(batch: int, side: int, generator: torch.Generator) -> tuple[Tensor, T
 
 def train(model: SlideEncoder, side: int, batch: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
         tiles, pixels, one_patch = slides(batch, side, generator)
         loss = cross_entropy(model(tiles, pixels / 512), one_patch)  # in units of tiles
@@ -92,7 +92,7 @@ def test(model: SlideEncoder, side: int, num_slides: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--variant", choices=("symmetric", "none"), default="symmetric")
-    for name, default in (("steps", 300), ("side", 8), ("batch", 32), ("width", 32), ("heads", 4), ("layers", 2)):  # fmt: skip
+    for name, default in (("steps", 400), ("side", 8), ("batch", 64), ("width", 64), ("heads", 8), ("layers", 2)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--test-sides", type=int, nargs="+", default=[8, 12, 16, 24])
     parser.add_argument("--test-slides", type=int, default=200)
