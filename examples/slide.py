@@ -1,6 +1,6 @@
 """An encoder of pathology slides: tiles that stand somewhere in the plane, and a class token that stands nowhere.
 
-    python examples/slide.py                     # a minute
+    python examples/slide.py                     # two minutes
     python examples/slide.py --variant none      # without places, to compare: no better than guessing
 
 `linbias.torch.MultiheadAttention` takes the tiles' places as `points`: scores fall with the distance between two tiles, and
