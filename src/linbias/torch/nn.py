@@ -287,9 +287,14 @@ class MultiheadAttention(nn.Module):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if points is not None or self.global_tokens:
-            others = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask": mask}
-            others |= {"positions": positions, "is_causal": is_causal or None}
-            others |= {"need_weights": need_weights or None}
+            others: dict[str, object] = {
+                "key_padding_mask": key_padding_mask,
+                "attn_mask": attn_mask,
+                "mask": mask,
+                "positions": positions,
+                "is_causal": is_causal or None,
+                "need_weights": need_weights or None,
+            }
             out, weights = self._attend_points(query, key, value, points, others), None
         else:
             sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
