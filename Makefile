@@ -78,8 +78,8 @@ neon:  ## compile the core and its test for 64-bit Arm, and run it under qemu-us
 	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
 	build/zig/bin/python -m pip install --quiet ziglang
 	build/zig/bin/python -m ziglang c++ -target aarch64-linux-musl -static -std=c++20 -O3 -Wall -Wextra -Werror \
-	  -Wno-psabi -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/dispatch.cpp csrc/parallel.cpp \
-	  csrc/target_baseline.cpp csrc/*_test.cpp -o build/attention_test_neon
+	  -Wno-psabi -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/boxes.cpp csrc/dispatch.cpp \
+	  csrc/parallel.cpp csrc/target_baseline.cpp csrc/*_test.cpp -o build/attention_test_neon
 	@if command -v qemu-aarch64 > /dev/null; then qemu-aarch64 build/attention_test_neon; \
 	else echo "build/attention_test_neon is compiled but not run: there is no qemu-aarch64 (Debian: qemu-user)"; fi
 

@@ -20,7 +20,7 @@ import torch
 import record
 from linbias._machine import num_cores
 from linbias.kernels import core
-from linbias.torch import attention, cpu
+from linbias.torch import addresses, attention, cpu
 from linbias.torch.call import prepare
 from linbias.torch.operator import Results
 
@@ -98,8 +98,8 @@ def ways(
         )
 
     found: dict[str, Callable[[], Any]] = {"kept": lambda: run(0)}
-    if cpu._TEAM:
-        found["PyTorch's"] = lambda: run(cpu._TEAM)
+    if addresses.TEAM:
+        found["PyTorch's"] = lambda: run(addresses.TEAM)
     found["attention"] = lambda: attention(q, k, v, implementation="cpu")
     return found
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "linbias/attention.h"
+#include "linbias/points.h"
 
 namespace nb = nanobind;
 using namespace linbias;
@@ -126,6 +127,12 @@ NB_MODULE(_cpu, m) {
       optional("dleft", &Backward::dleft), optional("dright", &Backward::dright),
       optional("dpositions", &Backward::dpositions),
       optional("dquery_positions", &Backward::dquery_positions));
+  bind_record<Points>(m, "Points",
+      required("at", &Points::at),
+      required("order", &Points::order),
+      required("clouds", &Points::clouds), required("axes", &Points::axes),
+      required("global_tokens", &Points::global_tokens),
+      required("manhattan", &Points::manhattan));
   // clang-format on
 
   m.def(
@@ -134,6 +141,18 @@ NB_MODULE(_cpu, m) {
   m.def(
       "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
       nb::arg("call"), nb::arg("results"));
+  m.def(
+      "forward",
+      [](const Call& call, const Points& points, const Forward& results) {
+        run([&] { return forward(call, points, results); });
+      },
+      nb::arg("call"), nb::arg("points"), nb::arg("results"));
+  m.def(
+      "backward",
+      [](const Call& call, const Points& points, const Backward& results) {
+        run([&] { return backward(call, points, results); });
+      },
+      nb::arg("call"), nb::arg("points"), nb::arg("results"));
   m.def("target", [] { return std::string(target()); });
   m.def("targets", [] { return std::string(targets()); });
   m.def(

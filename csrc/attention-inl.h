@@ -33,7 +33,9 @@
 #include <immintrin.h>
 #endif
 
+#include "boxes.h"
 #include "linbias/attention.h"
+#include "linbias/points.h"
 #include "parallel.h"
 
 namespace linbias::LINBIAS_TARGET {
@@ -110,6 +112,7 @@ LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t siz
 #include "forward-inl.h"
 #include "decode-inl.h"
 #include "backward-inl.h"
+#include "points-inl.h"
 #if defined(LINBIAS_ACROSS)
 #include "narrow-inl.h"
 #include "terms-inl.h"
@@ -188,6 +191,26 @@ Status backward(const Call& call, const Backward& results) {
     case DType::float64: return backward_as<double, double>(call, results);
     case DType::float16: return backward_as<float, Float16>(call, results);
     case DType::bfloat16: return backward_as<float, Bfloat16>(call, results);
+  }
+  return Status::ok;
+}
+
+Status forward(const Call& call, const Points& points, const Forward& results) {
+  switch (call.dtype) {
+    case DType::float32: return forward_points<float, float>(call, points, results);
+    case DType::float64: return forward_points<double, double>(call, points, results);
+    case DType::float16: return forward_points<float, Float16>(call, points, results);
+    case DType::bfloat16: return forward_points<float, Bfloat16>(call, points, results);
+  }
+  return Status::ok;
+}
+
+Status backward(const Call& call, const Points& points, const Backward& results) {
+  switch (call.dtype) {
+    case DType::float32: return backward_points<float, float>(call, points, results);
+    case DType::float64: return backward_points<double, double>(call, points, results);
+    case DType::float16: return backward_points<float, Float16>(call, points, results);
+    case DType::bfloat16: return backward_points<float, Bfloat16>(call, points, results);
   }
   return Status::ok;
 }

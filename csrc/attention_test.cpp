@@ -1,6 +1,6 @@
 // The core against a double loop, without Python: every type, sizes around the vector width, ranges and starts of every
 // kind, few queries and many, one and many threads. certificate_test.cpp adds what the core may leave out,
-// parallel_test.cpp how tasks are shared out.
+// parallel_test.cpp how tasks are shared out, points_test.cpp attention over points.
 //
 //     attention_test             on every target that runs here
 //     attention_test avx2 ...    on these
@@ -744,6 +744,7 @@ int main(int count, char** names) {
            test_rows_may_lie_apart<double>,
            test_rows_may_lie_apart<Brain>,
            test_what_is_left_out,
+           test_points,
            test_several_threads_may_call_at_once_and_be_interrupted,
        }) {
     test();

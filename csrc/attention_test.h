@@ -381,5 +381,6 @@ void on_every_target(Run run) {
 
 void test_what_is_left_out();      // certificate_test.cpp
 void test_tasks_are_shared_out();  // parallel_test.cpp
+void test_points();                // points_test.cpp
 
 }  // namespace linbias::testing

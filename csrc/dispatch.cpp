@@ -13,13 +13,16 @@
 #endif
 
 #include "linbias/attention.h"
+#include "linbias/points.h"
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                    \
-  namespace name {                               \
-  Status forward(const Call&, const Forward&);   \
-  Status backward(const Call&, const Backward&); \
+#define LINBIAS_DECLARE(name)                                   \
+  namespace name {                                              \
+  Status forward(const Call&, const Forward&);                  \
+  Status backward(const Call&, const Backward&);                \
+  Status forward(const Call&, const Points&, const Forward&);   \
+  Status backward(const Call&, const Points&, const Backward&); \
   }
 LINBIAS_DECLARE(avx512_amx)
 LINBIAS_DECLARE(avx512_bf16)
@@ -37,6 +40,8 @@ struct Target {
   bool (*runs_here)();
   Status (*forward)(const Call&, const Forward&);
   Status (*backward)(const Call&, const Backward&);
+  Status (*forward_points)(const Call&, const Points&, const Forward&);
+  Status (*backward_points)(const Call&, const Points&, const Backward&);
   bool (*pays)() = always;  // where not, only force_target chooses it
 };
 
@@ -99,26 +104,27 @@ const Cpu& cpu() {
 #endif
 
 // Those that CMakeLists.txt compiles, best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
+#define LINBIAS_FUNCTIONS(name) name::forward, name::backward, name::forward, name::backward
 const Target kTargets[] = {
 #if defined(LINBIAS_TARGET_avx512_amx)
-    {"avx512_amx", has_avx512_amx, avx512_amx::forward, avx512_amx::backward},
+    {"avx512_amx", has_avx512_amx, LINBIAS_FUNCTIONS(avx512_amx)},
 #endif
 #if defined(LINBIAS_TARGET_avx512_bf16)
-    {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward, multiplies_pairs_fast},
+    {"avx512_bf16", has_avx512_bf16, LINBIAS_FUNCTIONS(avx512_bf16), multiplies_pairs_fast},
 #endif
 #if defined(LINBIAS_TARGET_avx512)
-    {"avx512", has_avx512, avx512::forward, avx512::backward},
+    {"avx512", has_avx512, LINBIAS_FUNCTIONS(avx512)},
 #endif
 #if defined(LINBIAS_TARGET_avx2)
-    {"avx2", has_avx2, avx2::forward, avx2::backward},
+    {"avx2", has_avx2, LINBIAS_FUNCTIONS(avx2)},
 #endif
 #if defined(LINBIAS_TARGET_baseline) && defined(__aarch64__)
-    {"neon", always, baseline::forward, baseline::backward},
+    {"neon", always, LINBIAS_FUNCTIONS(baseline)},
 #elif defined(LINBIAS_TARGET_baseline)
-    {"baseline", always, baseline::forward, baseline::backward},
+    {"baseline", always, LINBIAS_FUNCTIONS(baseline)},
 #endif
 #if defined(LINBIAS_TARGET_avx512_amx_emulated)
-    {"avx512_amx_emulated", always, avx512_amx_emulated::forward, avx512_amx_emulated::backward, never},
+    {"avx512_amx_emulated", always, LINBIAS_FUNCTIONS(avx512_amx_emulated), never},
 #endif
 };
 
@@ -147,6 +153,13 @@ Status forward(const Call& call, const Forward& results) {
 }
 Status backward(const Call& call, const Backward& results) {
   return current().backward(with_possible_threads(call), results);
+}
+
+Status forward(const Call& call, const Points& points, const Forward& results) {
+  return current().forward_points(with_possible_threads(call), points, results);
+}
+Status backward(const Call& call, const Points& points, const Backward& results) {
+  return current().backward_points(with_possible_threads(call), points, results);
 }
 
 const char* target() { return current().name; }

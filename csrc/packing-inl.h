@@ -71,6 +71,24 @@ struct Packed : Packing {
   }
 };
 
+// The mean of about kSampled keys, to center[padded_D]: any center makes a valid bound, and this one costs next to
+// nothing. Returns its length.
+template <typename W, typename In>
+W center_of(const In* keys, int64_t row, int64_t num_keys, int64_t D, int64_t padded_D, W* center) {
+  constexpr int64_t kSampled = 512;
+  const int64_t every = round_up(larger_of(num_keys, 1), kSampled) / kSampled;
+  for (int64_t d = 0; d < padded_D; ++d) center[d] = 0;
+  W count = 0, squares = 0;
+  for (int64_t s = 0; s < num_keys; s += every, ++count) {
+    for (int64_t d = 0; d < D; ++d) center[d] += static_cast<W>(widen(keys[s * row + d]));
+  }
+  for (int64_t d = 0; d < D; ++d) {
+    center[d] /= count > 0 ? count : W{1};
+    squares += center[d] * center[d];
+  }
+  return length_from(squares, center, D);
+}
+
 template <typename W, typename In>
 struct PackTask {
   const Call& call;
@@ -120,22 +138,9 @@ struct PackTask {
     return row_of<In>(call.v, index / call.G, index % call.G, packed.heads.data[index].first);
   }
 
-  // The mean of about kSampled keys: any center makes a valid bound, and this one costs next to nothing.
   void find_center(int64_t index) const {
-    constexpr int64_t kSampled = 512;
     Head<W>& head = packed.heads.data[index];
-    const int64_t every = round_up(larger_of(head.num_keys, 1), kSampled) / kSampled;
-    const In* keys = keys_of(index);
-    for (int64_t d = 0; d < packed.padded_D; ++d) head.center[d] = 0;
-    W count = 0, squares = 0;
-    for (int64_t s = 0; s < head.num_keys; s += every, ++count) {
-      for (int64_t d = 0; d < call.D; ++d) head.center[d] += static_cast<W>(widen(keys[s * call.k.row + d]));
-    }
-    for (int64_t d = 0; d < call.D; ++d) {
-      head.center[d] /= count > 0 ? count : W{1};
-      squares += head.center[d] * head.center[d];
-    }
-    head.center_norm = length_from(squares, head.center, call.D);
+    head.center_norm = center_of(keys_of(index), call.k.row, head.num_keys, call.D, packed.padded_D, head.center);
   }
 
   // Pack some blocks, and measure each while it is in the cache.

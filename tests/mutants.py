@@ -41,7 +41,7 @@ LISTS = ROOT / "tests" / "mutants"
 RECORDS = ROOT / "records" / "mutants.jsonl"
 TABLE = ROOT / "docs" / "mutants.md"
 CORE_TEST = tuple(f"csrc/{name}" for name in (
-    "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "attention_test.h",
+    "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "points_test.cpp", "attention_test.h",
 ))  # fmt: skip
 NOT_COPIED = (".git", ".venv", "build", "dist", "output", "__pycache__", ".*_cache", ".hypothesis")
 

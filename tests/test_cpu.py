@@ -19,7 +19,7 @@ from cases import by_name, far_block, make_inputs
 from contract import check_case, rows
 from linbias import cpu
 from linbias.kernels import core
-from linbias.torch import attention, operator
+from linbias.torch import addresses, attention, operator
 from linbias.torch import cpu as torch_cpu
 from test_torch import DTYPES, TorchSubject
 from truth import true_attention
@@ -278,7 +278,7 @@ def test_no_more_threads_than_cores_share_a_call(monkeypatch):
     monkeypatch.setattr(core, "Call", call)
     monkeypatch.setattr(core, "_WORK_PER_AWAKE_THREAD", 1)
     monkeypatch.setattr(core, "_WORK_PER_THREAD", 1)
-    monkeypatch.setattr(torch_cpu, "_NUM_CORES", 2)
+    monkeypatch.setattr(addresses, "_NUM_CORES", 2)
     q = torch.ones(1, 4, 64, 8)
     before = torch.get_num_threads()
     try:
@@ -287,7 +287,7 @@ def test_no_more_threads_than_cores_share_a_call(monkeypatch):
             attention(q, q, q, implementation="cpu")
     finally:
         torch.set_num_threads(before)
-    assert calls == [(1, torch_cpu._TEAM), (2, torch_cpu._TEAM), (2, 0)]
+    assert calls == [(1, addresses.TEAM), (2, addresses.TEAM), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_fork_after_threads_can_call_on(monkeypatch):
         lambda: torch.from_numpy(cpu.attention(*(x.numpy() for x in (q, k, v)), num_threads=2)),
     )
     expected = [call() for call in calls]
-    assert torch_cpu._TEAM or not torch.backends.openmp.is_available()
+    assert addresses.TEAM or not torch.backends.openmp.is_available()
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # what waits for threads that are gone waits for ever

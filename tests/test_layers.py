@@ -63,7 +63,7 @@ LAYERS = {
 }
 IMPLEMENTATIONS = {
     *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
-    *(f"linbias.torch.points_{name}" for name in ("dense", "blocked")),
+    *(f"linbias.torch.points_{name}" for name in ("dense", "blocked", "cpu")),
     *(f"linbias.jax.{name}" for name in ("dense", "blocked", "cpu")),
 }
 

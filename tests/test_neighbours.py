@@ -108,9 +108,9 @@ wait(lambda found: found == before)
 
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
 def test_the_team_has_more_threads_than_cores_and_ends() -> None:
-    from linbias.torch.cpu import _TEAM
+    from linbias.torch import addresses
 
-    if not _TEAM:
+    if not addresses.TEAM:
         pytest.skip("PyTorch's OpenMP is not libgomp")
     done = subprocess.run(
         [sys.executable, "-c", TEAM], capture_output=True, text=True, check=False

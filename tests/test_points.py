@@ -1,4 +1,4 @@
-"""`linbias.torch.attention_points`: both implementations against the definition, which stands here once more in NumPy."""
+"""`linbias.torch.attention_points`: its implementations against the definition, which stands here once more in NumPy."""
 
 import itertools
 import math
@@ -13,10 +13,12 @@ import linbias.torch
 from budget import assert_within_budget
 from cases import round_to
 from linbias._checks import TOLERANCE
-from linbias.torch import points, points_blocked
+from linbias.kernels import core
+from linbias.torch import points, points_blocked, points_cpu
 from linbias.torch.geometry import along_a_curve
 
-IMPLEMENTATIONS = ("dense", "blocked")
+IMPLEMENTATIONS = ("dense", "blocked", "cpu")
+NEAR_TO_FAR = {"blocked": points_blocked, "cpu": points_cpu}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 attention_points = linbias.torch.attention_points
 
@@ -57,6 +59,9 @@ class Case:
         shape = (self.B, self.N, self.A) if self.per_batch else (self.N, self.A)
         arrays["points"] = stand(self.place, shape, rng)
         return arrays  # fmt: skip
+
+
+PLACES = ("few places", "on a line", "clusters")
 
 
 def stand(place: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -197,6 +202,18 @@ def test_it_computes_the_definition(case, dtype, implementation):
         assert_within_budget(name, actual, truth[name], others, kind, TOLERANCE[dtype])
 
 
+@pytest.mark.thorough
+def test_five_thousand_points_are_within_the_budget():
+    case = Case("slide", 5000, B=1, H=2, G=2, global_tokens=1, slopes=(0.7, 0.02), D=16, E=16)
+    arrays = case.make("float32")
+    truth = by_hand(arrays, case, np.float64)
+    orders = np.arange(case.N), np.arange(case.N)[::-1].copy()
+    plains = [numpy(plain(arrays, case, torch.float32, order)) for order in orders]
+    for name, actual in run(arrays, case, "float32", "cpu").items():
+        others = [x[name] for x in plains]
+        assert_within_budget(name, actual, truth[name], others, "float32", TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(2, 3, 0), (0, 3, 5), (2, 0, 5)])
 def test_what_is_empty_stays_empty(shape, implementation):
@@ -221,15 +238,16 @@ def test_the_whole_numbers_of_a_line_are_a_sequence(implementation):
     torch.testing.assert_close(actual, expected[:, :, order], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_order_of_the_tokens_changes_nothing(dtype):
+def test_the_order_of_the_tokens_changes_nothing(dtype, implementation):
     q, k, v = torch.randn(3, 1, 3, 401, 8, dtype=dtype)
     places, order = torch.rand(401, 2) * 30, torch.randperm(401)
     slopes = torch.tensor([2.0, 1.0, 0.1], requires_grad=True)
 
     def results(order):
         leaves = [x[:, :, order].clone().requires_grad_() for x in (q, k, v)]
-        out = attention_points(*leaves, places[order], slopes, implementation="blocked")
+        out = attention_points(*leaves, places[order], slopes, implementation=implementation)
         gradients = torch.autograd.grad(out.square().sum(), (*leaves, slopes))
         return (out, *gradients)
 
@@ -240,16 +258,32 @@ def test_the_order_of_the_tokens_changes_nothing(dtype):
         torch.testing.assert_close(one, other, rtol=0, atol=precision)
 
 
-def test_a_repeated_call_gives_the_same_bits():
-    q, k, v = torch.randn(3, 1, 3, 401, 8)
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_a_repeated_call_gives_the_same_bits_on_any_number_of_threads(implementation):
+    q, k, v = (torch.randn(1, 5, 401, 8, requires_grad=True) for _ in "qkv")
+    slopes = torch.tensor([2.0, 1.0, 0.5, 0.25, 0.0], requires_grad=True)
     places = torch.rand(401, 2) * 30
-    one, other = (attention_points(q, k, v, places, implementation="blocked") for _ in range(2))
-    assert torch.equal(one, other)
+
+    def results():
+        out = attention_points(q, k, v, places, slopes, implementation=implementation)
+        return (out, *torch.autograd.grad(out.square().sum(), (q, k, v, slopes)))
+
+    before = torch.get_num_threads()
+    expected = results()
+    try:
+        for threads in (before, 1) if implementation == "cpu" else (before,):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, results(), expected))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
 @pytest.mark.parametrize("global_tokens", [0, 2])
-def test_blocked_agrees_with_finite_differences(metric, global_tokens, monkeypatch):
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_gradients_agree_with_finite_differences(
+    metric, global_tokens, implementation, monkeypatch
+):
     monkeypatch.setattr(points_blocked, "SIZE", 4)
     torch.manual_seed(0)
     options = {"dtype": torch.float64, "requires_grad": True}
@@ -262,14 +296,14 @@ def test_blocked_agrees_with_finite_differences(metric, global_tokens, monkeypat
 
     def call(q, k, v, slopes):
         return attention_points(
-            q, k, v, places, slopes, metric=metric, global_tokens=global_tokens, implementation="blocked", return_lse=True
+            q, k, v, places, slopes, metric=metric, global_tokens=global_tokens, implementation=implementation, return_lse=True
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(call, (q, k, v, slopes))
 
 
-def lost(q, k, v, places, slopes, tolerance, **options):
-    """The largest share of a row's probability that blocked left unread, and the blocks visited [B, H, tiles]."""
+def lost(implementation, q, k, v, places, slopes, tolerance, **options):
+    """The share of each row's probability that was left unread, and the blocks visited [B, H, tiles]."""
     arguments = (
         (q, k, v),
         places,
@@ -278,35 +312,48 @@ def lost(q, k, v, places, slopes, tolerance, **options):
         options.pop("global_tokens", 0),
     )
     inputs, _ = points._prepare("test", *arguments, None, tolerance)
-    results = points_blocked.forward(inputs)
-    whole = points_blocked.forward(inputs._replace(tolerance=0.0))
+    run = NEAR_TO_FAR[implementation].operators.run
+    results, whole = run(inputs), run(inputs._replace(tolerance=0.0))
     lse, full = (x.row_max + x.log_sum for x in (results, whole))
     return -torch.expm1(lse - full), results.visited, whole.visited
 
 
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
 @pytest.mark.parametrize("A", [1, 2, 3])
-def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(A, metric, monkeypatch):
+def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(
+    A, metric, implementation, monkeypatch
+):
     """Equal keys at places of whole blocks, where the bound is no larger than what it bounds."""
     monkeypatch.setattr(points_blocked, "SIZE", 8)
+    size = 8 if implementation == "blocked" else core.BLOCK_KEYS
     side = {1: 40, 2: 7, 3: 4}[A]
     corners = torch.cartesian_prod(*[4.0 * torch.arange(side)] * A).view(-1, A)
-    places = corners.repeat_interleave(8, 0)[torch.randperm(8 * len(corners))]
+    places = corners.repeat_interleave(size, 0)[torch.randperm(size * len(corners))]
     slopes = torch.linspace(0.3, 1.5, 12, dtype=torch.float64)
     k = torch.full((1, 12, len(places), 4), 0.7, dtype=torch.float64)
     q = 3 * torch.randn_like(k)
-    share, visited, whole = lost(q, k, k, places, slopes, 2.0**-10, metric=metric)
+    share, visited, whole = lost(implementation, q, k, k, places, slopes, 2.0**-10, metric=metric)
     assert (visited < whole).any()
     assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
 @pytest.mark.parametrize("global_tokens", [0, 1])
-@pytest.mark.parametrize("kind", ["random", "large far away", "one large key", "large values"])
-def test_the_probability_left_unread_is_at_most_the_tolerance(kind, global_tokens, metric):
+@pytest.mark.parametrize(
+    "kind", ["random", "large far away", "one large key", "large values", "one far out", *PLACES]
+)
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_the_probability_left_unread_is_at_most_the_tolerance(
+    implementation, kind, global_tokens, metric
+):
     torch.manual_seed(1)
     N = 1500
     places = torch.rand(N, 2, dtype=torch.float64) * 200
+    if kind in PLACES:
+        places = torch.from_numpy(stand(kind, (N, 2), np.random.default_rng(1)))
+    if kind == "one far out":
+        places[7, 1] = 2.0**99
     q, k, v = torch.randn(3, 1, 4, N, 8, dtype=torch.float64)
     if kind == "large far away":
         k *= 1 + 20 * (places[:, :1] > 150)
@@ -314,28 +361,30 @@ def test_the_probability_left_unread_is_at_most_the_tolerance(kind, global_token
         k[:, :, N // 2] *= 300
     if kind == "large values":
         v[:, :, -1] *= 1e12
-    slopes = [2.0, 1.0, 0.5, 0.25]
+    slopes = [40.0, 1.0, 0.25, 0.0]
     for tolerance in (2.0**-4, 2.0**-24):
         share, visited, whole = lost(
-            q, k, v, places, slopes, tolerance, metric=metric, global_tokens=global_tokens
-        )
+            implementation, q, k, v, places, slopes, tolerance, metric=metric, global_tokens=global_tokens
+        )  # fmt: skip
         assert share.max() <= tolerance
         if kind in ("random", "large values"):
             assert (visited < whole).any()
 
 
-def test_tolerance_0_reads_every_key():
+@pytest.mark.parametrize(("implementation", "blocks"), [("blocked", 6), ("cpu", 11)])
+def test_tolerance_0_reads_every_key(implementation, blocks):
     q, k, v = torch.randn(3, 1, 2, 700, 4)
-    visited = lost(q, k, v, torch.rand(700, 2) * 1e5, [4.0, 1.0], 0.0)[1]
-    assert (visited == 6).all()
+    visited = lost(implementation, q, k, v, torch.rand(700, 2) * 1e5, [4.0, 1.0], 0.0)[1]
+    assert (visited == blocks).all()
 
 
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
 @pytest.mark.parametrize("what", ["k", "v"])
-def test_a_key_that_is_not_finite_is_never_left_out(what):
+def test_a_key_that_is_not_finite_is_never_left_out(what, implementation):
     q, k, v = torch.randn(3, 1, 2, 700, 4)
     places = torch.rand(700, 2) * 1e5
     {"k": k, "v": v}[what][0, 0, 5, 2] = torch.nan
-    out = attention_points(q, k, v, places, [4.0, 1.0], implementation="blocked")
+    out = attention_points(q, k, v, places, [4.0, 1.0], implementation=implementation)
     assert out[0, 0].isnan().any(-1).all() and not out[0, 1].isnan().any()
 
 
@@ -359,8 +408,8 @@ def test_no_array_grows_with_the_square_of_the_points():
         "test", (q, k, v), torch.rand(N, 2) * 70, None, "euclidean", 1, None, None
     )
     with LargestArray() as largest:
-        results = points_blocked.forward(inputs)
-        points_blocked.backward(inputs, results.out, results.row_max, results)
+        results = points_blocked.operators.run(inputs)
+        points_blocked._find_gradients(inputs, results.out, results.row_max, results)
     assert largest.numbers <= 3 * 2 * N * 4  # q, k and v in one
     with LargestArray() as largest:
         attention_points(q[:, :, :500], k[:, :, :500], v[:, :, :500], torch.rand(500, 2), implementation="dense")  # fmt: skip
@@ -401,7 +450,7 @@ def test_auto_takes_the_matrix_for_few_tokens_and_under_transforms(monkeypatch):
         places = torch.rand(N, 2)
         attention_points(x, x, x, places)
         torch.func.grad(lambda x, p=places: attention_points(x, x, x, p).sum())(x)
-    assert called == ["dense", "dense", "blocked", "dense"]
+    assert called == ["dense", "dense", "cpu", "dense"]
 
 
 def test_second_derivatives_are_those_of_dense_or_refused():
@@ -414,26 +463,29 @@ def test_second_derivatives_are_those_of_dense_or_refused():
 
     first("dense").backward()
     assert q.grad.abs().sum() > 0
-    with pytest.raises(NotImplementedError, match="attention_points: blocked gives first"):
-        first("blocked").backward()
+    for name in NEAR_TO_FAR:
+        with pytest.raises(NotImplementedError, match=f"attention_points: {name} gives first"):
+            first(name).backward()
 
 
-def test_the_operators_are_as_pytorch_asks():
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR.values())
+def test_the_operators_are_as_pytorch_asks(implementation):
     q, k, v = (torch.randn(1, 2, 140, 4, requires_grad=True) for _ in "qkv")
     slopes = torch.tensor([1.0, 0.5], requires_grad=True)
     inputs, _ = points._prepare(
         "test", (q, k, v), torch.rand(140, 2), slopes, "euclidean", 3, None, None
     )
     torch.library.opcheck(
-        points_blocked._forward_operator, tuple(inputs), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        implementation.operators.forward, tuple(inputs), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )  # fmt: skip
 
 
-def test_autocast_and_strides():
+@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+def test_autocast_and_strides(implementation):
     q, k, v = torch.randn(3, 1, 300, 2, 4).transpose(2, 3)
     places = torch.rand(300, 2).t().contiguous().t() * 10
     with torch.autocast("cpu", torch.bfloat16):
-        out = attention_points(q, k, v, places, implementation="blocked")
+        out = attention_points(q, k, v, places, implementation=implementation)
     narrow = attention_points(*(x.bfloat16() for x in (q, k, v)), places, implementation="dense")
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, narrow)
@@ -480,7 +532,7 @@ MESSAGES = [
     (dict(slopes=[1.0, -0.5, 1, 1]), ValueError, "slopes must be finite and at least 0, got -0.5"),
     (dict(slopes=[1.0, 1, 1, float("inf")]), ValueError, "slopes must be finite and at least 0, got inf"),
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
-    (dict(implementation="cpu"), ValueError, "implementation must be one of .*'blocked'.*, got 'cpu'"),
+    (dict(implementation="triton"), ValueError, "implementation must be one of .*'blocked'.*, got 'triton'"),
     (dict(causal=True), TypeError, "there is no argument causal; "),
     (dict(coordinates=1), TypeError, "attention_points: there is no argument coordinates; "),
 ]  # fmt: skip

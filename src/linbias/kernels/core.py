@@ -5,7 +5,7 @@ A front end describes its arrays by address, as a `Call`, and keeps them alive w
     call = Call(dtype=DTYPES["float32"], B=1, H=2, ..., q=Array(address, *strides), ...)
     forward(call, Forward(out=address, ...))
 
-The fields, their shapes and types stand in csrc/include/linbias/attention.h; an address of 0 stands for None, and strides
+The fields, their shapes and types stand in csrc/include/linbias/attention.h, and in points.h beside it; an address of 0 stands for None, and strides
 count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
 """
 
@@ -19,6 +19,7 @@ try:
     from linbias._cpu import Backward as Backward
     from linbias._cpu import Call as Call
     from linbias._cpu import Forward as Forward
+    from linbias._cpu import Points as Points
     from linbias._cpu import backward as backward
     from linbias._cpu import forward as forward
 

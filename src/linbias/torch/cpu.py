@@ -1,37 +1,15 @@
 """The compiled CPU core as PyTorch operators. What it computes, and how: csrc/attention-inl.h."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from linbias import _machine
 from linbias.kernels import core
 from linbias.kernels.core import why_not as why_not
 from linbias.torch import operator
+from linbias.torch.addresses import DTYPES, address, array, threads
 from linbias.torch.operator import Gradients, Inputs, Results
 
 NAME, ABILITIES, WHY_MISSING = core.NAME, core.ABILITIES, core.WHY_MISSING
-_DTYPES = (
-    {} if core.WHY_MISSING else {getattr(torch, n): dtype for n, dtype in core.DTYPES.items()}
-)
-
-
-def _team() -> int:
-    """The address of the function by which PyTorch shares out work, or 0 where it is not OpenMP's.
-
-    PyTorch's threads spin for a while after each operation, and threads of the core's own had to wait for them.
-    """
-    if not torch.backends.openmp.is_available():
-        return 0
-    try:
-        function = ctypes.CDLL(None).GOMP_parallel  # in the libraries that PyTorch shares with all
-    except (AttributeError, OSError, TypeError):
-        return 0
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-_TEAM, _NUM_CORES = _team(), _machine.num_cores()
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
@@ -54,16 +32,16 @@ def _fill_gradients(
     core.backward(
         call,
         core.Backward(
-            dout=_address(dout, alive),
-            dlse=_address(dlse, alive),
+            dout=address(dout, alive),
+            dlse=address(dlse, alive),
             saved=_forward(saved),
             dq=wide.dq.data_ptr(),
             dk=wide.dk.data_ptr(),
             dv=wide.dv.data_ptr(),
-            dleft=_address(wide.dleft, alive),
-            dright=_address(wide.dright, alive),
-            dpositions=_address(wide.dpositions, alive),
-            dquery_positions=_address(wide.dquery_positions, alive),
+            dleft=address(wide.dleft, alive),
+            dright=address(wide.dright, alive),
+            dpositions=address(wide.dpositions, alive),
+            dquery_positions=address(wide.dquery_positions, alive),
         ),
     )
     if wide is not gradients:
@@ -115,11 +93,8 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
     drawn = [0, 0, 0]
     if seed is not None:
         drawn = [x % 2**32 for x in seed.tolist()] if seed.dim() else [int(seed), 0, 0]
-    threads = torch.get_num_threads()
-    # A team comes as a whole, and threads that are more than the cores only take turns.
-    team = _TEAM if threads <= _NUM_CORES else 0
     call = core.Call(
-        dtype=_DTYPES[q.dtype],
+        dtype=DTYPES[q.dtype],
         B=B,
         H=H,
         G=G,
@@ -127,14 +102,14 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         S=S,
         D=D,
         E=E,
-        q=_array(q, copies),
-        k=_array(k, copies),
-        v=_array(v, copies),
-        left=_address(_of_batch(left, B), copies),
-        right=_address(right, copies),
-        key_range=_address(key_range, copies),
-        query_start=_address(query_start, copies),
-        key_bound=_address(key_bound, copies),
+        q=array(q, copies),
+        k=array(k, copies),
+        v=array(v, copies),
+        left=address(_of_batch(left, B), copies),
+        right=address(right, copies),
+        key_range=address(key_range, copies),
+        query_start=address(query_start, copies),
+        key_bound=address(key_bound, copies),
         positions=_places(inputs.positions, copies),
         query_positions=_places(inputs.query_positions, copies),
         scale=inputs.scale,
@@ -143,10 +118,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         seed=drawn[0],
         first_query=drawn[1],
         first_key=drawn[2],
-        num_threads=core.num_threads(
-            (B, H, G, T, S, D, E), min(threads, _NUM_CORES), awake=team != 0
-        ),
-        team=team,
+        **threads((B, H, G, T, S, D, E)),
         precise=inputs.precise,
     )
     return call, copies
@@ -163,16 +135,6 @@ def _forward(results: Results) -> "core.Forward":
     )
 
 
-def _array(x: Tensor, copies: list[Tensor]) -> "core.Array":
-    """Any strides but the last, which must be 1."""
-    batch, head, row, last = x.stride()
-    if last != 1 and x.shape[3] > 1:
-        x = x.contiguous()
-        copies.append(x)
-        batch, head, row, _ = x.stride()
-    return core.Array(x.data_ptr(), batch, head, row)
-
-
 def _places(x: Tensor | None, copies: list[Tensor]) -> "core.Array":
     """[B, 1 or H, n] -> of every head, in float64."""
     if x is None:
@@ -180,14 +142,6 @@ def _places(x: Tensor | None, copies: list[Tensor]) -> "core.Array":
     x = x.detach().to(torch.float64).contiguous()
     copies.append(x)
     return core.Array(x.data_ptr(), x.stride(0), x.stride(1) if x.shape[1] > 1 else 0, 0)
-
-
-def _address(x: Tensor | None, copies: list[Tensor]) -> int:
-    if x is None:
-        return 0
-    x = x.contiguous()
-    copies.append(x)
-    return x.data_ptr()
 
 
 def _of_batch(slopes: Tensor, B: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.torch import points_blocked, points_dense, transforms
+from linbias.torch import points_blocked, points_cpu, points_dense, transforms
 from linbias.torch.call import Slopes, as_slopes, autocast, describe, refuse_pieces
 from linbias.torch.constant import default_slopes
 from linbias.torch.geometry import PointInputs
@@ -15,7 +15,7 @@ from linbias.torch.operator import without_autocast
 
 Points = Tensor | np.ndarray[Any, Any] | list[list[float]]
 
-IMPLEMENTATIONS = (points_blocked, points_dense)
+IMPLEMENTATIONS = (points_cpu, points_blocked, points_dense)
 # Scores up to which the whole matrix is taken: 8 MB in float32. Not measured.
 _FEW_SCORES = 1 << 21
 
@@ -92,8 +92,9 @@ def attention_points(
         scale: Factor on q . k. None means D ** -0.5.
         tolerance: As for `attention`: the largest share of a row's probability that far keys, never read, may hold together;
             0 reads every key.
-        implementation: `blocked` is near to far, in memory that is linear in N; `dense` holds arrays of [B, H, N, N]; "auto" takes
-            `dense` for few tokens and under transforms.
+        implementation: `cpu` is near to far in compiled code, and `blocked` in PyTorch operations, both in memory that is linear
+            in N; `dense` holds arrays of [B, H, N, N]. "auto" takes the first of them that can, but `dense` for few tokens where
+            there is no `cpu`.
         return_lse: Also return lse.
 
     Returns:

@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from linbias._checks import Problem
 from linbias._dispatch import Abilities
 from linbias.torch.geometry import PointInputs, along_a_curve, box_distances, distances
+from linbias.torch.points_operator import Gradients, PointOperators, Results
 
 NAME = "blocked"
 ABILITIES = Abilities(
@@ -40,15 +40,6 @@ SIZE = 128  # tokens of a tile of queries, and of a block of keys
 
 def why_not(problem: Problem) -> str | None:
     return ABILITIES.lacks(problem)
-
-
-class Results(NamedTuple):
-    """What forward gives. lse comes in two parts, whose rounded sum would cost backward digits."""
-
-    out: Tensor  # [B, H, N, E], wide
-    row_max: Tensor  # [B, H, N], wide
-    log_sum: Tensor  # [B, H, N], wide
-    visited: Tensor  # [B, H, tiles], int32: blocks that each tile visited, in its order of them
 
 
 @dataclass(frozen=True)
@@ -203,8 +194,8 @@ class Running:
         self.acc[heads] = torch.baddbmm(self.acc[heads] * shrink, weight, values)
 
 
-def forward(inputs: PointInputs) -> Results:
-    H, slopes, results = inputs.q.shape[1], inputs.slopes, _empty_results(inputs)
+def _fill(inputs: PointInputs, results: Results) -> None:
+    H, slopes = inputs.q.shape[1], inputs.slopes
     for cloud in _clouds(inputs):
         slope = slopes[cloud.row].flatten()
         q, k, v = (
@@ -219,15 +210,11 @@ def forward(inputs: PointInputs) -> Results:
             results.visited[cloud.row, :, index] = counts.view(-1, H)
         for array, target in zip((out, *rest), results[:3], strict=True):
             cloud.put_back(array, target)
-    return results
 
 
-def _empty_results(inputs: PointInputs) -> Results:
-    (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
-    num_tiles = sum(-(-n // SIZE) for n in (inputs.global_tokens, N - inputs.global_tokens))
-    visited = torch.zeros(B, H, num_tiles, dtype=torch.int32)
-    lse = slopes.new_zeros(2, B, H, N)
-    return Results(slopes.new_zeros(B, H, N, E), lse[0].clone(), lse[1].clone(), visited)
+def _num_tiles(inputs: PointInputs) -> int:
+    first, N = inputs.global_tokens, inputs.q.shape[2]
+    return sum(-(-n // SIZE) for n in (first, N - first))
 
 
 def _forward_tile(
@@ -303,9 +290,7 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(unit, dim=-1) * largest.squeeze(-1)
 
 
-def backward(
-    inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _find_gradients(inputs: PointInputs, dout: Tensor, dlse: Tensor, saved: Results) -> Gradients:
     """Return dq, dk and dv in the dtype of q, and dslopes [B, H], wide."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     dslopes = torch.zeros_like(inputs.slopes)
@@ -370,71 +355,5 @@ def _backward_tile(
             dslope.index_add_(0, heads, -(dscore * apart).sum((-1, -2)))
 
 
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan, SymInt global_tokens, float scale, float tolerance"
-
-
-def _operate(*arguments: Any) -> Results:
-    return forward(PointInputs(*arguments))
-
-
-def _operate_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return backward(PointInputs(*arguments[4:]), dout, dlse, Results(*arguments[:4]))
-
-
-# One opaque step for compilers, as in linbias.torch.operator, whose records have another form.
-_forward_operator = torch.library.custom_op(
-    "linbias::points_forward",
-    _operate,
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-_backward_operator = torch.library.custom_op(
-    "linbias::points_backward",
-    _operate_backward,
-    mutates_args=(),
-    schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum, Tensor visited, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_forward_operator.register_fake
-def _(*arguments: Any) -> Results:
-    return _empty_results(PointInputs(*arguments))
-
-
-@_backward_operator.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    inputs = PointInputs(*arguments[6:])
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-    return dq, dk, dv, torch.empty_like(inputs.slopes)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.numbers = inputs[5:]
-    # row_max counts as a constant, so that the gradient of log_sum is that of lse.
-    ctx.mark_non_differentiable(output[1], output[3])
-
-
-def _differentiate(
-    ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
-) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    found = _backward_operator(dout, dlog_sum, *saved[5:], *saved[:5], *ctx.numbers)
-    return *found, *[None] * 5
-
-
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(
-        "attention_points: blocked gives first derivatives only; implementation='dense' gives all"
-    )
-
-
-_forward_operator.register_autograd(_differentiate, setup_context=_save)
-_backward_operator.register_autograd(_refuse)
-
-
-def attention(inputs: PointInputs) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, N, E] in q's dtype and lse [B, H, N], wide."""
-    results = Results(*_forward_operator(*inputs))
-    return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
+operators = PointOperators(NAME, _fill, _find_gradients, _num_tiles)
+attention = operators.attention
