@@ -45,7 +45,27 @@ def test_every_example_is_tested():
         *SIZES,
         "flax_extrapolation",
         "embed_many",
+        "slide",
     }
+
+
+@pytest.mark.parametrize("variant", ("symmetric", "none"))
+def test_the_slide_encoder_answers_for_slides_larger_than_those_of_training(variant, capsys):
+    example = load("slide")
+    assert "\n    python examples/slide.py" in example.__doc__
+    sizes = "--steps 2 --side 5 --batch 2 --width 8 --heads 2 --layers 1 --test-sides 5 7 --test-slides 6"
+    results = example.main([*sizes.split(), "--variant", variant])
+    assert list(results) == [5, 7] and all(0 <= share <= 1 for share in results.values())
+    assert "right answers" in capsys.readouterr().out
+
+
+def test_made_up_slides_differ_in_nothing_but_where_the_tumour_is():
+    tiles, points, one_patch = load("slide").slides(64, 8, torch.Generator().manual_seed(0))
+    assert (tiles.sum(1) == 38 // 8).all() and len(set(one_patch.tolist())) == 2
+    for tumour, places, compact in zip(tiles == 1, points / 512, one_patch, strict=True):
+        assert len(set(map(tuple, places.tolist()))) == 38
+        extent = (places[tumour].amax(0) - places[tumour].amin(0)).max()
+        assert extent <= 4 or not compact
 
 
 def test_the_existing_model_reads_padded_rows_as_alone():

@@ -36,8 +36,8 @@ def slopes(
 
     | schedule    | slope of head h = 0 .. H-1                     | used by                            |
     |-------------|------------------------------------------------|------------------------------------|
-    | `paper`     | 2^(-max_bias (h+1) / H) where H is a power of  | the paper, BLOOM, Falcon           |
-    |             | two; else the largest such list below H, then  |                                    |
+    | `paper`     | 2^(-max_bias (h+1) / H) where H is a power of  | the paper, BLOOM, Falcon; CROMA    |
+    |             | two; else the largest such list below H, then  | and TITAN, by distance in a plane  |
     |             | every second slope of the next larger one      |                                    |
     | `geometric` | 2^(-max_bias (h+1) / H) for every H            | the Flax exercise                  |
     | `halving`   | 2^-(h+1)                                       | the book chapter                   |

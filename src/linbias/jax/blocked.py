@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from linbias._checks import Problem
 from linbias._dispatch import Abilities
-from linbias.jax import operator
+from linbias.jax import operator, places
 from linbias.jax.certificate import Certificate
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Gradients, Inputs
@@ -35,10 +35,13 @@ ABILITIES = Abilities(
     how="near to far in JAX operations: static shapes, no callbacks",
     memory="linear in length",
     mask=True,
+    positions=True,
 )
 
 
 def why_not(problem: Problem) -> str | None:
+    if problem.positions and not all(isinstance(n, int) for n in (problem.T, problem.S)):
+        return "its scan over positions needs lengths that are numbers, not symbols of jax.export"
     return ABILITIES.lacks(problem)
 
 
@@ -64,6 +67,8 @@ class Head:
     key_range: tuple[Array, Array]  # [B or 1]: first, end
     seen: Array  # [B, padded keys], bool
     mask: Array | None  # [B or 1, tiles, rows, padded keys], bool
+    # Queries [B, tiles, rows, parts], keys [B, padded keys, parts]; None: key s stands at s.
+    stands: tuple[Array, Array] | None
     scale: float
     dropout: float
     seed: Array | None
@@ -72,21 +77,35 @@ class Head:
     def side(self, direction: int) -> Side:
         return self.tiles.side(direction, *self.key_range)
 
-    def score(self, band: Array) -> tuple[Array, Array]:
-        """Score [B, tiles, rows, BLOCK], -inf where hidden, and distance [B or 1, 1, rows, BLOCK]."""
-        distance = self.tiles.distance(band)
+    def distance(self, band: Array) -> tuple[Array, Array]:
+        """By how many keys each key lies back, [B or 1, 1, rows, BLOCK], and how far, which broadcasts with the score."""
+        order = self.tiles.distance(band)
+        if self.stands is None:
+            return order, order.astype(self.q.dtype)
+        xq, x = self.stands
+        apart = places.distance(xq, self.tiles.blocks(x, band))
+        padding = self.tiles.row_numbers()[..., None] < 0  # which stands nowhere
+        return order, jnp.where(padding, 0, apart).astype(self.q.dtype)
+
+    def pull(self, order: Array) -> Array:
+        """By how much a score falls for each unit that its key lies further back, [B, 1, rows, BLOCK]; 0 on a hidden side."""
+        left, right = (
+            0 if slope is None else jnp.where(jnp.isinf(slope), 0, slope)  # 0 * inf would be NaN
+            for slope in (self.left, self.right)
+        )
+        return jnp.where(order >= 0, left, -right)
+
+    def score(self, band: Array) -> Array:
+        """[B, tiles, rows, BLOCK], -inf where hidden."""
+        order, distance = self.distance(band)
         score = product("btrd,btsd->btrs", self.q, self.tiles.blocks(self.k, band))
         hidden = ~self.tiles.blocks(self.seen, band)[:, :, None]
         if self.mask is not None:
             hidden = hidden | ~self.tiles.columns(self.mask, band)
-        for slope, reach in ((self.left, distance), (self.right, -distance)):
-            if slope is None:
-                hidden = hidden | (reach > 0)
-            else:
-                hidden = hidden | ((reach > 0) & jnp.isinf(slope))
-                # 0 * inf would be NaN: a query always sees its own position.
-                score = score - jnp.where(reach > 0, slope, 0) * reach.astype(score.dtype)
-        return jnp.where(hidden, -jnp.inf, score), distance
+        # A query always sees the key at its own position.
+        for slope, beyond in ((self.left, order > 0), (self.right, order < 0)):
+            hidden = hidden | (beyond if slope is None else beyond & jnp.isinf(slope))
+        return jnp.where(hidden, -jnp.inf, score - self.pull(order) * distance)
 
     def drop(self, weight: Array, band: Array) -> Array:
         """Apply attention dropout to weight [B, tiles, rows, BLOCK]."""
@@ -109,7 +128,7 @@ def _head(inputs: Inputs, h: Array) -> tuple[Head, Certificate]:
     tiles = Tiles.cut(T, S, inputs.query_start, both_sides=right is not None)
     limits = jnp.array([[0, S]]) if inputs.key_range is None else inputs.key_range[:, g]
     first, end = limits[:, 0], limits[:, 1]
-    seen = (tiles.key_numbers() >= first[:, None]) & (tiles.key_numbers() < end[:, None])
+    seen = tiles.inside(first, end)
     seen = jnp.broadcast_to(seen, (B, seen.shape[1]))
     mask = inputs.mask
     if mask is not None:
@@ -124,7 +143,13 @@ def _head(inputs: Inputs, h: Array) -> tuple[Head, Certificate]:
     q = tiles.tile(inputs.q[:, :, h].astype(wide)) * inputs.scale
     of_head = (slice(None), h, None, None, None)
     slopes = inputs.left[of_head], None if right is None else right[of_head]
-    certificate = Certificate.prepare(tiles, q, k, v, seen, (first, end), slopes, inputs.tolerance)
+    x, xq = inputs.positions, inputs.query_positions
+    stands = None
+    if x is not None and xq is not None:
+        stands = tiles.tile(xq[:, h]), tiles.pad_keys(x[:, h])
+    certificate = Certificate.prepare(
+        tiles, q, k, v, seen, (first, end), slopes, stands, inputs.tolerance
+    )
     head = Head(
         tiles,
         q=q,
@@ -135,6 +160,7 @@ def _head(inputs: Inputs, h: Array) -> tuple[Head, Certificate]:
         key_range=(first, end),
         seen=seen,
         mask=mask,
+        stands=stands,
         scale=inputs.scale,
         dropout=inputs.dropout,
         seed=inputs.seed,
@@ -168,7 +194,7 @@ def _forward_head(head: Head, certificate: Certificate) -> Results:
     tiles = head.tiles
 
     def visit(sums: _Sums, band: Array) -> _Sums:
-        score, _ = head.score(band)
+        score = head.score(band)
         row_max = jnp.maximum(sums.row_max, score.max(-1, keepdims=True))
         # While a row has seen no key its maximum is -inf, and any finite pivot keeps its sums at 0.
         pivot = jnp.where(row_max == -jnp.inf, 0, row_max)
@@ -212,19 +238,20 @@ def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradi
     def one(sums: tuple[Array, Array], h: Array) -> Any:
         head, _ = _head(inputs, h)
         own = jax.tree.map(lambda x: x[h], saved)
-        dq, dk, dv, dleft, dright = _backward_head(head, own, dout[:, :, h], dlse[:, :, h])
+        dq, dk, dv, *others = _backward_head(head, own, dout[:, :, h], dlse[:, :, h])
         g = h // (H // G)
-        return (sums[0].at[g].add(dk), sums[1].at[g].add(dv)), (dq, dleft, dright)
+        return (sums[0].at[g].add(dk), sums[1].at[g].add(dv)), (dq, *others)
 
     zeros = (jnp.zeros((G, B, S, x.shape[3]), inputs.left.dtype) for x in (inputs.k, inputs.v))
     zeros, heads = operator.with_the_same_mesh_axes(((*zeros,), jnp.arange(H), inputs, dout))[:2]
-    sums, (dq, dleft, dright) = lax.scan(one, zeros, heads)
+    sums, (dq, dleft, dright, *stands) = lax.scan(one, zeros, heads)
     dk, dv = (jnp.moveaxis(x, 0, 2) for x in sums)
-    return Gradients(jnp.moveaxis(dq, 0, 2), dk, dv, dleft.T, dright.T)
+    stands = (None if x is None else x.swapaxes(0, 1) for x in stands)
+    return Gradients(jnp.moveaxis(dq, 0, 2), dk, dv, dleft.T, dright.T, *stands)
 
 
-def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tuple[Array, ...]:
-    """Return dq [B, T, D], dk and dv [B, S, size], dleft and dright [B] of one head."""
+def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tuple[Any, ...]:
+    """Return dq [B, T, D], dk and dv [B, S, size], dleft and dright [B] of one head, and of positions [B, S] and [B, T] or None."""
     tiles = head.tiles
     # Weights are exp(score - row_max) times this; a row without a key has none.
     per_sum = jnp.where(saved.log_sum == -jnp.inf, 0, jnp.exp(-saved.log_sum))
@@ -233,10 +260,10 @@ def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tupl
     rows = (dout * per_sum[..., None], delta[..., None], pivot[..., None])
     dout, delta, pivot = (tiles.tile(x) for x in rows)
 
-    def visit(band: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        dq, dk, dv, dleft, dright = sums
-        score, distance = head.score(band)
-        weight = jnp.exp(score - pivot)
+    def visit(band: Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        dq, dk, dv, dleft, dright, dx, dxq = sums
+        order, distance = head.distance(band)
+        weight = jnp.exp(head.score(band) - pivot)
         dweight = product("btre,btse->btrs", dout, tiles.blocks(head.v, band))
         dscore = weight * (head.drop(dweight, band) - delta)
         dq = dq + product("btrs,btsd->btrd", dscore, tiles.blocks(head.k, band))
@@ -244,21 +271,29 @@ def _backward_head(head: Head, saved: Results, dout: Array, dlse: Array) -> tupl
         dropped = head.drop(weight, band)
         dv = tiles.add_blocks(dv, band, product("btrs,btre->btse", dropped, dout))
         # Row by row: a sum of few numbers after the other keeps more digits.
-        dleft = dleft - (dscore * jnp.maximum(distance, 0)).sum(-1)
-        dright = dright + (dscore * jnp.minimum(distance, 0)).sum(-1)
-        return dq, dk, dv, dleft, dright
+        dleft = dleft - jnp.where(order >= 0, dscore * distance, 0).sum(-1)
+        dright = dright + jnp.where(order < 0, dscore * distance, 0).sum(-1)
+        if head.stands is not None:
+            pull = dscore * head.pull(order)
+            dx = tiles.add_blocks(dx, band, pull.sum(2))
+            dxq = dxq - pull.sum(-1)
+        return dq, dk, dv, dleft, dright, dx, dxq
 
-    row = jnp.zeros_like(head.q[..., 0])
-    sums = tuple(jnp.zeros_like(x) for x in (head.q, head.k, head.v, row, row))
+    row, key = (jnp.zeros_like(x[..., 0]) for x in (head.q, head.k))
+    sums: tuple[Any, ...] = tuple(jnp.zeros_like(x) for x in (head.q, head.k, head.v, row, row))
+    sums = (*sums, None, None) if head.stands is None else (*sums, key, row)
     sums = operator.with_the_same_mesh_axes((sums, head.q, dout))[0]
     sides = (LEFT,) if head.right is None else (LEFT, RIGHT)
     for i, side in enumerate(head.side(direction) for direction in sides):
         sums = lax.fori_loop(
             0, saved.num_steps[i], lambda step, s, side=side: visit(side.band(step), s), sums
         )
-    dq, dk, dv, dleft, dright = sums
+    dq, dk, dv, dleft, dright, dx, dxq = sums
     slopes = (x.sum(-1).sum(-1) for x in (dleft, dright))
-    return tiles.untile(dq) * head.scale, tiles.unpad_keys(dk), tiles.unpad_keys(dv), *slopes
+    dq, dk, dv = tiles.untile(dq) * head.scale, tiles.unpad_keys(dk), tiles.unpad_keys(dv)
+    if head.stands is not None:
+        dx, dxq = tiles.unpad_keys(dx), tiles.untile(dxq)
+    return dq, dk, dv, *slopes, dx, dxq
 
 
 attention = operator.define(NAME, _forward, _backward)

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from linbias import _checks, _dispatch
-from linbias.jax import blocked, cpu, dense
+from linbias.jax import blocked, cpu, dense, places
 from linbias.jax.dropout import draw_seed
 from linbias.jax.operator import Inputs
 from linbias.schedules import slopes as slopes_of_paper
@@ -32,6 +32,8 @@ class Options(TypedDict, total=False):
     key_range: ArrayLike | None
     query_start: ArrayLike | None
     mask: ArrayLike | None
+    positions: ArrayLike | None
+    query_positions: ArrayLike | None
     key_bound: ArrayLike | None
     dropout: float
     dropout_key: Array | None
@@ -52,6 +54,8 @@ def prepare(
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
     key_bound: ArrayLike | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
@@ -70,6 +74,7 @@ def prepare(
     )
     optional = {"slopes": left, "right_slopes": right, "key_range": key_range}
     optional |= {"query_start": query_start, "key_bound": key_bound, "mask": mask}
+    optional |= {"positions": positions, "query_positions": query_positions}
     problem = _checks.check(
         function,
         *described,
@@ -85,6 +90,8 @@ def prepare(
     )
     _checks.warn_of_layout(function, problem, "BTHD")
     _check_values(function, left, right, key_range, query_start, problem.S)
+    if positions is not None:
+        _check_places(function, problem, positions, query_positions, key_range, query_start)
     if problem.dropout and dropout_key is None:
         raise ValueError(f"{function}: dropout needs a dropout_key, got None (dropout {dropout})")
     if left is None:
@@ -93,7 +100,8 @@ def prepare(
     if not causal and right is None:
         right = left
     of_heads = problem.B, problem.H
-    key_range, query_start = _positions(key_range, query_start, problem)
+    stands = (None, None) if positions is None else places.in_parts(positions, query_positions)
+    key_range, query_start = _start_and_range(key_range, query_start, problem)
     inputs = Inputs(
         q=jnp.asarray(q),
         k=jnp.asarray(k),
@@ -104,6 +112,8 @@ def prepare(
         query_start=query_start,
         key_bound=None if key_bound is None else jnp.asarray(key_bound).astype(wide),
         mask=None if mask is None else _with_four_axes(mask, problem, wide),
+        positions=stands[0],
+        query_positions=stands[1],
         seed=draw_seed(dropout_key) if problem.dropout and dropout_key is not None else None,
         scale=problem.scale,
         dropout=problem.dropout,
@@ -131,9 +141,11 @@ def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -
     """
     mesh = jax.typeof(inputs.q).sharding.mesh
     if not mesh.explicit_axes:
-        return function(inputs)
+        return function(places.stand(inputs))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.sharding.auto_axes(function, out_sharding=specs)(inputs)
+        return jax.sharding.auto_axes(lambda x: function(places.stand(x)), out_sharding=specs)(
+            inputs
+        )
 
 
 def spec_on_mesh(q: Array) -> tuple[Any, ...]:
@@ -154,7 +166,7 @@ def _refuse_in_shard_map(function: str, sequence_axes: Sequence[str]) -> None:
         )
 
 
-def _positions(
+def _start_and_range(
     key_range: ArrayLike | None, query_start: ArrayLike | None, problem: _checks.Problem
 ) -> tuple[Array | None, Array | None]:
     """The range [B, G, 2] and the start [B] as the implementations take them, int32, or None.
@@ -252,6 +264,22 @@ def _check_values(
         _checks.check_key_range_values(function, np.asarray(key_range), S)
     if query_start is not None and _is_known(query_start):
         _checks.check_query_start_values(function, np.asarray(query_start))
+
+
+def _check_places(
+    function: str,
+    problem: _checks.Problem,
+    positions: ArrayLike,
+    query_positions: ArrayLike | None,
+    key_range: ArrayLike | None,
+    query_start: ArrayLike | None,
+) -> None:
+    """Check the values of positions where all that tells which of them count is known."""
+    given = positions, query_positions, key_range, query_start
+    if all(x is None or _is_known(x) for x in given):
+        x, *others = (None if x is None else np.asarray(x) for x in given)
+        assert x is not None
+        _checks.check_position_values(function, problem, x, *others)
 
 
 def _is_known(array: ArrayLike) -> bool:

@@ -17,7 +17,9 @@ from linbias.jax.operator import Gradients, Inputs
 from linbias.kernels import core
 
 NAME = core.NAME
-ABILITIES = replace(core.ABILITIES, how="near to far in compiled code, called by XLA")
+ABILITIES = replace(
+    core.ABILITIES, how="near to far in compiled code, called by XLA", positions=False
+)
 
 WHY_MISSING: str | None = None
 try:

@@ -10,6 +10,7 @@ from jax import Array
 
 from linbias._checks import Problem
 from linbias._dispatch import Abilities
+from linbias.jax import places
 from linbias.jax.dropout import keep_mask
 from linbias.jax.operator import Inputs
 
@@ -24,6 +25,7 @@ ABILITIES = Abilities(
     memory="length x length",
     mask=True,
     added=True,
+    positions=True,
     higher_derivatives=True,
 )
 
@@ -51,16 +53,21 @@ def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
     score = inputs.scale * jnp.einsum(
         "bthd,bshd->bhts", inputs.q.astype(wide), k, precision=_EXACT
     )
-    distance = _distance(inputs)
+    order = _order(inputs)
+    distance = order if inputs.positions is None else _distance(inputs)
     visible = jnp.bool_(True)
-    for slope, reach in ((inputs.left, distance), (inputs.right, -distance)):
+    for slope, here, reach in (
+        (inputs.left, order >= 0, distance),
+        (inputs.right, order < 0, -distance),
+    ):
         if slope is None:
-            visible = visible & (reach <= 0)
+            visible = visible & ~here
         else:
-            slope = slope[:, :, None, None]
-            visible = visible & ((reach <= 0) | ~jnp.isinf(slope))
-            # 0 * inf would be NaN: a query always sees its own position.
-            score = score - jnp.where((reach > 0) & ~jnp.isinf(slope), slope * reach, 0)
+            hidden = jnp.isinf(slope)[:, :, None, None]
+            # A query always sees the key at its own position. 0 * inf would be NaN.
+            visible = visible & ~(here & hidden & (order != 0))
+            slope = jnp.where(hidden, 0, slope[:, :, None, None])
+            score = score - jnp.where(here, slope * reach, 0)
     inside = _inside(inputs)
     if inside is not None:
         inside = _per_query_head(inside, inputs)  # [B, S, H]
@@ -72,12 +79,19 @@ def attention_weights(inputs: Inputs) -> tuple[Array, Array]:
     return _softmax(jnp.where(visible, score, -jnp.inf))
 
 
-def _distance(inputs: Inputs) -> Array:
-    """[B or 1, 1, T, S]: position minus key."""
+def _order(inputs: Inputs) -> Array:
+    """[B or 1, 1, T, S]: by how many keys the key lies before the query."""
     T, S = inputs.q.shape[1], inputs.k.shape[1]
     start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
     position = start[:, None] + jnp.arange(T)
     return (position[..., None] - jnp.arange(S))[:, None]
+
+
+def _distance(inputs: Inputs) -> Array:
+    """[B, H, T, S], wide: how far each key lies back."""
+    assert inputs.positions is not None and inputs.query_positions is not None
+    apart = places.distance(inputs.query_positions, inputs.positions)
+    return apart.astype(inputs.left.dtype)
 
 
 def _inside(inputs: Inputs) -> Array | None:

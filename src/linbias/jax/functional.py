@@ -50,6 +50,8 @@ def attention(
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
     key_bound: ArrayLike | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
@@ -75,10 +77,14 @@ def attention(
                        x x
 
     Rows that see no key, and shared key heads, are as in `linbias.attention`. Scores, softmax and sums are float32 for
-    16-bit inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes, through out and lse; twice,
-    and in forward mode, only by `dense`. Works under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis
+    16-bit inputs and in q's dtype otherwise. Differentiable in q, k, v, slopes, right_slopes and positions, through out and
+    lse; twice, and in forward mode, only by `dense`. Works under jit, vmap, jax.checkpoint and jax.export, on meshes of any axis
     types, and in shard_map over batch and heads, where slopes must be given: those of the shard's heads. Traced values of
-    key_range and query_start are not checked but moved to the nearest that is allowed.
+    key_range and query_start are not checked but moved to the nearest that is allowed; those of positions are not checked.
+
+    With positions, key s stands at x[s] and query t at xq[t] = x[p]: the distances p - s and s - p become xq[t] - x[s] and
+    x[s] - xq[t], for time stamps, or the sums of -log of forget gates (slopes 1). Which side a key is on, and what is
+    hidden, goes by order alone, also among keys at one place.
 
     Args:
         q: [B, T, H, D], float16, bfloat16, float32 or float64 (which needs jax_enable_x64).
@@ -91,6 +97,13 @@ def attention(
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added to the scores, as the `bias` of
             `jax.nn.dot_product_attention`. Keys that it hides must still be finite, unless it hides them from every query.
             `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
+        positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of keys:
+            where keys stand; outside the range they may be anything. None: key s at s. `blocked` and `dense` take them. JAX
+            arrays are float32 or int32 unless jax_enable_x64: float32 counts in steps of 64 at 1e9, so that time
+            stamps must be counted from one of their own before they become float32; int32 is exact. NumPy arrays, integers and float64 too, lose nothing: they are counted so in float64 first, also inside
+            jit, where they are constants. An argument of jit is no NumPy array inside.
+        query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
+            stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound, dropout, tolerance: As for `linbias.torch.attention`.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all implementations; needed if
             dropout is not 0.
@@ -130,6 +143,8 @@ def attention(
         key_range=key_range,
         query_start=query_start,
         mask=mask,
+        positions=positions,
+        query_positions=query_positions,
         key_bound=key_bound,
         dropout=dropout,
         dropout_key=dropout_key,
@@ -150,14 +165,17 @@ def attention_weights(
     key_range: ArrayLike | None = None,
     query_start: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
     **unknown: Never,
 ) -> Array:
     """Compute the weights that `attention` gives to each key: softmax(score), the whole matrix, to look at.
 
-    Differentiable in q, k and the slopes.
+    Differentiable in q, k, the slopes and positions.
 
     Args:
-        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask: As for `attention`.
+        q, k, slopes, causal, right_slopes, scale, key_range, query_start, mask, positions, query_positions: As for
+            `attention`.
 
     Returns:
         [B, H, T, S], float32 (float64 for float64 inputs). A query that sees no key has zeros.
@@ -185,6 +203,8 @@ def attention_weights(
         key_range=key_range,
         query_start=query_start,
         mask=mask,
+        positions=positions,
+        query_positions=query_positions,
     )
     B, T, H, _ = spec_on_mesh(inputs.q)
     return on_its_mesh(lambda x: dense.attention_weights(x)[0], inputs, P(B, H, T, None))

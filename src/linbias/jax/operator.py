@@ -34,6 +34,10 @@ class Inputs:
     mask: (
         Array | None
     )  # [B or 1, H or 1, T or 1, S]: bool, False hides a key; or wide, added to the scores
+    # In parts, as `places` has them: [B, 1 or H, S, parts], and [B, 1 or H, T, parts] or None. Implementations are given all heads
+    # and both, or neither, where key s stands at s.
+    positions: Array | None
+    query_positions: Array | None
     seed: Array | None  # [], uint32; None: no dropout
     scale: float = _number()
     dropout: float = _number()
@@ -49,6 +53,8 @@ class Gradients(NamedTuple):
     dv: Array
     dleft: Array  # [B, H]
     dright: Array
+    dpositions: Array | None = None  # [B, H, S]
+    dquery_positions: Array | None = None  # [B, H, T]
 
 
 class Forward(Protocol):
@@ -142,4 +148,13 @@ def _cotangents(inputs: Inputs, gradients: Gradients) -> Inputs:
         key_bound=None,
         mask=None,
         seed=None,
+        positions=_of_parts(inputs.positions, gradients.dpositions),
+        query_positions=_of_parts(inputs.query_positions, gradients.dquery_positions),
     )
+
+
+def _of_parts(x: Array | None, gradient: Array | None) -> Array | None:
+    """[B, H, n] as that of each part of x [B, H, n, parts]: x is their sum."""
+    if x is None or gradient is None:
+        return None
+    return jnp.broadcast_to(gradient[..., None], x.shape).astype(x.dtype)

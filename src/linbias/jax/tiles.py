@@ -83,6 +83,11 @@ class Tiles:
         """[padded keys]: negative, or S and more, in the padding."""
         return jnp.arange(-self.band_keys, self.S + self.padding_after)
 
+    def inside(self, first: Array, end: Array) -> Array:
+        """[B or 1, padded keys]: whether a key is one of first .. end - 1, each [B or 1]."""
+        keys = self.key_numbers()
+        return (keys >= first[:, None]) & (keys < end[:, None])
+
     def tile(self, x: Array) -> Array:
         """[B, T, ...] -> [B, tiles, rows, ...]."""
         widths = [(0, 0)] * x.ndim

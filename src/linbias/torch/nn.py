@@ -9,6 +9,7 @@ from linbias import _checks
 from linbias.torch import masks, nested
 from linbias.torch.constant import constant
 from linbias.torch.functional import attention, attention_weights
+from linbias.torch.points import attention_points
 from linbias.torch.theirs import NoMatrix, take_weights
 from linbias.variants import is_causal, variant_slopes
 
@@ -37,6 +38,10 @@ class MultiheadAttention(nn.Module):
     learned="sigmoid" `logit_left` and `logit_right`, with slope = sigmoid(logit). A hidden side stays hidden. Fixed slopes
     are not saved.
 
+    Tokens may stand at `positions` on a line, such as time stamps, or at `points` of a plane or space, such as tiles of a slide and
+    patches of an image, which a call says. Points know no left and right: the variant must be `symmetric`, or `none`, and the
+    slopes are those to the left (of learned ones, those to the right are not trained).
+
     Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
     `RowwiseParallel` on out_proj. Gradients of learned slopes are then those of a process's own heads alone.
 
@@ -53,6 +58,8 @@ class MultiheadAttention(nn.Module):
         cross_attention: key and value come from another sequence.
         learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` and False for the others.
         schedule, max_bias: As for `linbias.slopes`.
+        metric, global_tokens: As for `linbias.torch.attention_points`: of calls with points, which are all calls of a layer with
+            global tokens. A class token in front of the patches is one.
         implementation: As for `linbias.torch.attention`.
         device, dtype: Of the parameters; those of learned slopes are at least float32.
 
@@ -92,6 +99,8 @@ class MultiheadAttention(nn.Module):
         learned: bool | str | None = None,
         schedule: str = "paper",
         max_bias: float = 8.0,
+        metric: str = "euclidean",
+        global_tokens: int = 0,
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -112,6 +121,8 @@ class MultiheadAttention(nn.Module):
         self.batch_first = batch_first
         self.variant = variant
         self.learned = variant == "asymmetric" if learned is None else learned
+        self.metric = metric
+        self.global_tokens = global_tokens
         self.implementation = implementation
         if self.learned not in (False, True, "sigmoid"):
             raise ValueError(
@@ -218,6 +229,8 @@ class MultiheadAttention(nn.Module):
         is_causal: bool = False,
         *,
         mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        points: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from query to key.
 
@@ -238,13 +251,18 @@ class MultiheadAttention(nn.Module):
             is_causal: Hide the keys after the query; attn_mask is not read unless T != S.
             mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as labml has it. In the place of
                 attn_mask.
+            positions: [B, S] or [B, H, S] (or [S] or [H, S]), where the keys stand, as for `linbias.torch.attention`; the queries
+                stand at the last T of them.
+            points: [B, N, A] or [N, A], where the tokens stand, as for `linbias.torch.attention_points`; those of the global
+                tokens, which are not read, may be left out. Without masks, weights and, in training, dropout.
 
         Returns:
             The output in the shape of query, and the weights or None. A query that sees no key gathers zeros.
 
         Raises:
             TypeError: A mask has another dtype.
-            ValueError: A shape breaks a rule above, or it is not known where the queries of a padded row stand.
+            ValueError: A shape breaks a rule above, it is not known where the queries of a padded row stand, or points come with
+                what they do not go with.
 
         Example:
             >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6, batch_first=True)
@@ -254,7 +272,7 @@ class MultiheadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         if nested.is_nested(query, key, value):
-            given = (key_padding_mask, attn_mask, mask, need_weights or None)
+            given = (key_padding_mask, attn_mask, mask, need_weights or None, positions, points)
             return self._attend_nested(query, key, value, given, is_causal), None
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
@@ -265,11 +283,18 @@ class MultiheadAttention(nn.Module):
         if not batched:
             query, key, value = (x[None] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            positions = None if positions is None else positions[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
-        seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
-        out, weights = self._attend(query, key, value, sizes, seen, need_weights)
+        if points is not None or self.global_tokens:
+            others = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "mask": mask}
+            others |= {"positions": positions, "is_causal": is_causal or None}
+            others |= {"need_weights": need_weights or None}
+            out, weights = self._attend_points(query, key, value, points, others), None
+        else:
+            sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+            seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
+            out, weights = self._attend(query, key, value, sizes, seen, positions, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -361,6 +386,7 @@ class MultiheadAttention(nn.Module):
         value: Tensor,
         sizes: masks.Sizes,
         seen: masks.Seen,
+        positions: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         B, _, T, S = sizes
@@ -382,9 +408,51 @@ class MultiheadAttention(nn.Module):
         options["mask"] = seen.mask
         if heads is not None and seen.mask is not None and seen.mask.shape[1] != 1:
             options["mask"] = seen.mask[:, heads]
+        options["positions"] = positions
+        if heads is not None and positions is not None and positions.dim() == 3:
+            options["positions"] = positions[:, heads]
         out = attention(q, k, v, **options, **self._running())
         weights = attention_weights(q, k, **options) if need_weights else None
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _attend_points(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        points: Tensor | None,
+        others: dict[str, object],
+    ) -> Tensor:
+        """Attend among tokens [B, N, width] that stand at points."""
+        if points is None:
+            raise ValueError(
+                f"MultiheadAttention: points must say where the tokens after the {self.global_tokens} global ones stand"
+            )
+        if self.variant not in ("symmetric", "none"):
+            raise ValueError(
+                f"MultiheadAttention: points know no left and right: variant must be symmetric or none, got {self.variant!r}"
+            )
+        for name, other in others.items():
+            if other is not None:
+                raise ValueError(f"MultiheadAttention: points cannot be given with {name}")
+        if self.training and self.dropout:
+            raise ValueError(
+                f"MultiheadAttention: points need dropout 0 in training, got {self.dropout}"
+            )
+        if self.global_tokens and points.shape[-2:-1] == (query.shape[1] - self.global_tokens,):
+            points = nn.functional.pad(points, (0, 0, self.global_tokens, 0))
+        q, k, v = self._project(query, key, value)
+        out = attention_points(
+            q,
+            k,
+            v,
+            points,
+            self._options(False, self._heads(q, k, v))["slopes"],
+            metric=self.metric,
+            global_tokens=self.global_tokens,
+            implementation=self.implementation,
+        )
+        return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _attend_nested(
         self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], causal: bool
@@ -392,7 +460,7 @@ class MultiheadAttention(nn.Module):
         """Attend within each sequence of nested tensors [B, lengths, width]."""
         if not self.batch_first or any(x is not None for x in given):
             raise ValueError(
-                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor weights"
+                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor weights, positions or points"
             )
         strided = query.layout == torch.strided
         if strided:

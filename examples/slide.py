@@ -1,0 +1,111 @@
+"""An encoder of pathology slides: tiles that stand somewhere in the plane, and a class token that stands nowhere.
+
+    python examples/slide.py                     # two minutes
+    python examples/slide.py --variant none      # without places, to compare: no better than guessing
+
+`linbias.torch.MultiheadAttention` takes the tiles' places as `points`: scores fall with the distance between two tiles, and
+`global_tokens=1` leaves the class token out of that, as TITAN has it (Ding et al., 2024). Slides are made up: a grid of tiles of
+which some are background and left out, and of the others some are tumour, in one patch or scattered. Which of the two is the
+question, and only the places tell. The table shows how often the answer is right for slides of the size of training, and larger ones.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from linbias.torch import MultiheadAttention
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, num_heads: int, variant: str) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.attention = MultiheadAttention(
+            width, num_heads, batch_first=True, variant=variant, global_tokens=1
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x: Tensor, points: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x), points=points)[0]
+        return x + self.mlp(self.norms[1](x))
+
+
+class SlideEncoder(nn.Module):
+    """Tiles [B, N] of two kinds at points [B, N, 2] -> logits [B, 2]: scattered, or one patch."""
+
+    def __init__(self, width: int, num_heads: int, num_layers: int, variant: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2, width)  # in the place of features of a tile
+        self.class_token = nn.Parameter(torch.zeros(width))
+        self.layers = nn.ModuleList([Layer(width, num_heads, variant) for _ in range(num_layers)])
+        self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2))
+
+    def forward(self, tiles: Tensor, points: Tensor) -> Tensor:
+        token = self.class_token.expand(len(tiles), 1, -1)
+        x = torch.cat((token, self.embed(tiles)), dim=1)
+        for layer in self.layers:
+            x = layer(x, points)
+        return self.out(x[:, 0])
+
+
+def slides(batch: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles [B, N], points [B, N, 2] in pixels, and whether the tumour is one patch, [B]: six tiles of ten are tissue."""
+    num_tiles = int(0.6 * side**2)
+    cells = torch.rand(batch, side**2, generator=generator).argsort(1)[:, :num_tiles]
+    points = torch.stack((cells // side, cells % side), dim=-1).float()
+    one_patch = torch.randint(2, (batch,), generator=generator)
+    # The first eighth of the tiles is tumour: in a random order, or in that of their distance from a random tile.
+    apart = (points - points[:, :1]).norm(dim=-1)
+    order = torch.where(
+        one_patch[:, None] == 1, apart, torch.rand(apart.shape, generator=generator)
+    )
+    tiles = (order.argsort(1).argsort(1) < num_tiles // 8).long()
+    return tiles, 512 * points, one_patch
+
+
+def train(model: SlideEncoder, side: int, batch: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(steps):
+        tiles, pixels, one_patch = slides(batch, side, generator)
+        loss = cross_entropy(model(tiles, pixels / 512), one_patch)  # in units of tiles
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+
+
+@torch.no_grad()
+def test(model: SlideEncoder, side: int, num_slides: int) -> float:
+    """Share of right answers."""
+    model.eval()
+    tiles, pixels, one_patch = slides(num_slides, side, torch.Generator().manual_seed(1))
+    return (model(tiles, pixels / 512).argmax(1) == one_patch).float().mean().item()
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[int, float]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--variant", choices=("symmetric", "none"), default="symmetric")
+    for name, default in (("steps", 400), ("side", 8), ("batch", 64), ("width", 64), ("heads", 8), ("layers", 2)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--test-sides", type=int, nargs="+", default=[8, 12, 16, 24])
+    parser.add_argument("--test-slides", type=int, default=200)
+    chosen = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    model = SlideEncoder(chosen.width, chosen.heads, chosen.layers, chosen.variant)
+    train(model, chosen.side, chosen.batch, chosen.steps)
+    results = {n: test(model, n, chosen.test_slides) for n in chosen.test_sides}
+    print(f"trained on slides of {chosen.side} x {chosen.side} tiles; right answers:")
+    for side, share in results.items():
+        print(f"{side:>4} x {side:<4} {share:.0%}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""`linbias.jax` with keys at given positions: against the definition, near to far, in float32, traced, and what is refused."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import linbias
+from contract import rows
+from jax_subject import random
+from linbias import near_to_far
+from linbias.jax import attention, attention_weights, blocked
+from linbias.jax.call import prepare
+from linbias.jax.certificate import log_sums
+from linbias.jax.places import in_parts, stand
+from positions import PLACED, Placed, backward
+
+BY_NAME = {call.name: call for call in PLACED}
+BOTH = ("dense", "blocked")
+PLACES = ("positions", "query_positions")
+
+
+def arguments(call: Placed, dtype=np.float64):
+    """JAX's arguments for a call: q, k, v and slopes, and options."""
+    q, k, v, slopes = call.arrays
+    arrays = [jnp.asarray(x.swapaxes(1, 2), dtype) for x in (q, k, v)]
+    return [*arrays, jnp.asarray(slopes, np.float64 if dtype == np.float64 else np.float32)]
+
+
+QUICK = """gates-dense equal-stamps-hidden-dense range-per-head-dense queries-between-dense no-keys-dense
+gates-blocked equal-stamps-hidden-blocked left-padding-blocked range-per-head-blocked nothing-in-range-blocked queries-between-blocked
+queries-beyond-blocked no-keys-blocked"""
+
+
+@pytest.mark.parametrize(
+    ("call", "implementation"), rows(QUICK, *((call, name) for call in PLACED for name in BOTH))
+)
+def test_equals_the_definition_with_every_gradient(call: Placed, implementation):
+    with jax.enable_x64(True):
+        given = dict(zip(("q", "k", "v", "slopes"), arguments(call), strict=True))
+        given |= {name: jnp.asarray(x) for name, x in call.given.items() if name != "causal"}
+        leaves = {n: x for n, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        options = {n: x for n, x in given.items() if n not in leaves}
+        options |= {"causal": call.given.get("causal", True), "return_lse": True}
+
+        def run(leaves):
+            return attention(**leaves, **options, implementation=implementation)
+
+        (out, lse), pull = jax.vjp(run, leaves)
+        rng = np.random.default_rng(0)
+        dout, dlse = rng.normal(size=out.shape), rng.normal(size=lse.shape) * np.isfinite(lse)
+        found = pull((jnp.asarray(dout), jnp.asarray(dlse)))[0]
+    expected_out, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected_out, atol=1e-12)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), expected_lse, atol=1e-12)
+    gradients = backward(call, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
+    expected = {n: getattr(gradients, f"d{n}") for n in leaves}
+    if not options["causal"] and "right_slopes" not in leaves:
+        expected["slopes"] = expected["slopes"] + gradients.dright_slopes
+    for name, gradient in found.items():
+        gradient = gradient.swapaxes(1, 2) if name in ("q", "k", "v") else gradient
+        np.testing.assert_allclose(gradient, expected[name], atol=1e-11, rtol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    rows(
+        "unix-times-blocked gate-that-forgets-all-dense",
+        *product(("unix-times", "gate-that-forgets-all", "left-padding"), BOTH),
+    ),
+)
+def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implementation):
+    """Outside of jit, and inside, where they are constants."""
+    call = BY_NAME[name]
+    expected = linbias.attention(*call.arrays, **call.given).swapaxes(1, 2)
+    for dtype, budget in ((jnp.float32, 5e-6), (jnp.bfloat16, 0.04)):
+        arrays = arguments(call, dtype)
+
+        def run(*arrays):
+            return attention(*arrays, **call.given, implementation=implementation)
+
+        for found in (run(*arrays), jax.jit(run)(*arrays)):
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found.astype(float), expected, atol=budget)
+
+
+@pytest.mark.parametrize("dtype", ("int32", "uint32", "int16", "int64", "uint64", "float32"))
+def test_integers_are_exact_also_where_they_are_traced(dtype):
+    """Up to 2^31, where float32 counts in steps of 128; 64 bits only as arrays of NumPy."""
+    rng, large = np.random.default_rng(0), 2**31 - 100 if dtype[-2:] in ("32", "64") else 0
+    x = (large + np.sort(rng.integers(0, 90, (1, 12)), -1)).astype(dtype)
+    if dtype == "float32":
+        x = x - x[:, :1]
+    q, k, v = random(1, 12, 2, 4)
+    heads_second = [x.swapaxes(1, 2).astype(float) for x in (q, k, v)]
+    expected = linbias.attention(*heads_second, positions=x).swapaxes(1, 2)
+    for implementation in BOTH:
+
+        def run(x, implementation=implementation):
+            return attention(q, k, v, positions=x, implementation=implementation)
+
+        np.testing.assert_allclose(run(x), expected, atol=1e-6)
+        if "64" not in dtype:
+            np.testing.assert_allclose(jax.jit(run)(x), expected, atol=1e-6)
+
+
+def test_a_place_of_numpy_goes_with_one_of_jax():
+    q, k, v = random(1, 6, 2, 4)
+    x = np.cumsum(np.random.default_rng(0).random((1, 6)), -1).astype(np.float32)
+    expected = attention(q, k, v, positions=x)
+    for places in ((x, jnp.asarray(x)), (jnp.asarray(x), x), (jnp.asarray(x), jnp.asarray(x))):
+        given = dict(zip(PLACES, places, strict=True))
+        np.testing.assert_allclose(attention(q, k, v, **given), expected, atol=1e-6)
+
+
+def test_weights_are_those_of_the_definition():
+    with jax.enable_x64(True):
+        for call in PLACED:
+            q, k, _, slopes = arguments(call)
+            weights = attention_weights(q, k, slopes, **call.given)
+            expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+            np.testing.assert_allclose(weights, expected, atol=1e-13)
+
+
+def test_gradients_of_dense_by_positions_are_right_to_second_order():
+    call = BY_NAME["queries-between"]
+    options = {name: x for name, x in call.given.items() if name not in PLACES}
+    with jax.enable_x64(True):
+        arrays = arguments(call)
+
+        def run(x, xq):
+            return attention(
+                *arrays, positions=x, query_positions=xq, **options, implementation="dense"
+            )
+
+        places = tuple(jnp.asarray(call.given[name]) for name in PLACES)
+        check_grads(run, places, order=2, modes=("rev", "fwd"), eps=1e-6, atol=1e-6, rtol=1e-6)
+
+
+N, T = 1500, 700
+_RNG = np.random.default_rng(5)
+_BURSTS = np.cumsum(_RNG.exponential(size=N) * _RNG.choice([0.01, 5], N, p=[0.8, 0.2]))
+PATTERNS = {
+    "even": np.arange(N) * 1.0,
+    "bursts": _BURSTS,
+    "plateaus": np.floor(np.arange(N) / 137) * 11.0,
+    "one-place": np.where(np.arange(N) < N // 2, 0.0, 8.0),
+    "stamps": 1.7e9 + _BURSTS,
+    "gates": np.cumsum(-np.log(1 / (1 + np.exp(-_RNG.normal(3, 2, N))))),
+}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "causal"),
+    rows(
+        "bursts-True plateaus-False", *((p, causal) for p in PATTERNS for causal in (True, False))
+    ),
+)
+def test_near_to_far_in_long_rows_equals_the_definition_with_every_gradient(pattern, causal):
+    """Several tiles and bands, a range and a start for each row, positions for each head, and garbage outside the ranges."""
+    q, (k, v) = random(2, T, 2, 8)[0], random(2, N, 2, 8)[1:]
+    dout = random(2, T, 2, 8)[1]
+    x = PATTERNS[pattern] * np.ones((2, 2, 1))
+    x[1, 1] = x[1, 1, 0] + np.arange(N) * 0.3
+    ranges, start = np.array([[0, N], [300, 1400]]), np.array([N - T, 500])
+    x[1, :, :300], x[1, :, 1400:] = np.nan, -1e300
+    slopes = np.array([0.7, 0.02])
+    options = {"positions": x, "key_range": ranges, "query_start": start, "causal": causal}
+    if not causal:
+        options["right_slopes"] = np.array([0.2, 1.0])
+    expected_out = linbias.attention(
+        *(a.swapaxes(1, 2).astype(float) for a in (q, k, v)), slopes, **options
+    )
+    gradients = linbias.attention_backward(
+        *(a.swapaxes(1, 2).astype(float) for a in (dout, q, k, v)), slopes, **options
+    )
+    # The gradients by positions want an array of JAX, in float32: of the distances from a place of the row.
+    narrow = (np.where(np.abs(x) < 1e290, x, np.nan) - x[:, :, 700:701]).astype(np.float32)
+
+    def run(q, k, v, slopes, x):
+        return attention(q, k, v, slopes, **(options | {"positions": x}), implementation="blocked")
+
+    out = attention(q, k, v, slopes, **options, implementation="blocked")
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected_out, atol=2e-5)
+    found = jax.jit(lambda *a: jax.vjp(run, *a)[1](dout))(
+        q, k, v, slopes.astype(np.float32), narrow
+    )
+    for name, ours in zip(("q", "k", "v", "slopes", "positions"), found, strict=True):
+        ours = ours.swapaxes(1, 2) if name in ("q", "k", "v") else ours
+        theirs = getattr(gradients, f"d{name}")
+        budget = 2e-3 * max(1.0, np.abs(theirs).max())
+        np.testing.assert_allclose(ours, theirs, atol=budget, err_msg=name)
+
+
+@jax.jit
+def forward(inputs):
+    out, lse, results = blocked._forward(stand(inputs))
+    return out, lse, results.num_steps
+
+
+def test_steep_heads_leave_what_is_far_and_others_do_not():
+    """Of eight bands: the distance counts, not how many keys lie between."""
+    q, k, v = random(1, 2048, 2, 16)
+    x = np.arange(2048.0) * np.ones((1, 2, 1))
+
+    def steps(slopes, x, **options):
+        given = prepare("test", q, k, v, np.array(slopes), positions=x, **options)[0]
+        return forward(given)[2].tolist()
+
+    assert steps([0.5, 0.0], x) == [[2, 0], [8, 0]]
+    assert steps([0.5, 0.0], x, tolerance=0.0) == [[8, 0], [8, 0]]
+    assert steps([1e-3, 0.5], x * [[[1000], [1e-3]]]) == [[2, 0], [8, 0]]
+    # What lies before a jump is hidden from all rows after it; those before it still look back.
+    jump = np.where(x >= 2048 - 300, x * 1e-3 + 200.0, x * 1e-3)
+    assert steps([0.5, 0.0], jump) == [[7, 0], [8, 0]]
+    hidden = {"causal": False, "right_slopes": np.array([np.inf, 0.5])}
+    assert steps([0.5, np.inf], x, **hidden) == [[2, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("sides", (1, 2))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_is_left_out_holds_no_more_than_the_tolerance_where_the_bound_is_attained(
+    pattern, sides
+):
+    """All keys alike and along the queries, from one tile of rows: what is left out is what the bound says of it."""
+    rows, n = 8, len(PATTERNS[pattern])
+    q, k = np.full((1, rows, 1, 4), 2.0, np.float32), np.full((1, n, 1, 4), 0.5, np.float32)
+    start = n - rows if sides == 1 else n // 2
+    options = {"query_start": np.array([start]), "causal": sides == 1, "scale": 1.0}
+    options["positions"] = PATTERNS[pattern][None]
+    shares = []
+    for slope in np.geomspace(1e-3, 1.0, 12):
+        for tolerance in (0.3, 0.01):
+            inputs, _ = prepare("test", q, k, k, np.array([slope]), tolerance=tolerance, **options)
+            exact = linbias.attention(
+                *(a.swapaxes(1, 2).astype(float) for a in (q, k, k)), [slope],
+                **options, return_lse=True,
+            )[1]  # fmt: skip
+            lost = -np.expm1(np.asarray(forward(inputs)[1])[0, :, 0] - exact[0, 0])
+            shares.append((lost.max() - 2e-6) / tolerance)
+    assert max(shares) <= 1, "more was left out than the tolerance"
+    if pattern != "one-place":  # where all keys count alike, a block is too much, or nothing
+        assert max(shares) > 0.02, "nothing was left out"
+
+
+def test_the_scan_bounds_the_sums_of_the_definition_closely():
+    inside, run = (np.arange(N) >= 100) & (np.arange(N) < 1300), jax.jit(log_sums)
+    for pattern, x in PATTERNS.items():
+        parts = np.asarray(in_parts(x[None], None)[0])[:, 0]
+        for slope in (0.0, 1e-3, 0.3, 30.0):
+            exact = near_to_far.log_sums(parts.astype(float).sum(-1)[0, 100:1300], slope)
+            found = run(parts, inside[None], np.full((1, 1), slope, np.float32))[0]
+            above = np.asarray(found, float)[100:1300] - exact
+            assert 0 <= above.min() and above.max() < 5e-4, (pattern, slope)
+            assert (np.asarray(found)[:100] == -np.inf).all()
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_traced_positions_give_what_known_ones_give(implementation):
+    """Under jit, vmap and checkpoint, with gradients."""
+    call = BY_NAME["queries-between"]
+    options = {name: x for name, x in call.given.items() if name not in PLACES}
+    options["right_slopes"] = np.asarray(options["right_slopes"], np.float32)
+    arrays = arguments(call, np.float32)
+    places = [jnp.asarray(call.given[name], jnp.float32) for name in PLACES]
+
+    def loss(x, xq):
+        given = dict(zip(PLACES, (x, xq), strict=True))
+        return (attention(*arrays, **given, **options, implementation=implementation) ** 2).sum()
+
+    run = jax.value_and_grad(loss, argnums=(0, 1))
+    doubled = [2 * x for x in places]
+    expected = [run(*places), run(*doubled)]
+    together = jax.jit(jax.vmap(run))(
+        *(jnp.stack(pair) for pair in zip(places, doubled, strict=True))
+    )
+    again = jax.jit(jax.value_and_grad(jax.checkpoint(loss), argnums=(0, 1)))(*places)
+    for i, wanted in enumerate(expected):
+        alone = jax.tree.map(lambda x, i=i: x[i], together)
+        for found in (alone, again) if i == 0 else (alone,):
+            for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_traced_positions_that_break_the_rule_end_all_the_same(implementation):
+    q, k, v = random(1, 700, 1, 4)
+    falling = np.random.default_rng(0).normal(size=(1, 700)).astype(np.float32)
+    run = jax.jit(lambda x, s: attention(
+        q, k, v, positions=x, query_start=s, causal=False, implementation=implementation
+    ))  # fmt: skip
+    for start in (-1000, 0, 1000):
+        assert np.isfinite(run(falling, np.array([start]))).all()
+
+
+def test_auto_takes_blocked_and_cpu_says_that_positions_are_not_built():
+    q, k, v = random(1, 4, 2, 4)
+    x = np.zeros((1, 4))
+    with pytest.raises(
+        NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
+    ):
+        attention(q, k, v, positions=x, implementation="cpu")
+    found, expected = (
+        attention(q, k, v, positions=x, dropout=0.5, dropout_key=jax.random.key(0), implementation=name)
+        for name in ("auto", "blocked")
+    )  # fmt: skip
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_with_symbols_for_lengths_dense_runs_and_blocked_says_why_not():
+    def run(q, k, x, implementation):
+        return attention(q, k, k, positions=x, implementation=implementation)
+
+    T, S = jax.export.symbolic_shape("T, S")
+    shapes = (1, T, 2, 4), (1, S, 2, 4), (1, S)
+    described = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(
+        NotImplementedError, match=r"blocked cannot run .*, not symbols of jax.export"
+    ):
+        jax.export.export(jax.jit(run, static_argnums=3))(*described, "blocked")
+    exported = jax.export.export(jax.jit(run, static_argnums=3))(*described, "dense")
+    q, k, _ = random(1, 9, 2, 4)
+    x = np.cumsum(np.random.default_rng(0).random((1, 9)), 1).astype(np.float32)
+    found = exported.call(q[:, 4:], k, x)
+    np.testing.assert_allclose(found, run(q[:, 4:], k, x, "dense"), atol=1e-6)
+
+
+MESSAGES = [
+    (dict(positions=[0.0] * 4), TypeError, "positions must be a jax.Array or numpy.ndarray, got list"),
+    (dict(positions=jnp.zeros((1, 4), jnp.bfloat16)), TypeError, "positions must be float32, float64 or integers, .*got bfloat16"),
+    (dict(positions=np.zeros((1, 5))), ValueError, r"positions must have shape \[B, S\] = \[1, 4\] or \[B, H, S\] = \[1, 2, 4\], got \[1, 5\]"),
+    (dict(positions=jnp.array([[0.0, 1, 3, 2]])), ValueError, r"positions must not fall, got 2.0 after 3.0 at \[0, 3\]"),
+    (dict(positions=np.array([[0.0, 1, np.nan, 2]])), ValueError, r"positions must be numbers within 2\^53 of 0, got nan at \[0, 2\]"),
+    (dict(positions=np.zeros((1, 4)), query_start=np.array([1])), ValueError, "query 3 of batch row 0 would stand at key 4 of 4; say where with query_positions"),
+    (dict(query_positions=np.zeros((1, 4))), ValueError, "query_positions lie among positions of keys; give positions too"),
+    (dict(positions=np.arange(4.0)[None], query_positions=np.array([[0.5, 1.5, 1.0, 3.0]])), ValueError,
+     r"query_positions must be at least that of every key before the query, got 1.0 at \[0, 2\] where key 2 stands at 2.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), MESSAGES)
+def test_attention_says_what_is_wrong_with_positions(arguments, kind, words):
+    q, k, v = random(1, 4, 2, 4)
+    with pytest.raises(kind, match=f"attention: {words}"):
+        attention(q, k, v, **arguments)

@@ -1,0 +1,211 @@
+"""`MultiheadAttention` with tokens at positions and at points: by hand, CROMA's and TITAN's attention, what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import linbias
+import linbias.torch
+from linbias.torch import MultiheadAttention
+
+
+def layer(*args, **options):
+    torch.manual_seed(0)
+    return MultiheadAttention(*args, **{"batch_first": True} | options)
+
+
+def heads_of(module, x):
+    """q, k and v [B, heads, length, D] as float64 arrays."""
+    return (
+        p(x).unflatten(-1, (4, 3)).transpose(1, 2).detach().double().numpy()
+        for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+
+
+def through(module, out):
+    """The layer's output from that of its heads, [B, H, T, D]."""
+    return module.out_proj(torch.as_tensor(out).float().transpose(1, 2).flatten(2))
+
+
+STAMPS = torch.tensor(np.cumsum(np.random.default_rng(0).exponential(size=(2, 4, 9)), -1))
+
+
+@pytest.mark.parametrize("variant", ("causal", "symmetric", "directional"))
+@pytest.mark.parametrize("positions", (STAMPS, STAMPS[:, 0]), ids=("per head", "shared"))
+def test_positions_are_those_of_the_definition(variant, positions):
+    module, x = layer(12, 4, variant=variant), torch.randn(2, 9, 12)
+    options = {"causal": variant == "causal", "positions": positions.numpy()}
+    if variant != "causal":
+        options["right_slopes"] = module.right_slopes.numpy()
+    trace = linbias.explain(*heads_of(module, x), module.slopes.numpy(), **options)
+    out, weights = module(x, positions=positions, need_weights=True, average_attn_weights=False)
+    np.testing.assert_allclose(weights.detach(), trace.weights, atol=1e-6)
+    torch.testing.assert_close(out, through(module, trace.output))
+
+
+def test_positions_in_every_layout_and_with_padding():
+    module, x = layer(12, 4, variant="symmetric"), torch.randn(2, 9, 12)
+    out = module(x, positions=STAMPS)[0]
+    assert not torch.allclose(out, module(x)[0], atol=1e-3)
+    alone = module(x[0], positions=STAMPS[0])[0]
+    torch.testing.assert_close(alone, out[0])
+    module.batch_first = False
+    turned = module(x.transpose(0, 1), positions=STAMPS)[0]
+    torch.testing.assert_close(turned.transpose(0, 1), out)
+    module.batch_first = True
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:] = True
+    padded = module(x, positions=STAMPS, key_padding_mask=padding)[0]
+    short = module(x[:1, :6], positions=STAMPS[:1, :, :6])[0]
+    torch.testing.assert_close(padded[:1, :6], short)
+    # Queries at the last of the keys: a chunk of a causal sequence.
+    causal = layer(12, 4)
+    chunk = causal(x[:, 6:], x, positions=STAMPS)[0]
+    torch.testing.assert_close(chunk, causal(x, positions=STAMPS)[0][:, 6:])
+
+
+def test_gradients_reach_positions_and_learned_slopes():
+    module, x = layer(12, 4, variant="symmetric", learned=True), torch.randn(2, 9, 12)
+    stamps = STAMPS.clone().requires_grad_()
+    module(x, positions=stamps)[0].square().sum().backward()
+    assert stamps.grad.abs().max() > 0
+    module.log_left.grad = None
+    points = torch.randn(9, 2)
+    module(x, points=points)[0].square().sum().backward()
+    assert module.log_left.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("metric", ("euclidean", "manhattan"))
+def test_points_go_to_attention_points_with_the_layers_slopes(metric):
+    module = layer(12, 4, variant="symmetric", metric=metric, schedule="halving", max_bias=8.0)
+    x, points = torch.randn(2, 9, 12), torch.randn(2, 9, 3)
+    q, k, v = (
+        p(x).unflatten(-1, (4, 3)).transpose(1, 2)
+        for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    slopes = linbias.slopes(4, "halving")
+    expected = linbias.torch.attention_points(q, k, v, points, slopes, metric=metric)
+    torch.testing.assert_close(module(x, points=points)[0], through(module, expected))
+    torch.testing.assert_close(module(x[0], points=points[0])[0], module(x, points=points)[0][0])
+    module.batch_first = False
+    torch.testing.assert_close(
+        module(x.transpose(0, 1), points=points)[0].transpose(0, 1), through(module, expected)
+    )
+
+
+def test_points_without_slopes_change_nothing():
+    module, x = layer(12, 4, variant="none"), torch.randn(2, 9, 12)
+    torch.testing.assert_close(module(x, points=torch.randn(9, 2))[0], module(x)[0])
+
+
+def take_over(fused: nn.Linear, out: nn.Linear, **options) -> MultiheadAttention:
+    """Our layer with the weights of a published one, whose q, k and v come from one matrix."""
+    width = out.out_features
+    ours = layer(width, options.pop("num_heads"), variant="symmetric", **options)
+    bias = torch.zeros(3 * width) if fused.bias is None else fused.bias
+    weights = {"in_proj_weight": fused.weight, "in_proj_bias": bias}
+    ours.load_state_dict(weights | {f"out_proj.{n}": x for n, x in out.state_dict().items()})
+    return ours
+
+
+def softmax_of_pairs(q, k, v, bias):
+    """[B, N, width] three times and [H, N, N] -> [B, N, width], the heads side by side."""
+    q, k, v = (x.unflatten(-1, (len(bias), -1)) for x in (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1]) + bias
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2)
+
+
+def two_series(num_heads: int) -> list[float]:
+    """The slopes in both models' code: those of a power of two heads, and every other one of twice as many for the rest."""
+    power = 2 ** int(math.log2(num_heads))
+    first = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    return (
+        first
+        + [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)][: num_heads - power]
+    )
+
+
+def test_the_slopes_of_croma_and_titan_are_those_of_the_paper():
+    for num_heads in (16, 12, 8):  # CROMA's encoders, TITAN, CROMA's decoder
+        np.testing.assert_allclose(two_series(num_heads), linbias.slopes(num_heads), rtol=1e-15)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+def test_the_attention_of_croma(implementation):
+    """Fuller, Millard and Green, 2023 (pretrain_croma.py): 16 heads over a square of patches; radar also asks optical patches."""
+    side, width, H = 7, 64, 16
+    torch.manual_seed(0)
+    fused, out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+    radar, optical = torch.randn(2, 2, side**2, width)
+    # Patch i lies in row i // side; the bias counts patches along the straight line.
+    row, column = (torch.arange(side**2) // side, torch.arange(side**2) % side)
+    apart = torch.hypot(*((x[:, None] - x).double() for x in (row, column)))
+    bias = -torch.tensor(two_series(H))[:, None, None] * apart.float()
+    ours = take_over(fused, out, num_heads=H, implementation=implementation)
+    points = torch.stack((row, column), dim=1)
+    wq, wk, wv = fused.weight.chunk(3)
+    for asked in (radar, optical):
+        expected = out(softmax_of_pairs(radar @ wq.T, asked @ wk.T, asked @ wv.T, bias))
+        found = ours(radar, asked, points=points)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "blocked"))
+def test_the_attention_of_titan(implementation):
+    """Ding et al., 2024 (vision_transformer.py): 12 heads over tiles of tissue, and a class token that no distance concerns.
+
+    Tiles lie on a grid counted from the outermost ones, whatever the pixel where it begins; background is left out.
+    """
+    width, H, pixels = 48, 12, 1024
+    torch.manual_seed(0)
+    fused, out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+    grid = (torch.rand(11, 17) < 0.6).nonzero()
+    coordinates = torch.tensor([3517, 20011]) + pixels * grid + torch.randint(0, 9, (1, 2))
+    x = torch.randn(1, 1 + len(grid), width)
+    bias = torch.zeros(H, 1 + len(grid), 1 + len(grid))
+    for i, a in enumerate(grid.tolist()):
+        for j, b in enumerate(grid.tolist()):
+            bias[:, 1 + i, 1 + j] = -math.dist(a, b) * torch.tensor(two_series(H))
+    expected = out(softmax_of_pairs(*fused(x).chunk(3, dim=-1), bias))
+    ours = take_over(fused, out, num_heads=H, global_tokens=1, implementation=implementation)
+    places = (coordinates - coordinates.amin(0)) // pixels
+    nowhere = torch.full((1, 2), -(10**6))  # not read
+    for points in (places, torch.cat((nowhere, places)), places.float()[None]):
+        found = ours(x, points=points)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+X = torch.zeros(2, 5, 12)
+P = torch.zeros(5, 2)
+REFUSED = [
+    (dict(variant="causal"), dict(points=P), "points know no left and right: variant must be symmetric or none, got 'causal'"),
+    (dict(variant="asymmetric"), dict(points=P), "points know no left and right: .*got 'asymmetric'"),
+    (dict(), dict(points=P, is_causal=True), "points cannot be given with is_causal"),
+    (dict(), dict(points=P, attn_mask=torch.zeros(5, 5)), "points cannot be given with attn_mask"),
+    (dict(), dict(points=P, key_padding_mask=torch.zeros(2, 5) > 0), "points cannot be given with key_padding_mask"),
+    (dict(), dict(points=P, mask=torch.ones(5, 5, 1)), "points cannot be given with mask"),
+    (dict(), dict(points=P, positions=torch.zeros(2, 5)), "points cannot be given with positions"),
+    (dict(), dict(points=P, need_weights=True), "points cannot be given with need_weights"),
+    (dict(dropout=0.1), dict(points=P), "points need dropout 0 in training, got 0.1"),
+    (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones stand"),
+    (dict(global_tokens=2), dict(points=P[:4]), r"attention_points: points must have shape \[N, A\] = \[5, A\]"),
+    (dict(implementation="cpu"), dict(points=P), "attention_points: implementation must be one of"),
+    (dict(metric="cosine"), dict(points=P), "metric must be one of"),
+    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[B, S\] = \[2, 5\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "arguments", "words"), REFUSED)
+def test_what_does_not_go_together_is_refused(settings, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        layer(12, 4, **{"variant": "symmetric"} | settings)(X, **arguments)
+
+
+def test_nested_tensors_are_refused_with_points_and_positions():
+    ragged = torch.nested.nested_tensor([torch.ones(3, 12)], layout=torch.jagged)
+    for name in ("points", "positions"):
+        with pytest.raises(ValueError, match="neither masks nor weights, positions or points"):
+            layer(12, 4, variant="symmetric")(ragged, **{name: torch.zeros(1, 3)})
