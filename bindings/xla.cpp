@@ -10,6 +10,7 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -64,10 +65,10 @@ class Any {
   }
 };
 
-// The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded) is
-// there but not read.
+// The numbers of a call: the attributes of the custom call. What a call is without (not ranged, started, bounded,
+// placed) is there but not read.
 struct Numbers {
-  bool causal, ranged, started, bounded, precise;
+  bool causal, ranged, started, bounded, placed, precise;
   double scale, dropout, tolerance;
   std::int32_t num_threads;
 };
@@ -96,6 +97,7 @@ Numbers read_numbers(const xla::Attributes& from) {
   read(from, "ranged", n.ranged);
   read(from, "started", n.started);
   read(from, "bounded", n.bounded);
+  read(from, "placed", n.placed);
   read(from, "precise", n.precise);
   read(from, "scale", n.scale);
   read(from, "dropout", n.dropout);
@@ -106,7 +108,7 @@ Numbers read_numbers(const xla::Attributes& from) {
 
 // The arrays of a call, in the order in which they come.
 struct Operands {
-  Any q, k, v, left, right, key_range, query_start, key_bound, seed;
+  Any q, k, v, left, right, key_range, query_start, key_bound, positions, query_positions, seed;
 };
 struct Kept {  // by forward, for backward
   Any out, row_max, log_sum, visited;
@@ -115,7 +117,7 @@ struct Cotangents {
   Any dout, dlse;
 };
 struct Gradients {
-  Any dq, dk, dv, dleft, dright;
+  Any dq, dk, dv, dleft, dright, dpositions, dquery_positions;
 };
 
 // Takes the next arrays of a list for the fields of a struct of arrays.
@@ -156,16 +158,34 @@ Array array(void* data, std::int64_t length, std::int64_t heads, std::int64_t si
 }
 
 // The integers of a batch row, as the core wants them.
-std::vector<std::int64_t> widened(const Any& array) {
+std::vector<std::int64_t> integers(const Any& array) {
   const auto* values = reinterpret_cast<const std::int32_t*>(array.data());
   return {values, values + array.count()};
 }
 
-struct Integers {
+// Where keys or queries stand, each the sum of its parts (linbias/jax/places.py).
+template <class Number>
+std::vector<double> summed(const Any& array) {
+  const auto* parts = reinterpret_cast<const Number*>(array.data());
+  const std::int64_t num_parts = array.from_end(1);
+  std::vector<double> sums;
+  sums.reserve(1);  // no address would say that there are no positions, where there are no keys
+  sums.resize(array.count() / num_parts);
+  for (double& sum : sums) sum = std::accumulate(parts, parts + num_parts, 0.0), parts += num_parts;
+  return sums;
+}
+
+std::vector<double> places(const Any& array) {
+  return array.dtype() == DType::float64 ? summed<double>(array) : summed<float>(array);
+}
+
+// What the core wants wider than it comes.
+struct Widened {
   std::vector<std::int64_t> key_range, query_start;
+  std::vector<double> positions, query_positions;
 };
 
-Call call(const Operands& from, const Integers& integers, const Numbers& n, const Fold& fold, std::int64_t index) {
+Call call(const Operands& from, Widened& widened, const Numbers& n, const Fold& fold, std::int64_t index) {
   const auto of = [&](const Any& x) { return x.part(index, fold.num_calls); };
   Call c;
   c.dtype = from.q.dtype();
@@ -177,8 +197,12 @@ Call call(const Operands& from, const Integers& integers, const Numbers& n, cons
   c.v = array(of(from.v), c.S, c.G, c.E);
   c.left = of(from.left);
   if (!n.causal) c.right = of(from.right);
-  if (n.ranged) c.key_range = integers.key_range.data() + index * c.B * c.G * 2;
-  if (n.started) c.query_start = integers.query_start.data() + index * c.B;
+  if (n.ranged) c.key_range = widened.key_range.data() + index * c.B * c.G * 2;
+  if (n.started) c.query_start = widened.query_start.data() + index * c.B;
+  if (n.placed) {
+    c.positions = {widened.positions.data() + index * c.B * c.H * c.S, c.H * c.S, c.S};
+    c.query_positions = {widened.query_positions.data() + index * c.B * c.H * c.T, c.H * c.T, c.T};
+  }
   if (n.bounded) c.key_bound = of(from.key_bound);
   if (n.dropout > 0) c.seed = *static_cast<std::uint32_t*>(of(from.seed));
   c.scale = n.scale;
@@ -193,11 +217,12 @@ Call call(const Operands& from, const Integers& integers, const Numbers& n, cons
 template <class Compute>
 void run(const Operands& from, const Numbers& n, Compute compute) {
   const Fold fold(from.q, n.dropout > 0);
-  Integers integers;
-  if (n.ranged) integers.key_range = widened(from.key_range);
-  if (n.started) integers.query_start = widened(from.query_start);
+  Widened wide;
+  if (n.ranged) wide.key_range = integers(from.key_range);
+  if (n.started) wide.query_start = integers(from.query_start);
+  if (n.placed) wide.positions = places(from.positions), wide.query_positions = places(from.query_positions);
   for (std::int64_t i = 0; i < fold.num_calls; ++i) {
-    if (compute(call(from, integers, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
+    if (compute(call(from, wide, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
   }
 }
 
@@ -229,6 +254,10 @@ void run_backward(const xla::CallFrame& frame) {
     b.dv = to.dv.part(i, n);
     b.dleft = to.dleft.part(i, n);
     b.dright = to.dright.part(i, n);
+    if (c.positions.data != nullptr) {
+      b.dpositions = to.dpositions.part(i, n);
+      b.dquery_positions = to.dquery_positions.part(i, n);
+    }
     return backward(c, b);
   });
 }

@@ -19,7 +19,7 @@ from linbias.jax.places import in_parts, stand
 from positions import PLACED, Placed, backward
 
 BY_NAME = {call.name: call for call in PLACED}
-BOTH = ("dense", "blocked")
+ALL = ("dense", "blocked", "cpu")
 PLACES = ("positions", "query_positions")
 
 
@@ -31,12 +31,13 @@ def arguments(call: Placed, dtype=np.float64):
 
 
 QUICK = """gates-dense equal-stamps-hidden-dense range-per-head-dense queries-between-dense no-keys-dense
+gates-cpu equal-stamps-hidden-cpu left-padding-cpu range-per-head-cpu asymmetric-cpu nothing-in-range-cpu queries-between-cpu no-keys-cpu
 gates-blocked equal-stamps-hidden-blocked left-padding-blocked range-per-head-blocked nothing-in-range-blocked queries-between-blocked
 queries-beyond-blocked no-keys-blocked"""
 
 
 @pytest.mark.parametrize(
-    ("call", "implementation"), rows(QUICK, *((call, name) for call in PLACED for name in BOTH))
+    ("call", "implementation"), rows(QUICK, *((call, name) for call in PLACED for name in ALL))
 )
 def test_equals_the_definition_with_every_gradient(call: Placed, implementation):
     with jax.enable_x64(True):
@@ -68,8 +69,8 @@ def test_equals_the_definition_with_every_gradient(call: Placed, implementation)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     rows(
-        "unix-times-blocked gate-that-forgets-all-dense",
-        *product(("unix-times", "gate-that-forgets-all", "left-padding"), BOTH),
+        "unix-times-blocked unix-times-cpu gate-that-forgets-all-dense left-padding-cpu",
+        *product(("unix-times", "gate-that-forgets-all", "left-padding"), ALL),
     ),
 )
 def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implementation):
@@ -97,7 +98,7 @@ def test_integers_are_exact_also_where_they_are_traced(dtype):
     q, k, v = random(1, 12, 2, 4)
     heads_second = [x.swapaxes(1, 2).astype(float) for x in (q, k, v)]
     expected = linbias.attention(*heads_second, positions=x).swapaxes(1, 2)
-    for implementation in BOTH:
+    for implementation in ALL:
 
         def run(x, implementation=implementation):
             return attention(q, k, v, positions=x, implementation=implementation)
@@ -154,12 +155,15 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize(
-    ("pattern", "causal"),
+    ("implementation", "pattern", "causal"),
     rows(
-        "bursts-True plateaus-False", *((p, causal) for p in PATTERNS for causal in (True, False))
+        "blocked-bursts-True blocked-plateaus-False cpu-stamps-True cpu-one-place-False",
+        *product(("blocked", "cpu"), PATTERNS, (True, False)),
     ),
 )
-def test_near_to_far_in_long_rows_equals_the_definition_with_every_gradient(pattern, causal):
+def test_near_to_far_in_long_rows_equals_the_definition_with_every_gradient(
+    implementation, pattern, causal
+):
     """Several tiles and bands, a range and a start for each row, positions for each head, and garbage outside the ranges."""
     q, (k, v) = random(2, T, 2, 8)[0], random(2, N, 2, 8)[1:]
     dout = random(2, T, 2, 8)[1]
@@ -181,9 +185,11 @@ def test_near_to_far_in_long_rows_equals_the_definition_with_every_gradient(patt
     narrow = (np.where(np.abs(x) < 1e290, x, np.nan) - x[:, :, 700:701]).astype(np.float32)
 
     def run(q, k, v, slopes, x):
-        return attention(q, k, v, slopes, **(options | {"positions": x}), implementation="blocked")
+        return attention(
+            q, k, v, slopes, **(options | {"positions": x}), implementation=implementation
+        )
 
-    out = attention(q, k, v, slopes, **options, implementation="blocked")
+    out = attention(q, k, v, slopes, **options, implementation=implementation)
     np.testing.assert_allclose(out.swapaxes(1, 2), expected_out, atol=2e-5)
     found = jax.jit(lambda *a: jax.vjp(run, *a)[1](dout))(
         q, k, v, slopes.astype(np.float32), narrow
@@ -258,7 +264,7 @@ def test_the_scan_bounds_the_sums_of_the_definition_closely():
             assert (np.asarray(found)[:100] == -np.inf).all()
 
 
-@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("implementation", ALL)
 def test_traced_positions_give_what_known_ones_give(implementation):
     """Under jit, vmap and checkpoint, with gradients."""
     call = BY_NAME["queries-between"]
@@ -285,7 +291,7 @@ def test_traced_positions_give_what_known_ones_give(implementation):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("implementation", ALL)
 def test_traced_positions_that_break_the_rule_end_all_the_same(implementation):
     q, k, v = random(1, 700, 1, 4)
     falling = np.random.default_rng(0).normal(size=(1, 700)).astype(np.float32)
@@ -296,18 +302,24 @@ def test_traced_positions_that_break_the_rule_end_all_the_same(implementation):
         assert np.isfinite(run(falling, np.array([start]))).all()
 
 
-def test_auto_takes_blocked_and_cpu_says_that_positions_are_not_built():
+def test_auto_takes_the_core_on_a_cpu():
     q, k, v = random(1, 4, 2, 4)
-    x = np.zeros((1, 4))
-    with pytest.raises(
-        NotImplementedError, match=r"cpu cannot run .*: positions are not built yet"
-    ):
-        attention(q, k, v, positions=x, implementation="cpu")
     found, expected = (
-        attention(q, k, v, positions=x, dropout=0.5, dropout_key=jax.random.key(0), implementation=name)
-        for name in ("auto", "blocked")
+        attention(
+            q, k, v, positions=np.zeros((1, 4)), dropout=0.5, dropout_key=jax.random.key(0), implementation=name
+        )
+        for name in ("auto", "cpu")
     )  # fmt: skip
     np.testing.assert_array_equal(found, expected)
+
+
+def test_queries_at_places_among_no_keys_have_gradients_of_zero():
+    q, k, v = np.ones((1, 3, 2, 4), np.float32), *np.zeros((2, 1, 0, 2, 4), np.float32)
+    for name in ALL:
+        gradient = jax.grad(lambda xq, name=name: attention(
+            q, k, v, positions=np.zeros((1, 0)), query_positions=xq, implementation=name
+        ).sum())(jnp.ones((1, 3)))  # fmt: skip
+        assert not gradient.any()
 
 
 def test_with_symbols_for_lengths_dense_runs_and_blocked_says_why_not():

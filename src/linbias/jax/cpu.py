@@ -17,9 +17,7 @@ from linbias.jax.operator import Gradients, Inputs
 from linbias.kernels import core
 
 NAME = core.NAME
-ABILITIES = replace(
-    core.ABILITIES, how="near to far in compiled code, called by XLA", positions=False
-)
+ABILITIES = replace(core.ABILITIES, how="near to far in compiled code, called by XLA")
 
 WHY_MISSING: str | None = None
 try:
@@ -67,9 +65,13 @@ def _backward(inputs: Inputs, saved: Results, dout: Array, dlse: Array) -> Gradi
         jax.ShapeDtypeStruct((n, heads, length, size), wide) for n, length, heads, size in sizes
     ]
     slopes = jax.ShapeDtypeStruct(inputs.left.shape, wide)
+    places = [
+        jax.ShapeDtypeStruct((0,) if x is None else x.shape[:3], wide)
+        for x in (inputs.positions, inputs.query_positions)
+    ]
     operands = (*_operands(inputs), *saved, dout.swapaxes(1, 2), dlse.swapaxes(1, 2))
     inputs = replace(inputs, precise=True)
-    gradients = _call_core("backward", [*shapes, slopes, slopes], operands, inputs)
+    gradients = _call_core("backward", [*shapes, slopes, slopes, *places], operands, inputs)
     return Gradients(*(x.swapaxes(1, 2) for x in gradients[:3]), *gradients[3:])
 
 
@@ -81,6 +83,7 @@ def _operands(inputs: Inputs) -> tuple[Array, ...]:
     left, key_bound = inputs.left, inputs.key_bound
     key_range, query_start = inputs.key_range, inputs.query_start
     B, G = inputs.k.shape[0], inputs.k.shape[2]
+    nowhere = jnp.zeros((B, 1, 1, 1), jnp.float32)
     return (
         inputs.q,
         inputs.k,
@@ -90,6 +93,8 @@ def _operands(inputs: Inputs) -> tuple[Array, ...]:
         jnp.zeros((B, G, 2), jnp.int32) if key_range is None else key_range,
         jnp.zeros((B,), jnp.int32) if query_start is None else query_start,
         jnp.zeros((B, G), left.dtype) if key_bound is None else key_bound,
+        nowhere if inputs.positions is None else inputs.positions,
+        nowhere if inputs.query_positions is None else inputs.query_positions,
         jnp.uint32(0) if inputs.seed is None else inputs.seed,
     )
 
@@ -109,6 +114,7 @@ def _call_core(
         ranged=inputs.key_range is not None,
         started=inputs.query_start is not None,
         bounded=inputs.key_bound is not None and name == "forward",
+        placed=inputs.positions is not None,
         precise=inputs.precise,
         num_threads=np.int32(core.num_threads((B, H, G, T, S, D, E), _machine.num_cores())),
         scale=np.float64(inputs.scale),

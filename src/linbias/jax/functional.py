@@ -98,7 +98,7 @@ def attention(
             `jax.nn.dot_product_attention`. Keys that it hides must still be finite, unless it hides them from every query.
             `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
         positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of keys:
-            where keys stand; outside the range they may be anything. None: key s at s. `blocked` and `dense` take them. JAX
+            where keys stand; outside the range they may be anything. None: key s at s. JAX
             arrays are float32 or int32 unless jax_enable_x64: float32 counts in steps of 64 at 1e9, so that time
             stamps must be counted from one of their own before they become float32; int32 is exact. NumPy arrays, integers and float64 too, lose nothing: they are counted so in float64 first, also inside
             jit, where they are constants. An argument of jit is no NumPy array inside.
