@@ -334,10 +334,12 @@ struct BiasedAcross {
   // How many keys the queries stand beyond key s.
   LINBIAS_INLINE Floats order(int64_t s) const { return relative - kNumbers.of[s]; }
   LINBIAS_INLINE Floats far_distances(int64_t s) const { return beyond - offsets[s]; }
-  LINBIAS_INLINE Floats near_distances(int64_t s) const {
-    return placed ? __builtin_convertvector(query_places - places[s], Floats) : order(s);
+  // kPlaced is `placed`, known where a loop over keys begins.
+  template <bool kPlaced>
+  LINBIAS_INLINE Floats distances(int64_t s) const {
+    if constexpr (!kPlaced) return order(s);
+    return far ? far_distances(s) : __builtin_convertvector(query_places - places[s], Floats);
   }
-  LINBIAS_INLINE Floats distances(int64_t s) const { return far ? far_distances(s) : near_distances(s); }
 
   // The gradients of scores by the place of key s.
   LINBIAS_INLINE Floats pull(int64_t s) const {
@@ -366,7 +368,11 @@ struct BiasedAcross {
   }
 
   LINBIAS_INLINE Floats near_score(Floats product, int64_t s) const {
-    const Floats lowest = broadcast(-kInfinity<float>), distance = distances(s), back = order(s);
+    return placed ? near_score_of<true>(product, s) : near_score_of<false>(product, s);
+  }
+  template <bool kPlaced>
+  LINBIAS_INLINE Floats near_score_of(Floats product, int64_t s) const {
+    const Floats lowest = broadcast(-kInfinity<float>), distance = distances<kPlaced>(s), back = order(s);
     Floats y = product * scale;
     if (hidden[kRight] && !hidden[kLeft]) {  // causal
       y = back < 0.0f ? lowest : less_product(y, broadcast(slope[kLeft]), distance);

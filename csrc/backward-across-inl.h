@@ -136,7 +136,7 @@ struct BackwardAcross {
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     Biased biased(tile, block);
     int64_t most_shown = 0, all_shown[kGroups] = {};
-    if (dplaces) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
+    if (biased.placed) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
     const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
       GroupsAcross groups(biased, first, first + at_once);
@@ -208,7 +208,7 @@ struct BackwardAcross {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
-      if (dplaces) gradients_of<true, true>(of, score, keep);
+      if (dplaces || (biased.placed && results.dleft)) gradients_of<true, true>(of, score, keep);
       else if (results.dleft) gradients_of<true, false>(of, score, keep);
       else gradients_of<false, false>(of, score, keep);
       return;
@@ -222,10 +222,10 @@ struct BackwardAcross {
       const DropoutAcross dropout(tile, biased.block);
       const auto drop = [&](int64_t s, Floats x)
                             __attribute__((always_inline)) { return dropout.apply(of.group, s, x); };
-      if (dplaces) gradients_of<true, true>(of, score, drop);
+      if (biased.placed) gradients_of<true, true>(of, score, drop);
       else gradients_of<true, false>(of, score, drop);
     } else {
-      if (dplaces) gradients_of<true, true>(of, score, keep);
+      if (biased.placed) gradients_of<true, true>(of, score, keep);
       else gradients_of<true, false>(of, score, keep);
     }
   }
@@ -247,7 +247,7 @@ struct BackwardAcross {
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kLanes16));
         dscore[i] = weight[i] * (dweight - delta);
         if constexpr (kSlopes) {
-          const Floats distance = biased.distances(s + i);
+          const Floats distance = biased.template distances<kPlaces>(s + i);
           total += dscore[i];
           if (one_side) {
             slope[kLeft] += dscore[i] * distance;

@@ -123,10 +123,16 @@ struct ForwardAcross {
   // Bias the products of a group in place, raise its pivots to the maxima, and scale what was summed before to them.
   LINBIAS_INLINE void move_pivots(const Biased& biased, int64_t group, float* scores) {
     Floats high = broadcast(-kInfinity<float>);
-    for (int64_t s = 0; s < biased.end_shown; ++s) {
-      const Floats x = biased.near_score(load(scores + s * kLanes16), s);
+    const auto bias = [&](int64_t s, Floats x) __attribute__((always_inline)) {
       store<float>(scores + s * kLanes16, x);
       high = larger<float>(x, high);
+    };
+    if (biased.placed) {
+      for (int64_t s = 0; s < biased.end_shown; ++s)
+        bias(s, biased.template near_score_of<true>(load(scores + s * kLanes16), s));
+    } else {
+      for (int64_t s = 0; s < biased.end_shown; ++s)
+        bias(s, biased.template near_score_of<false>(load(scores + s * kLanes16), s));
     }
     float *maxima = scratch.row_max + group * kLanes16, *pivots = scratch.pivot + group * kLanes16;
     const Floats before = load(maxima), row_max = kFine ? high : high * kLn2Across;

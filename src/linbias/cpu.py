@@ -115,9 +115,10 @@ def attention(
     problem = _checks.check(
         "attention",
         *(_describe(array) for array in arrays),
-        *(None if x is None else _describe(x) for x in (*sides, ranges, starts)),
-        positions=None if places is None else _describe(places),
-        query_positions=None if query_places is None else _describe(query_places),
+        *(
+            None if x is None else _describe(x)
+            for x in (*sides, ranges, starts, None, None, places, query_places)
+        ),
         causal=causal,
         scale=scale,
         tolerance=tolerance,
@@ -172,10 +173,12 @@ def _run(
     if starts is not None:
         starts = np.ascontiguousarray(starts, dtype=np.int64)
     x, xq = None, None
-    if placed[0] is not None:
+    places, query_places = placed
+    if places is not None:
         of_heads = np.array([0, S]) if ranges is None else ranges.repeat(H // max(1, G), axis=1)
         from_keys = np.full(B, S - T) if starts is None else starts
-        standing = stand(*placed, np.broadcast_to(of_heads, (B, H, 2)), from_keys, T)
+        of_heads = np.broadcast_to(of_heads, (B, H, 2))
+        standing = stand(places, query_places, of_heads, from_keys, T)
         x, xq = (np.ascontiguousarray(standing[n]) for n in ("positions", "query_positions"))
     out = np.empty((B, H, T, problem.E), wide)
     row_max, log_sum = np.empty((2, B, H, T), wide)

@@ -27,8 +27,8 @@ def _fill_gradients(
     if inputs.q.dtype != as_wide:
         # out, and so its gradient, is narrow where forward did not expect to be differentiated.
         saved, dout = saved._replace(out=saved.out.to(as_wide)), dout.to(as_wide)
-        of_arrays = (torch.empty_like(x, dtype=as_wide) for x in gradients[:3])
-        wide = Gradients(*of_arrays, *gradients[3:])
+        dq, dk, dv = (torch.empty_like(x, dtype=as_wide) for x in gradients[:3])
+        wide = gradients._replace(dq=dq, dk=dk, dv=dv)
     core.backward(
         call,
         core.Backward(
