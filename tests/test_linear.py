@@ -93,7 +93,7 @@ def test_a_copy_and_a_saved_model_read_their_own_weights() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # forward mode's
 def test_pytorchs_own_layer_runs_where_anything_looks_on() -> None:
     layer = nn.Sequential(nn.Linear(8, 6))
-    linear.read_through_onednn(layer)
+    linear.read_faster(layer)
     x = torch.randn(3, 8)
     assert calls(lambda: layer(x)) == 0, "weights that learn"
     loss = layer(x).square().sum()
@@ -129,7 +129,7 @@ def test_a_gelu_is_one_step_with_its_layer_unless_somebody_listens(approximate: 
         return sum(event.name == "aten::gelu" for event in profile.events())
 
     assert gelus() == 1
-    linear.read_through_onednn(layer)
+    linear.read_faster(layer)
     assert gelus() == 0
     handle = layer.register_forward_hook(lambda module, args, output: heard.append(output))
     assert gelus() == 1
@@ -146,10 +146,58 @@ def test_inputs_that_are_not_contiguous() -> None:
     x = torch.randn(2, 8, 5)
     for view in (x.mT, x.mT[:, -1:], x.mT[..., :1, :].expand(2, 3, 8), x.mT[0, 0]):
         expected = layer(view)
-        linear.read_through_onednn(layer)
+        linear.read_faster(layer)
         assert calls(lambda view=view: layer(view)) == 1
         torch.testing.assert_close(layer(view), expected)
         linear.read_as_before(layer)
+
+
+@pytest.fixture
+def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_is_faster", lambda: False)
+    monkeypatch.setattr(linear, "_rows_are_faster", lambda: True)
+    monkeypatch.setattr(linear, "_types", lambda: (torch.float32, torch.bfloat16))
+
+
+def products_by_a_vector(function: Callable[[], object]) -> bool:
+    with torch.profiler.profile() as profile:
+        function()
+    return any(event.name in ("aten::mv", "aten::addmv") for event in profile.events())
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("rows_alone")
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_row_in_bfloat16_is_a_product_by_a_vector_and_nothing_else_is(bias: bool) -> None:
+    layer = nn.Sequential(nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16))
+    linear.read_faster(layer)
+    x = torch.randn(3, 5, 96).bfloat16()
+    for row in (x[:1, :1], x[0, 0], x[1:2, 2], x.mT.contiguous().mT[:1, 3:4]):
+        assert products_by_a_vector(lambda row=row: layer(row))
+        expected = copy.deepcopy(layer[0]).double()
+        linear.read_as_before(expected)
+        torch.testing.assert_close(
+            layer(row).double(), expected(row.double()), rtol=2**-8, atol=1e-4
+        )
+    assert not products_by_a_vector(lambda: layer(x[:1]))
+    wide = copy.deepcopy(layer).float()
+    assert not products_by_a_vector(lambda: wide(x[:1, :1].float()))
+    with torch.enable_grad():
+        assert layer(x[:1, :1]).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not products_by_a_vector(lambda: layer(x[:1, :1]))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("rows_alone")
+def test_a_fused_model_reads_rows_so_until_it_is_unfused() -> None:
+    model, x = bloom().bfloat16(), tokens(1, 1)
+    expected = model(x).logits
+    fuse(model)
+    assert products_by_a_vector(lambda: model(x))
+    torch.testing.assert_close(model(x).logits, expected, rtol=2**-4, atol=2**-4)
+    unfuse(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_only_large_layers_of_amd_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +205,9 @@ def test_only_large_layers_of_amd_processors(monkeypatch: pytest.MonkeyPatch) ->
     for maker, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
         linear._is_faster.cache_clear()
         monkeypatch.setattr(_machine, "_cpuinfo", lambda maker=maker: f"vendor_id\t: {maker}\n")
+        monkeypatch.setattr(linear, "_rows_are_faster", lambda: False)
         layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511))
-        linear.read_through_onednn(layers)
+        linear.read_faster(layers)
         found = ["forward" in vars(layer) for layer in layers]
         assert found == [expected and torch.backends.mkl.is_available(), False]
     linear._is_faster.cache_clear()

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models.cache import attending_layer, keep_beside, key_bound, use_growing_layers
-from linbias.models.linear import read_through_onednn
+from linbias.models.linear import read_faster
 from linbias.models.packing import attend_packed, packed_weights
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.positions import AttendOptions, Biased, Position, Stepped
@@ -181,7 +181,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """What Transformers does, and linear layers as this processor reads them fastest."""
         super().post_init()
-        read_through_onednn(self)
+        read_faster(self)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:

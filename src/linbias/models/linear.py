@@ -1,8 +1,9 @@
-"""Linear layers on processors of AMD: through oneDNN, in one step with their bias and a GELU after them.
+"""Linear layers in the faster of the ways that PyTorch has: on AMD's processors oneDNN, in one step with bias and GELU.
 
 PyTorch multiplies float32 matrices by MKL, which is made for Intel's processors; its oneDNN, which multiplies its
-bfloat16 ones after a pass that fills in the bias, is at home on both. Only reading without gradients changes, and training and
-`torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
+bfloat16 ones after a pass that fills in the bias, is at home on both. On Intel's only one row in bfloat16, a generated token,
+goes another way: the product of a matrix and a vector reads weights as they lie faster than oneDNN's, which wants them packed.
+Only reading without gradients changes, and training and `torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
 """
 
 import functools
@@ -21,25 +22,24 @@ from linbias.torch.direct import untransformed
 _SMALLEST = 2**18  # weights; a call of oneDNN takes 15 us longer to set out
 
 
-def read_through_onednn(
-    model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,)
-) -> None:
-    """Let a model's large linear layers read on oneDNN where that is faster: those of these very classes, which do as `nn.Linear` does."""
-    if not _is_faster():
+def read_faster(model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,)) -> None:
+    """Let a model's large linear layers read in another way where that is faster: those of these very classes, which do as `nn.Linear` does."""
+    if not (_is_faster() or _rows_are_faster()):
         return
+    forward = _forward if _is_faster() else _forward_row
     for module in model.modules():
         if not isinstance(module, nn.Linear) or type(module) not in kinds:
             continue
         if module.weight.numel() >= _SMALLEST:
-            vars(module)[forward_name(module)] = partial(_forward, module)
+            vars(module)[forward_name(module)] = partial(forward, module)
 
 
 def read_as_before(model: nn.Module) -> None:
-    """Undo `read_through_onednn`."""
+    """Undo `read_faster`."""
     for module in model.modules():
         name = forward_name(module)
         forward = vars(module).get(name)
-        if isinstance(forward, partial) and forward.func is _forward:
+        if isinstance(forward, partial) and forward.func in (_forward, _forward_row):
             del vars(module)[name]
             if name == "_old_forward":
                 vars(module)[name] = MethodType(type(module).forward, module)
@@ -53,6 +53,11 @@ def forward_name(module: nn.Module) -> str:
 @functools.cache
 def _is_faster() -> bool:
     return _machine.made_by_amd() and torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # fmt: skip
+
+
+@functools.cache
+def _rows_are_faster() -> bool:
+    return "avx512_bf16" in _machine.cpu_features() and not _machine.made_by_amd()
 
 
 def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
@@ -71,6 +76,18 @@ def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     if _is_plain(input, module.weight, module.bias):
         return _read(module, input, "none", "")
+    return type(module).forward(module, input)
+
+
+def _forward_row(module: nn.Linear, input: Tensor) -> Tensor:
+    if (
+        input.dtype == torch.bfloat16
+        and input.numel() == module.in_features
+        and _is_plain(input, module.weight, module.bias)
+    ):
+        row, weight, bias = input.reshape(-1), module.weight, module.bias
+        output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+        return output.view(*input.shape[:-1], -1)
     return type(module).forward(module, input)
 
 

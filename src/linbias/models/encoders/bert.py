@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple
 
 from linbias.models.decoder import asked
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.linear import read_through_onednn
+from linbias.models.linear import read_faster
 from linbias.models.places import Places, read_attention_mask
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_varlen, attention_weights
@@ -175,7 +175,7 @@ class LinbiasBertPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """What Transformers does, and linear layers as this processor reads them fastest."""
         super().post_init()
-        read_through_onednn(self)
+        read_faster(self)
 
 
 class LinbiasBertModel(LinbiasBertPreTrainedModel):

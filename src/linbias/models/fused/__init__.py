@@ -28,7 +28,7 @@ from linbias.models.fused.family import (
     make_mask,
     stop_checking_texts,
 )
-from linbias.models.linear import read_as_before, read_through_onednn
+from linbias.models.linear import read_as_before, read_faster
 from linbias.torch.choice import IMPLEMENTATIONS
 
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
@@ -114,7 +114,7 @@ def fuse(
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
-    read_through_onednn(model, _LINEAR)
+    read_faster(model, _LINEAR)
     for module in _around(model):
         check_texts(module)
         # BLOOM's own already returns [B, S].
@@ -223,7 +223,7 @@ def _fuse_when_built(family: Family) -> None:
     def end_building(self: Any) -> None:
         end(self)
         if self.config._attn_implementation == NAME:
-            read_through_onednn(self, _LINEAR)
+            read_faster(self, _LINEAR)
 
     base.__init__ = build_checked
     base.post_init = end_building
