@@ -271,8 +271,7 @@ struct BiasedAcross {
   Floats away{};                        // far: the bias of the key that is nearest
   float scale, slope[2], outwards = 0;  // far: the slope, negative to the right
   float further[kKeys];                 // far: the bias of a key on top of that
-  const float* offsets = kNumbers.of;   // far: where the keys are, counted as `beyond` is
-  float own_offsets[kKeys];             // placed
+  float offsets[kKeys];                 // far: where the keys are, counted as `beyond` is
   double places[kKeys], nearest = 0;    // placed: those of the keys, and, far, of the nearest
   Simd<float>::Doubles query_places{};
   bool hidden[2];
@@ -296,8 +295,9 @@ struct BiasedAcross {
     const bool to_the_left = block <= tile.near_last;
     if (placed) {
       nearest = tile.places[nearest_key(to_the_left ? kLeft : kRight, block, tile.head->num_keys)];
-      find_offsets(tile.places + block * kKeys, nearest, own_offsets);
-      offsets = own_offsets;
+      find_offsets(tile.places + block * kKeys, nearest, offsets);
+    } else {
+      __builtin_memcpy(offsets, kNumbers.of, sizeof offsets);  // at hand as part of this, which a pointer is not
     }
     outwards = to_the_left ? slope[kLeft] : -slope[kRight];
     for (int64_t s = 0; s < kKeys && !kFine; ++s) {

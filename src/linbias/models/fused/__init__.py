@@ -50,8 +50,8 @@ def fuse(
     """Run the attention of an existing BLOOM, Falcon (with `alibi=True`) or MPT model on `linbias.torch.attention`.
 
     The model is changed in place, and no other; its weights and their names stay. Around attention runs Transformers' own
-    code, but for BLOOM's GELU, in one pass, and large linear layers on AMD's processors, through oneDNN. Training, gradient
-    checkpointing, padding on either side, caches and `generate` work as before, for any length.
+    code, but for BLOOM's GELU, in one pass, and large linear layers, in the fastest of the ways that PyTorch has on this
+    processor. Training, gradient checkpointing, padding on either side, caches and `generate` work as before, for any length.
     Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids` mark several texts in a row
     (packed batches) is refused. `unfuse` undoes it.
 
