@@ -4,7 +4,7 @@
     python benchmarks/bench_neighbours.py --spins default 0 1000 --works token --neighbours 0 1
 
 read: 512 tokens, by four layers of the shape of BLOOM-560m, fused. token: one more, after them. train: a step of a
-model of `make run`. run: the command of `make run` as a whole, with fewer steps and a shorter text, "watched" alone. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
+model of `make run`. run: the command of `make run` as a whole, with one method, fewer steps and a shorter text, "watched" alone. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
 it is loaded; "watched" is what the command line does (linbias._run.neighbours); processes take turns, and those that wait sleep. A neighbour is a process that computes without end. A
 measurement during which anything else took more than a twentieth of the cores is repeated. Records go to
 records, or where --records says.
@@ -27,7 +27,7 @@ from linbias._run.neighbours import considerate
 from load import Load
 
 WORKS = ("read", "token", "train", "run")
-RUN = ("extrapolate", "--steps", "100", "--limit-tokens", "8192", "--quiet")
+RUN = ("extrapolate", "--methods", "alibi", "--steps", "100", "--limit-tokens", "4096", "--quiet")
 SPINS = ("default", "watched", "0", "1000", "10000", "100000")
 MOST_LOAD, TRIES = 0.05, 20
 
