@@ -4,7 +4,7 @@
     python benchmarks/bench_neighbours.py --spins default 0 1000 --works token --neighbours 0 1
 
 read: 512 tokens, by four layers of the shape of BLOOM-560m, fused. token: one more, after them. train: a step of a
-model of `make run`. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
+model of `make run`. run: the command of `make run` as a whole, with one method, fewer steps and a shorter text, "watched" alone. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
 it is loaded; "watched" is what the command line does (linbias._run.neighbours); processes take turns, and those that wait sleep. A neighbour is a process that computes without end. A
 measurement during which anything else took more than a twentieth of the cores is repeated. Records go to
 records, or where --records says.
@@ -15,8 +15,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ import record
 from linbias._run.neighbours import considerate
 from load import Load
 
-WORKS = ("read", "token", "train")
+WORKS = ("read", "token", "train", "run")
+RUN = ("extrapolate", "--methods", "alibi", "--steps", "100", "--limit-tokens", "4096", "--quiet")
 SPINS = ("default", "watched", "0", "1000", "10000", "100000")
 MOST_LOAD, TRIES = 0.05, 20
 
@@ -45,24 +47,24 @@ def main() -> None:
         with considerate() if options.spins == ["watched"] else nullcontext():
             return serve(options.work)
     for work in options.works:
-        measure(work, options)
+        measure(work, ["watched"] if work == "run" else options.spins, options)
 
 
-def measure(work: str, options: argparse.Namespace) -> None:
+def measure(work: str, spins: Sequence[str], options: argparse.Namespace) -> None:
     with ExitStack() as stack:
-        workers = {spin: stack.enter_context(worker(work, spin)) for spin in options.spins}
+        workers = {spin: stack.enter_context(worker(work, spin)) for spin in spins}
         hosts = {spin: json.loads(process.stdout.readline()) for spin, process in workers.items()}
         for neighbours in options.neighbours:
             with ExitStack() as beside:
                 busy = [beside.enter_context(neighbour()) for _ in range(neighbours)]
-                times: dict[str, list[float]] = {spin: [] for spin in options.spins}
+                times: dict[str, list[float]] = {spin: [] for spin in spins}
                 for _ in range(options.repeats):
                     for spin, process in workers.items():
                         times[spin].append(ask(process, busy))
                 for process in busy:
                     process.kill()
             for spin, found in times.items():
-                line = {"case": f"{work} beside {neighbours} busy", "implementation": f"spins {spin}", "mode": "forward+backward" if work == "train" else "forward"}  # fmt: skip
+                line = {"case": f"{work} beside {neighbours} busy", "implementation": f"spins {spin}", "mode": "forward" if work in ("read", "token") else "forward+backward"}  # fmt: skip
                 line |= record.spread(found) | hosts[spin] | {"repeats": len(found)}
                 record.write(line, options.records or record.default_path())
                 print(f"{line['case']:24} {line['implementation']:14} {line['p50_ms']:9.2f} ms ({line['p20_ms']:.2f} to {line['p80_ms']:.2f})", flush=True)  # fmt: skip
@@ -105,7 +107,8 @@ def serve(work: str) -> None:
     run()
     print(json.dumps(record.here()), flush=True)
     for _ in sys.stdin:
-        for seconds in (0.6, 1.0):  # until the threads have got used to their neighbours
+        # Until the threads have got used to their neighbours; a whole command counts from its start.
+        for seconds in (1.0,) if work == "run" else (0.6, 1.0):
             start, pieces = time.perf_counter(), 0
             while time.perf_counter() - start < seconds:
                 run()
@@ -113,8 +116,15 @@ def serve(work: str) -> None:
         print((time.perf_counter() - start) / pieces * 1e3, flush=True)
 
 
+def command() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "linbias", *RUN, "--output", folder], stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+
+
 def prepare(work: str) -> tuple[Callable[[], Any], int]:
     """What to run, and how many pieces of work that is."""
+    if work == "run":
+        return command, 1
     import torch
     from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 

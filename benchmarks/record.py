@@ -116,8 +116,12 @@ def here(device: str = "cpu") -> dict[str, Any]:
 
 
 def default_path(device: str = "cpu") -> Path:
-    name = "-".join(_machine(device).lower().split())
-    return RECORDS / f"{name}-{datetime.now(UTC):%Y-%m-%d}.jsonl"
+    return RECORDS / f"{slug(_machine(device))}-{datetime.now(UTC):%Y-%m-%d}.jsonl"
+
+
+def slug(machine: str) -> str:
+    """The name of a machine as part of a file's."""
+    return "-".join(machine.lower().split())
 
 
 def _machine(device: str) -> str:

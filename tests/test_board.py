@@ -1,6 +1,7 @@
 """The board of engines (`benchmarks/board`): its referee with engines that are made up, and its report with rows that are."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -135,6 +136,14 @@ def test_what_has_a_row_is_not_measured_again(run):
     assert [row for row in run("good", "slow") if row not in first][-1]["engine"] == "slow"
 
 
+def test_what_is_measured_again_takes_the_place_of_its_old_row_alone(run):
+    first = run("good", "crashing", lengths=(64, 65))
+    rows = run("good", lengths=(65,), again=True, rounds=1)
+    assert len(rows) == len(first)
+    assert [row for row in rows if row in first] == [row for row in first if row != by_engine(first, 65)["good"]]  # fmt: skip
+    assert len(by_engine(rows, 65)["good"]["read_s"]) == 1
+
+
 def test_an_engine_is_not_asked_at_the_next_length_without_hope(run):
     rows = run("good", "slow", "crashing", "refusing", lengths=(64, 65))
     last = by_engine(rows, 65)
@@ -160,40 +169,85 @@ def test_longer_texts_get_a_process_each_turn(run):
     assert len(rows["good"]["read_s"]) == 2 and rows["good"]["error"] == 0.5
 
 
+@pytest.mark.processes
+def test_an_environment_has_what_it_lists_and_what_this_one_has(load_script, tmp_path):
+    (tmp_path / "list.txt").write_text("")
+    python = load_script("environments").interpreter(tmp_path / "list.txt", tmp_path / "made")
+    assert python.is_relative_to(tmp_path)
+    subprocess.run([python, "-c", "import numpy"], check=True)
+
+
 def made_up(engine, length, read_s, **more):
     return {"engine": engine, "model": "bloom-560m", "dtype": "float32", "length": length, "read_s": read_s, **more}  # fmt: skip
 
 
-ROWS = [
+FIRST = [
     {"made": "2026-11-24", "machine": "a machine", "threads": 2, "commit": "abc"},
     {"engine": "vllm", "absent": "pip: ERROR: no"},
     {"engine": "onnx", "versions": {"onnxruntime": "1"}},
     made_up("linbias", 512, [1.0, 1.2, 1.1], token_ms=[9.0], peak_mb=2048, error=1e-6),
     made_up("onnx", 512, [0.9, 1.0, 0.95], token_ms=[10.0], peak_mb=1024, error=2e-6, others=0.4),
-    made_up("linbias", 2048, [4.0], token_ms=[9.0], peak_mb=2048, error=1e-6),
-    made_up("onnx", 2048, [5.0], token_ms=[10.0], peak_mb=4096, error=2e-6),
+    made_up("flex", 512, [2.0], token_ms=[20.0], peak_mb=4096, error=2e-6),
+    made_up("linbias", 8192, [20.0], token_ms=[9.0], peak_mb=3072, error=1e-6),
+    made_up("flex", 8192, [30.0], token_ms=[12.0], peak_mb=4096, error=2e-6),
     {"engine": "onnx", "model": "bloom-560m", "dtype": "float32", "length": 8192, "failed": "asked for 34 GB more, of 20 in all"},
-    made_up("linbias", 8192, [20.0], token_ms=[9.0], peak_mb=2048, error=1e-6),
+    {"engine": "onnx", "model": "bloom-560m", "dtype": "float32", "length": 32768, "failed": "not asked: failed at 8,192"},
 ]  # fmt: skip
+SECOND = [
+    {"made": "2026-11-25", "machine": "its successor", "threads": 2, "commit": "def"},
+    {"engine": "onnx", "versions": {"onnxruntime": "2"}},
+    made_up("linbias", 512, [0.5], token_ms=[9.0], peak_mb=2048, error=1e-6),
+    made_up("onnx", 512, [0.6], token_ms=[4.5], peak_mb=1024, error=2e-6),
+]
 
 
-def test_the_report_says_who_is_best_and_where_we_lose(load_script, tmp_path):
+@pytest.fixture
+def page(load_script, tmp_path: Path) -> str:
+    """What the report writes of two machines, with empty lines between its parts."""
     report = load_script("report")
-    records, page = tmp_path / "board.jsonl", tmp_path / "board.md"
-    records.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    page.write_text((ROOT / "docs" / "results" / "board.md").read_text(encoding="utf-8"))
-    report.write(records, page)
-    text = page.read_text(encoding="utf-8")
-    assert "| linbias | 1.10 ± 0.10 | **4.00** | **20.0** |" in text
-    assert "| ONNX Runtime | **0.95** ± 0.05 | 5.00 |  |" in text
-    assert "| ONNX Runtime | **1.0** | 4.0 |  |" in text  # GB
-    assert "| linbias | **1.0e-06** | **1.0e-06** | **1.0e-06** |" in text
-    assert "- ONNX Runtime at 8,192: asked for 34 GB more, of 20 in all." in text
-    assert "linbias is the fastest in 1 of 2 cases" in text
-    assert "**Lost**: BLOOM-560m, float32, 512: ONNX Runtime takes 0.86 of its time." in text
-    assert "- vLLM is not here: `pip: ERROR: no`." in text
-    assert "- 1 of 5 cells were measured while others used more than 5%" in text
-    assert "a machine, 2 threads, 2026-11-24, commit abc; onnxruntime 1." in text
+    for name, rows in (("board-one.jsonl", SECOND), ("board-two.jsonl", FIRST)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "board.md"
+    page.write_text(report.PAGE.read_text(encoding="utf-8"))
+    report.write(tmp_path, page)
+    return page.read_text(encoding="utf-8")
+
+
+def test_each_machine_has_tables_of_its_own(page):
+    first, second = page.index("## a machine"), page.index("## its successor")
+    one, two = page[first:second], page[second:]
+    assert "2 threads, 2026-11-24, commit abc; onnxruntime 1." in one
+    assert "2 threads, 2026-11-25, commit def; onnxruntime 2." in two
+    assert "| linbias | 1.10 ± 0.10 | **20.0** |" in one
+    assert "| ONNX Runtime | **0.95** ± 0.05 |  |" in one
+    assert "| linbias | **0.50** |\n" in two
+
+
+def test_memory_and_error_are_those_of_the_longest_text_that_three_engines_read(page):
+    one = page[page.index("## a machine") : page.index("## its successor")]
+    assert "| peak memory in GB | bloom-560m, float32, 512 |" in one
+    assert "| ONNX Runtime | **1.0** |" in one
+    assert "| linbias | **1.0e-06** |" in one
+
+
+def test_the_report_says_where_we_lose_on_each_machine(page):
+    assert "- a machine, reading or embedding a text: linbias is the fastest in 1 of 2 cases." in page  # fmt: skip
+    assert "**Lost**: BLOOM-560m, float32, 512: ONNX Runtime takes 0.86 of its time." in page
+    assert "- its successor, a generated token: linbias is the fastest in 0 of 1 cases." in page
+    assert "**Lost**: BLOOM-560m, float32, 512: ONNX Runtime takes 0.50 of its time." in page
+
+
+def test_the_report_sets_what_is_asked_beside_the_least_that_was_found(page):
+    assert "| asked | a machine | its successor |" in page
+    assert "| time to read 512 tokens, float32 | 0.95 | **0.86** (ONNX Runtime; BLOOM-560m) | 1.20 (ONNX Runtime; BLOOM-560m) |" in page  # fmt: skip
+    assert "| time of BLOOM for 8,192, float32 | 2 | **1.50** (FlexAttention, compiled) |  |" in page  # fmt: skip
+
+
+def test_the_report_says_once_why_there_is_no_number(page):
+    assert "- ONNX Runtime: asked for 34 GB more, of 20 in all (BLOOM-560m, float32, 8,192)." in page  # fmt: skip
+    assert "not asked: failed" not in page
+    assert "- vLLM is not here: `pip: ERROR: no`." in page
+    assert "- 1 of 5 cells were measured while others used more than 5%" in page
 
 
 def test_the_page_is_what_the_records_say(load_script, tmp_path):

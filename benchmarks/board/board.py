@@ -10,7 +10,7 @@ count; above, where they would not fit in memory together, every turn has a proc
 during which anything else used more than a twentieth of the cores is repeated, and kept after some tries with what others used.
 A turn has a limit of time, and a process one of memory. What fails is a row that says how, and the others go on. An engine is not asked at
 the next length when it failed, needed more than ten times the time of the best, or so long that even time proportional to the length
-would pass the limit. Rows that the output has are not measured again.
+would pass the limit. Every machine has a file of records. Rows that it has are not measured again, except with --again, which replaces them.
 """
 
 import argparse
@@ -63,6 +63,7 @@ class Settings:
     memory_gb: float = 20.0
     tries: int = 3
     minutes: float = float("inf")
+    again: bool = False
     pause: float = 0.5  # before each turn, until threads of the one before sleep
 
 
@@ -197,9 +198,10 @@ class Referee:
         return set(self.settings.engines) - set(self.pythons)
 
     def case(self, name: str, dtype: str, length: int) -> None:
-        """All engines that have no row yet, on one text."""
+        """All engines that have no row yet (or with `again` those that have one too), on one text."""
         place = {"model": name, "dtype": dtype, "length": length}
-        done = {row["engine"] for row in self.rows if place.items() <= row.items()}
+        before = [row for row in self.rows if place.items() <= row.items() and row["engine"] in self.settings.engines]  # fmt: skip
+        done = set() if self.settings.again else {row["engine"] for row in before}
         engines = [e for e in self.settings.engines if e not in done and e not in self.absent]
         if not engines:
             return
@@ -211,6 +213,8 @@ class Referee:
                 failed[engine] = why
         turns = Turns(self, name, dtype, length, [e for e in engines if e not in failed], failed)
         turns.run(reference)
+        if self.settings.again:
+            self.forget([row for row in before if row["engine"] in engines])
         for engine in engines:
             row = {"engine": engine, **place}
             row |= {"failed": failed[engine]} if engine in failed else turns.found[engine]
@@ -257,6 +261,10 @@ class Referee:
         command = (python, script, file, todo, name, dtype, self.settings.threads, self.settings.memory_gb, self.settings.board)  # fmt: skip
         log = self.settings.board / "logs" / f"{engine}-{name}-{dtype}-{todo}.txt"
         return Worker(engine, self.settings, [str(part) for part in command], log)
+
+    def forget(self, old: Sequence[Row]) -> None:
+        self.rows = [row for row in self.rows if row not in old]
+        self.settings.output.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def write(self, row: Row) -> None:
         self.rows.append(row)
@@ -379,22 +387,26 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tries", type=int, default=3, help="turns before one that others disturbed is kept")  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="measure what the output has too, and replace it")  # fmt: skip
     parser.add_argument("--board", type=Path, default=ROOT / "build" / "board", help="where environments, models and references are")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=ROOT / "records" / "board.jsonl")
+    parser.add_argument("--output", type=Path, help="default: records/board-MACHINE.jsonl")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
+    from record import RECORDS, here, slug
+
+    host = here()
     board = options.board.resolve()
     settings = Settings(
-        output=options.output, board=board, engines=options.engines, threads=options.threads, rounds=options.rounds,
-        timeout=options.timeout, memory_gb=options.memory, tries=options.tries, minutes=options.minutes,
+        output=options.output or RECORDS / f"board-{slug(host['machine'])}.jsonl", board=board, engines=options.engines, threads=options.threads, rounds=options.rounds,
+        timeout=options.timeout, memory_gb=options.memory, tries=options.tries, minutes=options.minutes, again=options.again,
     )  # fmt: skip
     referee = Referee(settings, make_with_linbias(board))
-    from record import here
-
-    referee.write({"made": here()["date"], "machine": here()["machine"], "threads": options.threads, "commit": here()["commit"]})  # fmt: skip
+    made = {"made": host["date"], "machine": host["machine"], "threads": options.threads, "commit": host["commit"]}  # fmt: skip
+    if made not in referee.rows:
+        referee.write(made)
     referee.run(options.models, options.dtypes, options.lengths)
 
 

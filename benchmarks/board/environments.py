@@ -49,7 +49,7 @@ def install(text: str, packages: Path, folder: Path) -> str | None:
     python = folder / "bin" / "python"
     own = next(folder.glob("lib/python*/site-packages"))
     ours = [path for path in (*site.getsitepackages(), *site.getusersitepackages().split(":")) if Path(path).is_dir()]  # fmt: skip
-    (own / "ours.pth").write_text(f"import site; [site.addsitedir(path) for path in {ours!r}]\n")
+    (own / "ours.pth").write_text(f"import site; list(map(site.addsitedir, {ours!r}))\n")
     settings = dict(line[2:].strip().split("=", 1) for line in text.splitlines() if line.startswith("#:"))  # fmt: skip
     command = [python, "-m", "pip", "install", "--quiet", "-r", packages]
     try:
