@@ -190,6 +190,23 @@ def test_one_row_in_bfloat16_is_a_product_by_a_vector_and_nothing_else_is(bias: 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("rows_alone")
+def test_several_rows_in_bfloat16_have_their_gelu_in_one_step() -> None:
+    layer, x = nn.Linear(96, 40, dtype=torch.bfloat16), torch.randn(5, 96).bfloat16()
+    expected = nn.functional.gelu(layer(x), approximate="tanh")
+    linear.read_faster(layer)
+
+    def both(rows: Tensor) -> Tensor:
+        return linear.linear_gelu(layer, rows, "tanh")
+
+    assert calls(lambda: both(x)) == 1
+    torch.testing.assert_close(both(x), expected, rtol=2**-6, atol=2**-8)
+    assert products_by_a_vector(lambda: both(x[:1]))
+    layer.float()
+    assert calls(lambda: both(x.float())) == 0
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("rows_alone")
 def test_a_fused_model_reads_rows_so_until_it_is_unfused() -> None:
     model, x = bloom().bfloat16(), tokens(1, 1)
     expected = model(x).logits

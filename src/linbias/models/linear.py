@@ -1,8 +1,9 @@
 """Linear layers in the faster of the ways that PyTorch has: on AMD's processors oneDNN, in one step with bias and GELU.
 
 PyTorch multiplies float32 matrices by MKL, which is made for Intel's processors; its oneDNN, which multiplies its
-bfloat16 ones after a pass that fills in the bias, is at home on both. On Intel's only one row in bfloat16, a generated token,
-goes another way: the product of a matrix and a vector reads weights as they lie faster than oneDNN's, which wants them packed.
+bfloat16 ones after a pass that fills in the bias, is at home on both. On Intel's only bfloat16 goes other ways: one row, a
+generated token, as the product of a matrix and a vector, which reads weights as they lie faster than oneDNN's, which wants them
+packed; and of several rows those with a GELU after them, in one step.
 Only reading without gradients changes, and training and `torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
 """
 
@@ -57,15 +58,15 @@ def _is_faster() -> bool:
 
 @functools.cache
 def _rows_are_faster() -> bool:
-    return "avx512_bf16" in _machine.cpu_features() and not _machine.made_by_amd()
+    return "avx512_bf16" in _machine.cpu_features() and not _machine.made_by_amd() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # fmt: skip
 
 
 def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
-    """`gelu(module(input), approximate=approximate)`, in one step where the module is a layer that reads through oneDNN."""
+    """`gelu(module(input), approximate=approximate)`, in one step where the module is a layer whose way of reading has one."""
     forward = vars(module).get("forward")
     if (
         isinstance(forward, partial)
-        and forward.func is _forward
+        and (forward.func is _forward or (forward.func is _forward_row and _are_rows(input)))
         and not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
         and _is_plain(input, module.weight, module.bias)
     ):
@@ -79,10 +80,14 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     return type(module).forward(module, input)
 
 
+def _are_rows(input: Tensor) -> bool:
+    return input.dtype == torch.bfloat16 and input.numel() != input.shape[-1]
+
+
 def _forward_row(module: nn.Linear, input: Tensor) -> Tensor:
     if (
         input.dtype == torch.bfloat16
-        and input.numel() == module.in_features
+        and not _are_rows(input)
         and _is_plain(input, module.weight, module.bias)
     ):
         row, weight, bias = input.reshape(-1), module.weight, module.bias
