@@ -58,7 +58,7 @@ struct Places {
 Truth define(const PointCase& c, const Inputs& x, const Places& places) {
   const std::int64_t B = c.sizes.B, H = c.sizes.H, G = c.sizes.G, N = c.sizes.T, D = c.sizes.D, E = c.sizes.E;
   const auto zeros = [](const std::vector<double>& like) { return std::vector<double>(like.size()); };
-  Truth t{zeros(x.dout), zeros(x.dlse), zeros(x.q), zeros(x.k), zeros(x.v), zeros(x.left), {}};
+  Truth t{zeros(x.dout), zeros(x.dlse), zeros(x.q), zeros(x.k), zeros(x.v), zeros(x.left), {}, {}, {}};
   const double scale = 1 / std::sqrt(static_cast<double>(D));
   std::vector<double> weight(N), dweight(N), distance(N);
   for (std::int64_t row = 0; row < B * H * N; ++row) {
