@@ -192,7 +192,7 @@ REFUSED = [
     (dict(dropout=0.1), dict(points=P), "points need dropout 0 in training, got 0.1"),
     (dict(global_tokens=1), dict(), "points must say where the tokens after the 1 global ones stand"),
     (dict(global_tokens=2), dict(points=P[:4]), r"attention_points: points must have shape \[N, A\] = \[5, A\]"),
-    (dict(implementation="cpu"), dict(points=P), "attention_points: implementation must be one of"),
+    (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one of"),
     (dict(metric="cosine"), dict(points=P), "metric must be one of"),
     (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[B, S\] = \[2, 5\]"),
 ]  # fmt: skip
