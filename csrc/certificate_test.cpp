@@ -179,6 +179,18 @@ Scene placed(Scene scene, double unit) {
   return scene;
 }
 
+// The same, but with the keys of a block where its nearest key to the left stands, and the first of them a block away.
+Scene bunched(Scene scene) {
+  scene = placed(std::move(scene), 1);
+  scene.name += ", bunched";
+  const auto place = [](std::int64_t s) {
+    return 1.7e9 + double(kBlockKeys * (s / kBlockKeys + (s % kBlockKeys != 0)));
+  };
+  for (std::int64_t s = 0; s < scene.S; ++s) scene.x[s] = place(s);
+  for (std::int64_t t = 0; t < scene.T; ++t) scene.xq[t] = place(scene.start + t);
+  return scene;
+}
+
 // All keys alike, at places as uneven as gates and events leave them: the bound by one scan over the keys is exact, but
 // for what a block's end is beyond its keys.
 Scene uneven_keys(std::int64_t T, std::int64_t S, const std::string& kind) {
@@ -425,6 +437,8 @@ void check_scenes() {
     check_scene<In>(placed(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), 0x1p-6), false);
     for (std::int64_t i = 0; i < 8; ++i)
       check_scene<In>(placed(far_off(T, 3000 + 7 * i, 1.0 / 32, 800'000'000 + 9 * i), 0.25), false);
+    for (std::int64_t i = 0; i < 8; ++i)
+      check_scene<In>(bunched(equal_keys(T, 5000 + 9 * i, 5.0 / kBlockKeys, 5)), false);
     check_scene<In>(placed(one_in_a_block(T, 6000, 1.0 / 256), 2), false);
     check_scene<In>(placed(leaning(T, 16384, 1.0 / 1024), 2), false);
     check_scene<In>(placed(mirrored(spike(T, T / 2, 40, 1500, 20, 0.0023)), 8), false);
