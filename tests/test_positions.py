@@ -338,3 +338,26 @@ def test_torch_compiled_with_every_gradient():
             places = [given[n].grad for n in ("positions", "query_positions") if n in given]
             found.append([out, *(x.grad for x in arrays), *places])
         torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("implementation", ("blocked", "cpu"))
+@pytest.mark.parametrize("backwards", (False, True))
+def test_torch_keys_that_gather_far_away_are_summed_from_their_own_side(implementation, backwards):
+    # Seen from the other side, thousands of keys at one place count as one.
+    x = torch.cat([torch.arange(256.0) / 25, torch.full((8192,), 16.0)]).double()
+    start = 0
+    if backwards:
+        x, start = -x.flip(0), len(x) - 4
+    q, k, v = torch.zeros(1, 1, 4, 8).double(), *torch.zeros(2, 1, 1, len(x), 8).double()
+    options = {"causal": False, "positions": x[None], "query_start": torch.tensor([start])}
+    whole, some = (
+        linbias.torch.attention(
+            *(q, k, v, [1.0]),
+            tolerance=t,
+            implementation=implementation,
+            return_lse=True,
+            **options,
+        )[1]
+        for t in (0.0, 1e-5)
+    )
+    assert (1 - (some - whole).exp()).max() <= 1e-5
