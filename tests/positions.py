@@ -72,7 +72,9 @@ PLACED = (
     Placed("gates-chunk", 4, 11, GATES.cumsum(-1), np.ones(H)),
     Placed("gate-that-forgets-all", 11, 11, JUMP, np.ones(H)),
     Placed("gates-nearly-open", 11, 11, np.arange(11) * 1e-6 * np.ones((B, H, 1)), np.ones(H)),
-    Placed("unix-times", 7, 11, 1.7e9 + STAMPS / 1000, [800.0, 1e3, 0.0, INF]),
+    # Not a multiple of 128, which float32 would hold.
+    Placed("unix-times", 7, 11, 1_700_000_055 + STAMPS / 1000, [800.0, 1e3, 0.0, INF]),
+    Placed("two-ages", 11, 11, np.where(np.arange(11) < 6, 0.0, 1e9) + STAMPS),
     Placed("equal-stamps", 11, 11, EQUAL),
     Placed("equal-stamps-hidden", 11, 11, EQUAL, [INF, INF, 0.5, 0.0], HIDING),
     Placed("symmetric", 11, 11, STAMPS, options={"causal": False}),
@@ -129,6 +131,7 @@ def across_blocks(T: int, S: int) -> tuple[Placed, ...]:
         Placed("long-symmetric", T, S, x["bursts"], options={"causal": False, **start}),
         Placed("long-sides", T, S, x["plateaus"], options={**cut, **SIDES}),
         Placed("long-sides-of-rows", T, S, x["forgets"], steep, {**cut, **SIDES_OF_ROWS}),
+        Placed("long-steep-rows", T, S, x["plateaus"], steep),
         Placed("long-hidden", T, S, x["one-place"], [INF, INF, 0.5, 0.0], {**cut, **HIDING}),
         Placed("long-per-head", T, S, heads, options={"key_range": ends, **start, **SIDES}),
         Placed("long-cache", 1, S, x["gates"], np.ones(H)),

@@ -69,8 +69,8 @@ def test_equals_the_definition_with_every_gradient(call: Placed, implementation)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     rows(
-        "unix-times-blocked unix-times-cpu gate-that-forgets-all-dense left-padding-cpu",
-        *product(("unix-times", "gate-that-forgets-all", "left-padding"), ALL),
+        "unix-times-blocked unix-times-cpu two-ages-dense gate-that-forgets-all-dense left-padding-cpu",
+        *product(("unix-times", "two-ages", "gate-that-forgets-all", "left-padding"), ALL),
     ),
 )
 def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implementation):

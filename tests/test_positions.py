@@ -215,7 +215,9 @@ def test_torch_equals_the_definition_with_every_gradient(call: Placed, implement
 
 
 @pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
-@pytest.mark.parametrize("name", ("unix-times", "gate-that-forgets-all", "left-padding"))
+@pytest.mark.parametrize(
+    "name", ("unix-times", "two-ages", "gate-that-forgets-all", "left-padding")
+)
 def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementation):
     call = BY_NAME[name]
     expected = linbias.attention(*call.arrays, **call.given)
