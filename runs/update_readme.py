@@ -258,6 +258,62 @@ def learned_steps_tables() -> str:
     return "\n\n".join(parts)
 
 
+def positions_table(
+    prefix: str, names: dict[str, str], columns: dict[str, str], command: str
+) -> str:
+    """Times of keys at given positions, or of points, beside what a user can run instead; of the newest machine."""
+    timed = [r for r in newest_records(prefix) if r["case"] in columns]
+    last = {(r["implementation"], r["case"]): r for r in timed}
+    lines = ["| ms | " + " | ".join(columns.values()) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, words in names.items():
+        found = [last.get((name, case)) for case in columns]
+        cells = [f"{r['p50_ms']:,.0f}" if r else "-" for r in found]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    kept = [last[next(iter(names)), case]["work_kept"] for case in columns]
+    lines.append("| of the work, linbias does | " + " | ".join(f"{k:.0%}" for k in kept) + " |")
+    r = timed[-1]
+    text = (
+        f"Medians, {r['H']} heads of {r['D']}, {r['dtype']}; {r['machine']}, {r['threads']} threads, torch"
+        f" {r['versions']['torch']}, {r['date']}, `{command}`."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def gates_table() -> str:
+    """What forget gates of about 0.98 save."""
+    return positions_table(
+        "positions-gates",
+        {"cpu, positions": "linbias", "sdpa mask": "PyTorch's SDPA, the bias as its mask"},
+        {
+            "positions-gates-4096": "4,096",
+            "positions-gates-8192": "8,192",
+            "positions-gates-8192-training": "8,192, with gradients",
+        },
+        "python benchmarks/bench_positions.py",
+    )
+
+
+def points_table() -> str:
+    """What attention among points costs, and the memory of one layer."""
+    table = positions_table(
+        "points-",
+        {
+            "cpu": "linbias",
+            "blocked": "linbias, in PyTorch operations",
+            "sdpa mask": "PyTorch's SDPA, the bias as its mask, made before",
+            "sdpa, no bias": "PyTorch's SDPA without a bias",
+        },
+        {"points-7000": "7,000 points", "points-28000": "28,000 points"},
+        "python benchmarks/bench_points.py",
+    )
+    memory = [r for r in newest_records("points-memory") if r["case"].startswith("points-memory")]
+    r = memory[-1]
+    return (
+        f"{table} One layer of {r['T']:,} points, forward and backward, takes {r['peak_memory_bytes'] / 2**30:.2f} GiB"
+        " above its inputs (`--memory`)."
+    )
+
+
 def written_parts() -> dict[tuple[str, str], str]:
     """What records say, by document and part."""
     return {
@@ -275,6 +331,8 @@ def written_parts() -> dict[tuple[str, str], str]:
             "segments", "sliding"
         ),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),
+        ("docs/guides/forget-gates.md", "gates"): gates_table(),
+        ("docs/guides/plane.md", "points"): points_table(),
     }
 
 
