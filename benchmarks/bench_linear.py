@@ -1,21 +1,51 @@
-"""Time linear layers of a model as PyTorch computes them and through oneDNN, interleaved in one run.
+"""Time linear layers of a model in the ways that PyTorch has, interleaved in one run.
 
     python benchmarks/bench_linear.py
 
-Layers of BLOOM-560m's width, without gradients, for 1, 8 and 512 tokens: `linbias.models.linear` takes the second way on
-processors of AMD. Records go to records, or where --records says.
+Without gradients, at BLOOM-560m's width: single layers for 1, 8 and 512 tokens, as PyTorch computes them and through oneDNN; the
+weights of all 24 blocks for one token, which come from memory as in a model, also as products of a matrix and a vector; and the
+layer before a GELU, with that apart and in one step. `linbias.models.linear` chooses among these by the processor. Records go
+to records, or where --records says.
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 import record
 from linbias.models import linear
 
 SHAPES = ((1024, 3072), (1024, 4096), (4096, 1024))
+BLOCK = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))
+NUM_BLOCKS = 24
+
+
+def by_onednn(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear._read(layer, x, "none", "")
+
+
+def by_vector(layer: nn.Linear, x: Tensor) -> Tensor:
+    return torch.addmv(layer.bias, layer.weight, x.view(-1))
+
+
+def through_all(way: Callable[..., Tensor], layers: list[nn.Linear], inputs: dict[int, Tensor]) -> None:  # fmt: skip
+    for layer in layers:
+        way(layer, inputs[layer.in_features])
+
+
+def compare(case: str, dtype: str, ways: dict[str, Callable[[], object]], options: argparse.Namespace) -> None:  # fmt: skip
+    with torch.no_grad():
+        times = record.interleave(ways, options.repeats)
+    spreads = {name: record.spread(values) for name, values in times.items()}
+    for name, spread in spreads.items():
+        line = {"case": case, "implementation": name, "dtype": dtype, **spread, **record.here()}
+        record.write(line, options.records or record.default_path())
+    medians = ", ".join(f"{name} {spread['p50_ms']:.3f} ms" for name, spread in spreads.items())
+    print(f"{dtype:9} {case}: {medians}")
 
 
 def main() -> None:
@@ -26,28 +56,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--records", type=Path, help="default: records/...")
     options = parser.parse_args()
-    path = options.records or record.default_path()
     torch.manual_seed(0)
-    for dtype in ("float32", "bfloat16"):
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
         for inputs, outputs in SHAPES:
-            layer = nn.Linear(inputs, outputs).to(getattr(torch, dtype))
+            layer = nn.Linear(inputs, outputs, dtype=dtype)
             for tokens in options.tokens:
-                x = torch.randn(1, tokens, inputs).to(layer.weight.dtype)
-                with torch.no_grad():
-                    times = record.interleave(
-                        {
-                            "PyTorch": lambda x=x, layer=layer: layer(x),
-                            "oneDNN": lambda x=x, layer=layer: linear._read(layer, x, "none", ""),
-                        },
-                        options.repeats,
-                    )
-                spreads = {name: record.spread(values) for name, values in times.items()}
-                for name, spread in spreads.items():
-                    case = f"linear-{inputs}-{outputs}-{tokens}"
-                    line = {"case": case, "implementation": name, "dtype": dtype, **spread, **record.here()}  # fmt: skip
-                    record.write(line, path)
-                ratio = spreads["PyTorch"]["p50_ms"] / spreads["oneDNN"]["p50_ms"]
-                print(f"{dtype:9} {inputs} -> {outputs}, {tokens:3} tokens: {spreads['oneDNN']['p50_ms']:7.3f} ms, {ratio:.2f} times as fast as PyTorch")  # fmt: skip
+                x = torch.randn(1, tokens, inputs, dtype=dtype)
+                ways = {"PyTorch": lambda x=x, layer=layer: layer(x), "oneDNN": lambda x=x, layer=layer: by_onednn(layer, x)}  # fmt: skip
+                compare(f"linear-{inputs}-{outputs}-{tokens}", name, ways, options)
+        layers = [nn.Linear(*shape, dtype=dtype) for _ in range(NUM_BLOCKS) for shape in BLOCK]
+        rows = {n: torch.randn(1, 1, n, dtype=dtype) for n in (1024, 4096)}
+        compare("linear-all-1", name, {
+            "PyTorch": lambda layers=layers, rows=rows: through_all(nn.Linear.__call__, layers, rows),
+            "oneDNN": lambda layers=layers, rows=rows: through_all(by_onednn, layers, rows),
+            "matrix and vector": lambda layers=layers, rows=rows: through_all(by_vector, layers, rows),
+        }, options)  # fmt: skip
+        wide, x = layers[2], torch.randn(1, 512, 1024, dtype=dtype)
+        compare("linear-gelu-512", name, {
+            "PyTorch": lambda wide=wide, x=x: gelu(wide(x), approximate="tanh"),
+            "oneDNN": lambda wide=wide, x=x: linear._read(wide, x, "gelu", "tanh"),
+        }, options)  # fmt: skip
 
 
 if __name__ == "__main__":
