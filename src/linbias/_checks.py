@@ -465,14 +465,14 @@ def check_position_values(
     The shapes are those that `check` allows; None stands for what a call leaves open.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
+    # Heads and batch rows that have no range or position of their own are looked at once: [B or 1, H or 1, ...].
     ranges = np.array([[0, S]]) if ranges is None else ranges
-    ranges = ranges[:, None] if ranges.ndim == 2 else ranges
-    ranges = np.broadcast_to(ranges, (problem.B, G, 2)).repeat(H // max(1, G), axis=1)
+    ranges = ranges[:, None] if ranges.ndim == 2 else ranges.repeat(H // max(1, G), axis=1)
     first, end = ranges[..., :1], ranges[..., 1:]
     inside = (np.arange(S) >= first) & (np.arange(S) < end)
     x = _finite(function, "positions", positions, inside)
     falls = inside[..., 1:] & inside[..., :-1] & (x[..., 1:] < x[..., :-1])
-    for b, h, s in np.argwhere(falls)[:1]:
+    for b, h, s in _first(falls):
         raise ValueError(
             f"{function}: positions must not fall, got {x[b, h, s + 1]} after {x[b, h, s]}"
             f" at {_index(positions, b, h, s + 1)}"
@@ -481,13 +481,14 @@ def check_position_values(
     place = (starts[:, None] + np.arange(T))[:, None]
     if query_positions is None:
         nowhere = ((place < 0) | (place >= S)) & (first < end)
-        for b, _, t in np.argwhere(nowhere)[:1]:
+        for b, h, t in _first(nowhere):
+            key = np.broadcast_to(place, nowhere.shape)[b, h, t]
             raise ValueError(
-                f"{function}: query {t} of batch row {b} would stand at key {place[b, 0, t]} of {S};"
+                f"{function}: query {t} of batch row {b} would stand at key {key} of {S};"
                 " say where with query_positions"
             )
         return
-    xq = _finite(function, "query_positions", query_positions, np.ones((1, H, T), bool))
+    xq = _finite(function, "query_positions", query_positions, np.ones((1, 1, T), bool))
     if not S:
         return
     before, after = np.minimum(place, end - 1), np.maximum(place + 1, first)
@@ -497,20 +498,29 @@ def check_position_values(
     ):
         key = np.clip(key, 0, S - 1)
         stands = np.take_along_axis(x, key, -1)
-        for b, h, t in np.argwhere(there & (sign * xq < sign * stands))[:1]:
-            raise ValueError(
-                f"{function}: query_positions must be {words}, got {xq[b, h, t]}"
-                f" at {_index(query_positions, b, h, t)} where key {key[b, h, t]} stands at {stands[b, h, t]}"
+        beyond = there & (sign * xq < sign * stands)
+        for b, h, t in _first(beyond):
+            x_of, k_of, s_of = (
+                np.broadcast_to(a, beyond.shape)[b, h, t] for a in (xq, key, stands)
             )
+            raise ValueError(
+                f"{function}: query_positions must be {words}, got {x_of}"
+                f" at {_index(query_positions, b, h, t)} where key {k_of} stands at {s_of}"
+            )
+
+
+def _first(wrong: np.ndarray) -> npt.NDArray[np.int64]:
+    """[1, axes], the index of the first that is wrong; [0, axes] if none is, which costs less to find out."""
+    return np.argwhere(wrong)[:1] if wrong.any() else np.empty((0, wrong.ndim), np.int64)
 
 
 def _finite(
     function: str, name: str, positions: np.ndarray, used: np.ndarray
 ) -> npt.NDArray[np.float64]:
-    """[B, n] or [B, H, n] -> [B, H, n] in float64, 0 where not used (which broadcasts); the others lie within 2^53 of 0."""
+    """[B, n] or [B, H, n] -> [B, 1 or H, n] in float64, 0 where not used (which broadcasts); the others lie within 2^53 of 0."""
     x = positions[:, None] if positions.ndim == 2 else positions
     known = (x <= LARGEST_POSITION) & (x >= -LARGEST_POSITION)
-    for b, h, i in np.argwhere(used & ~known)[:1]:
+    for b, h, i in _first(used & ~known):
         where = _index(positions, b, h, i)
         raise ValueError(
             f"{function}: {name} must be numbers within 2^53 of 0, got {positions[tuple(where)]} at {where}"
