@@ -1,24 +1,18 @@
 """Attention over points in the compiled core: from near to far. What it computes, and how: csrc/points-inl.h."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from linbias._checks import Problem
-from linbias._dispatch import Abilities
 from linbias.kernels import core
 from linbias.torch.addresses import DTYPES, address, array, threads
 from linbias.torch.geometry import PointInputs, along_a_curve
 from linbias.torch.points_operator import Gradients, PointOperators, Results
 
 NAME, WHY_MISSING = core.NAME, core.WHY_MISSING
-ABILITIES = Abilities(
-    runs_on="the CPU",
-    how="near to far in compiled code",
-    memory="linear in length",
-    devices=("cpu",),
-    largest_head=256,
-    transforms=False,
-)
+ABILITIES = replace(core.ABILITIES, positions=False, transforms=False)
 
 
 def why_not(problem: Problem) -> str | None:
