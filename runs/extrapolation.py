@@ -2,7 +2,7 @@
 
     python runs/extrapolation.py --corpus wikitext-2       # hours; stopped at any moment, it goes on where it was
     python runs/extrapolation.py --corpus FOLDER           # the same, with train.txt, valid.txt and test.txt from a folder
-    python runs/extrapolation.py --plan learned-steps      # ALiBi beside the methods whose layers learn its steps, with fewer tokens
+    python runs/extrapolation.py --plan learned-steps      # ALiBi beside the methods whose layers learn its steps, with half the tokens
 
     tune     a learning rate for each method: the least validation loss after an eighth of the tokens, with another seed
     train    a model per method and seed, the first seed of every method first; each is then tested in segments and with a
@@ -102,8 +102,7 @@ PLANS = {
     "learned-steps": replace(
         PLAN,
         seeds=dict.fromkeys(("alibi", "forget", "cable"), (1, 2, 3)),
-        tokens=2_400_000,
-        test_tokens=32_768,
+        tokens=8_000_000,
         sliding_tokens=0,
     ),
 }
