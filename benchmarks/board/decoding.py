@@ -26,6 +26,7 @@ class Transformers:
             max_new_tokens=count,
             min_new_tokens=count,
             do_sample=False,
+            use_cache=True,  # MPT's configuration says no
             streamer=Streamer(tell),
             output_logits=True,
             return_dict_in_generate=True,
