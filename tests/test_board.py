@@ -231,10 +231,13 @@ def test_memory_and_error_are_those_of_the_longest_text_that_three_engines_read(
 
 
 def test_the_report_says_where_we_lose_on_each_machine(page):
-    assert "- a machine, reading or embedding a text: linbias is the fastest in 1 of 2 cases." in page  # fmt: skip
-    assert "**Lost**: BLOOM-560m, float32, 512: ONNX Runtime takes 0.86 of its time." in page
-    assert "- its successor, a generated token: linbias is the fastest in 0 of 1 cases." in page
-    assert "**Lost**: BLOOM-560m, float32, 512: ONNX Runtime takes 0.50 of its time." in page
+    assert "- a machine, reading or embedding a text: linbias is the fastest in 1 of 2 cases. **Lost**," in page  # fmt: skip
+    assert "  - BLOOM-560m, float32, 512: ONNX Runtime, 0.86\n" in page
+    assert (
+        "- its successor, a generated token: linbias is the fastest in 0 of 1 cases. **Lost**,"
+        in page
+    )
+    assert "  - BLOOM-560m, float32, 512: ONNX Runtime, 0.50\n" in page
 
 
 def test_the_report_sets_what_is_asked_beside_the_least_that_was_found(page):

@@ -34,10 +34,11 @@ NAMES = {
     "fastembed": "fastembed",
     "vllm": "vLLM",
 }
+LOST = " **Lost**, with the time of the best in that of linbias:"
 MODELS = {
     "bloom-560m": "BLOOM-560m",
-    "mpt": "MPT, 12 layers of BLOOM-560m's width",
-    "falcon-alibi": "Falcon with ALiBi, 12 layers of the same width",
+    "mpt": "MPT (12 layers)",
+    "falcon-alibi": "Falcon (12 layers)",
     "jina-base": "jina-embeddings-v2-base",
     "jina-small": "jina-embeddings-v2-small",
 }
@@ -129,8 +130,8 @@ def verdict(machines: Sequence[Sequence[Row]]) -> str:
         for field, what in (("read_s", "reading or embedding a text"), ("token_ms", "a generated token")):  # fmt: skip
             found = races(rows, field)
             lost = [race for race in sorted(found, key=lambda race: race.ratio) if race.ratio < 1]
-            sentences.append(f"- {machine(rows)}, {what}: linbias is the fastest in {len(found) - len(lost)} of {len(found)} cases.")  # fmt: skip
-            sentences += [f"  - **Lost**: {where(race.row)}: {NAMES[race.best]} takes {race.ratio:.2f} of its time." for race in lost]  # fmt: skip
+            sentences.append(f"- {machine(rows)}, {what}: linbias is the fastest in {len(found) - len(lost)} of {len(found)} cases.{LOST * bool(lost)}")  # fmt: skip
+            sentences += [f"  - {where(race.row)}: {NAMES[race.best]}, {race.ratio:.2f}" for race in lost]  # fmt: skip
     return "\n".join(sentences)
 
 
