@@ -14,6 +14,8 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
 )
 
 from linbias import _machine
@@ -41,6 +43,10 @@ def falcon() -> Any:
     return FalconForCausalLM(FalconConfig(**sizes, **SIZES, alibi=True, bias=True)).eval()
 
 
+def mpt() -> Any:
+    return MptForCausalLM(MptConfig(d_model=48, n_heads=6, n_layers=2, **SIZES)).eval()
+
+
 def calls(function: Callable[[], object]) -> int:
     """How many calls of oneDNN's linear layer a function makes."""
     with torch.profiler.profile() as profile:
@@ -48,11 +54,18 @@ def calls(function: Callable[[], object]) -> int:
     return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
 
 
+def gelus(function: Callable[[], object]) -> int:
+    """How many GELUs a function computes that are a step of their own."""
+    with torch.profiler.profile() as profile:
+        function()
+    return sum(event.name == "aten::gelu" for event in profile.events())
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("make", [bloom, falcon])
+@pytest.mark.parametrize("make", [bloom, falcon, mpt])
 @torch.no_grad()
 def test_a_fused_model_reads_through_it_until_it_is_unfused(make: Callable[[], Any]) -> None:
     model, x = make(), tokens(2, 9)
@@ -123,21 +136,43 @@ def test_a_gelu_is_one_step_with_its_layer_unless_somebody_listens(approximate: 
     def both() -> Tensor:
         return linear.linear_gelu(layer, x, approximate)
 
-    def gelus() -> int:
-        with torch.profiler.profile() as profile:
-            torch.testing.assert_close(both(), expected, rtol=1e-4, atol=1e-5)
-        return sum(event.name == "aten::gelu" for event in profile.events())
+    def own_gelus() -> int:
+        return gelus(lambda: torch.testing.assert_close(both(), expected, rtol=1e-4, atol=1e-5))
 
-    assert gelus() == 1
+    assert own_gelus() == 1
     linear.read_faster(layer)
-    assert gelus() == 0
+    assert own_gelus() == 0
     handle = layer.register_forward_hook(lambda module, args, output: heard.append(output))
-    assert gelus() == 1
+    assert own_gelus() == 1
     assert len(heard) == 1
     handle.remove()
-    assert gelus() == 0
+    assert own_gelus() == 0
     with torch.enable_grad():
         assert both().requires_grad
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [bloom, falcon, mpt])
+def test_each_family_reads_its_gelu_in_one_step(make: Callable[[], Any]) -> None:
+    model, x = make(), tokens(2, 9)
+    expected = model(x).logits
+    fuse(model)
+    assert gelus(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x).logits, expected, rtol=1e-4, atol=1e-4)
+    with torch.enable_grad():
+        assert gelus(lambda: model(x)) == 2
+    unfuse(model)
+    torch.testing.assert_close(model(x).logits, expected)
+
+
+@torch.no_grad()
+def test_a_falcon_may_have_another_activation() -> None:
+    config = falcon().config
+    config.activation = "relu"
+    model = FalconForCausalLM(config).eval()
+    x = tokens(2, 9)
+    expected = model(x).logits
+    torch.testing.assert_close(fuse(model)(x).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
 from linbias.schedules import slopes
 
@@ -37,6 +39,15 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
         dropout = self.attention_dropout.p
         gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
         return self.dense(gathered), weights
+
+
+class FusedFalconMLP(reference.FalconMLP):
+    """A GELU, which falcon-rw has, is one step with the layer before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self.act, "act", None) is not gelu:
+            return super().forward(x)
+        return self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, x, "none"))
 
 
 def _num_key_value_heads(layer: Any) -> int:
@@ -77,7 +88,10 @@ FAMILY = Family(
         *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
         *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
     ),
-    fused={reference.FalconAttention: FusedFalconAttention},
+    fused={
+        reference.FalconAttention: FusedFalconAttention,
+        reference.FalconMLP: FusedFalconMLP,
+    },
     bias=bias,
     num_heads_name="num_heads",
 )

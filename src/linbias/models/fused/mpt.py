@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.family import Family, FusedAttention, Options
+from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
 from linbias.schedules import slopes
 
@@ -44,6 +46,14 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
         return self.out_proj(gathered), weights
+
+
+class FusedMptMLP(reference.MptMLP):
+    """Its GELU is one step with the layer before it."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        output = self.down_proj(linear_gelu(self.up_proj, hidden_states, "none"))
+        return dropout(output, p=self.hidden_dropout, training=self.training) + residual
 
 
 class FusedMptBlock(reference.MptBlock):
@@ -169,6 +179,7 @@ FAMILY = Family(
     fused={
         reference.MptAttention: FusedMptAttention,
         reference.MptBlock: FusedMptBlock,
+        reference.MptMLP: FusedMptMLP,
     },
     bias=bias,
     num_heads_name="n_heads",
