@@ -11,18 +11,18 @@ import resource, sys
 import torch
 from linbias.lm.memory import keep_freed_memory
 
-def step():  # 48 MiB in arrays of 16: larger than any that importing PyTorch frees, which would be kept without our help
-    arrays = [torch.empty(1 << 22) for _ in range(3)]
+def step(count):  # three arrays of 16 MiB and a little more each time: larger than any freed before, so that none is kept without our help
+    arrays = [torch.empty((1 << 22) + (count << 14)) for _ in range(3)]
     for x in arrays:
         x.fill_(1.0)
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
-for _ in range(3):
-    step()
+for count in range(3):
+    step(count)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step()
+for count in range(3, 13):
+    step(count)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
