@@ -215,6 +215,7 @@ NUMPY_MESSAGES = [
     (lambda: at([[0, 1, 2], [0, 1, np.inf]]), ValueError, r"positions must be numbers within 2\^53 of 0, got inf at \[0, 1, 2\]"),
     (lambda: at([0, 1, 2**53 + 1]), ValueError, r"positions must be .* of 0, got 9007199254740993 at \[0, 2\]"),
     (lambda: at([0, 1, 2], [0, -np.inf, 2]), ValueError, r"query_positions must be numbers within 2\^53 of 0, got -inf at \[0, 1\]"),
+    (lambda: at([-np.inf, 0, 2]), ValueError, r"positions must be numbers within 2\^53 of 0, got -inf at \[0, 0\]"),
     (lambda: at([5.0, 3.0, 7.0]), ValueError, r"attention: positions must not fall, got 3.0 after 5.0 at \[0, 1\]"),
     (lambda: at([[0, 1, 2], [0, 2, 1]]), ValueError, r"positions must not fall, got 1.0 after 2.0 at \[0, 1, 2\]"),
     (lambda: at([0, 1, 2], query_start=-1), ValueError, "attention: query 0 of batch row 0 would stand at key -1 of 3; say where with query_positions"),
