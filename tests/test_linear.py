@@ -263,3 +263,20 @@ def test_only_large_layers_of_amd_processors(monkeypatch: pytest.MonkeyPatch) ->
         found = ["forward" in vars(layer) for layer in layers]
         assert found == [expected and torch.backends.mkl.is_available(), False]
     linear._is_faster.cache_clear()
+
+
+def test_making_a_model_keeps_freed_memory_wherever_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    empty = torch.empty
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        made.append(empty(*args, **options))
+        return made[-1]
+
+    linear.keep_freed_memory.cache_clear()
+    with torch.device("meta"):
+        monkeypatch.setattr(torch, "empty", watched)
+        linear.read_faster(nn.Sequential())
+    assert [(x.device.type, x.nbytes >> 20) for x in made] == [("cpu", 31)]

@@ -28,8 +28,9 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from linbias._run.files import Record, move_into_place, read_json, write_json
 from linbias._run.processes import is_main
 from linbias.lm.checkpoints import Checkpoints
-from linbias.lm.memory import PeakMemory, keep_freed_memory
+from linbias.lm.memory import PeakMemory
 from linbias.lm.watch import ProgressBar
+from linbias.models.linear import keep_freed_memory
 from linbias.torch import context_parallel
 
 _WRITER = "inline_container|PytorchStreamWriter"  # in each error of PyTorch's writer

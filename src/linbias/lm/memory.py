@@ -73,16 +73,3 @@ def _resident_peak() -> int:
     except (OSError, IndexError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep memory that a step frees for the step after.
-
-    glibc gives larger arrays back to the system as soon as they are freed, and fetching them anew, page by page, took 6%
-    of a training step on a CPU. It stops doing so for arrays up to the largest that was ever freed, 32 MiB at most: one
-    of that size is. Elsewhere nothing happens.
-
-    Source:
-        mallopt(3), M_MMAP_THRESHOLD: the dynamic threshold.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
