@@ -277,6 +277,7 @@ def test_making_a_model_keeps_freed_memory_wherever_it_is_made(
 
     linear.keep_freed_memory.cache_clear()
     with torch.device("meta"):
+        assert empty(0).device.type == "meta"
         monkeypatch.setattr(torch, "empty", watched)
         linear.read_faster(nn.Sequential())
     assert [(x.device.type, x.nbytes >> 20) for x in made] == [("cpu", 31)]
