@@ -3,7 +3,8 @@
     python benchmarks/bench_decode.py                 # S=65,536, H=32, G=8, D=128, bfloat16
 
 Ours with a bound on the key norms (as a cache keeps it), ours without (all keys are read once for their norms), ours with all slopes
-0 (nothing can be left unread), and PyTorch's scaled_dot_product_attention without a bias (enable_gqa).
+0 (nothing can be left unread), ours with positions that say what counting would, of each batch row and of each head, and PyTorch's
+scaled_dot_product_attention without a bias (enable_gqa).
 """
 
 import argparse
@@ -30,6 +31,8 @@ def main() -> None:
     q, k, v = (torch.randn(B, heads, n, D).bfloat16() for heads, n in ((H, 1), (G, S), (G, S)))
     bound = k.float().norm(dim=-1).amax(-1) * 1.001
     zero = torch.zeros(H)
+    counted = torch.arange(S, dtype=torch.float64).expand(B, S)
+    of_heads = counted[:, None].repeat(1, H, 1)
     plain = torch.nn.functional.scaled_dot_product_attention
     functions = {
         "cpu, key_bound": lambda: linbias.torch.attention(
@@ -39,10 +42,16 @@ def main() -> None:
         "cpu, slopes 0": lambda: linbias.torch.attention(
             q, k, v, zero, key_bound=bound, implementation="cpu"
         ),
+        "cpu, positions": lambda: linbias.torch.attention(
+            q, k, v, key_bound=bound, positions=counted, implementation="cpu"
+        ),
+        "cpu, positions of heads": lambda: linbias.torch.attention(
+            q, k, v, key_bound=bound, positions=of_heads, implementation="cpu"
+        ),
         "sdpa, no bias": lambda: plain(q, k, v, enable_gqa=True),
     }
     expected = linbias.torch.attention(q, k, v, implementation="dense").float()
-    for name in ("cpu, key_bound", "cpu"):
+    for name in ("cpu, key_bound", "cpu", "cpu, positions", "cpu, positions of heads"):
         error = (functions[name]().float() - expected).abs().max().item()
         if not error < 2e-2:
             raise SystemExit(f"{name} is wrong by {error:.3g}")
@@ -56,7 +65,7 @@ def main() -> None:
             "inputs": "random normal", **record.here(),
         }  # fmt: skip
         record.write(line, path)
-        print(f"{line['case']} {name:18} {line['p50_ms']:10.2f} ms  {line['p50_ms'] / first:6.2f}")
+        print(f"{line['case']} {name:23} {line['p50_ms']:10.2f} ms  {line['p50_ms'] / first:6.2f}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 The points are cells of a square grid, 70% of it and in any order, as tiles of tissue on a slide; the slopes are the
 paper's. Peers: PyTorch's scaled_dot_product_attention without a bias (for scale: it computes something else), and with the bias
-as its mask, where that has room. Results are checked against `dense` in a few rows. Records go to records, or where --records says.
+as its mask, made before the call and in it, where that has room. Results are checked against `dense` in a few rows. Records go to records, or where --records says.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch import Tensor
 import linbias
 import linbias.torch
 import record
+from linbias._checks import TOLERANCE
 from linbias.kernels import core
 from linbias.torch import points as functional
 from linbias.torch import points_blocked, points_cpu
@@ -54,6 +55,10 @@ def functions(
     if H * N * N * q.element_size() < MASK_LIMIT_BYTES:
         bias = bias_of(points, points, H)[None]
         found["sdpa mask"] = lambda: plain(q, k, v, attn_mask=bias)
+        slopes, at = -torch.tensor(linbias.slopes(H), dtype=torch.float32), points.float()
+        found["sdpa mask, made"] = lambda: plain(
+            q, k, v, attn_mask=(torch.cdist(at, at) * slopes[:, None, None])[None]
+        )
     return found
 
 
@@ -87,6 +92,19 @@ def work_kept(name: str, q: Tensor, k: Tensor, v: Tensor, points: Tensor) -> flo
     return round(visited.double().mean().item() / -(-len(points) // size), 4)
 
 
+def work_needed(q: Tensor, k: Tensor, points: Tensor) -> float:
+    """The share of pairs that no choice can do without, each row losing at most the tolerance of its weights."""
+    H, N, D = q.shape[1:]
+    needed = 0
+    for rows in torch.arange(N).split(500):
+        bias = bias_of(points[rows], points, H)
+        for h in range(H):
+            weights = (q[0, h, rows] @ k[0, h].T * D**-0.5 + bias[h]).softmax(-1)
+            dropped = weights.sort(-1).values.double().cumsum(-1) <= TOLERANCE["float32"]
+            needed += int((~dropped).sum())
+    return needed / (H * N * N)
+
+
 def describe(q: Tensor, name: str, backward: bool, times: list[float]) -> dict[str, object]:
     """The fields that every record has."""
     B, H, N, D = q.shape
@@ -111,6 +129,7 @@ def bench(num_points: int, options: argparse.Namespace, path: Path) -> None:
         if name != "sdpa, no bias":
             check(name, function(), q, k, v, points)
     kept = {name: work_kept(name, q, k, v, points) for name in runnable}
+    needed = round(work_needed(q, k, points), 4) if "sdpa mask" in runnable else None
     timed = runnable
     if options.backward:
         dout = torch.randn_like(v)
@@ -122,11 +141,14 @@ def bench(num_points: int, options: argparse.Namespace, path: Path) -> None:
     times = record.interleave(timed, options.repeats)
     first = record.spread(next(iter(times.values())))["p50_ms"]
     for name, values in times.items():
-        line = describe(q, name, options.backward, values) | {"work_kept": kept[name]}
+        line = describe(q, name, options.backward, values) | {
+            "work_kept": kept[name],
+            "work_needed": needed,
+        }
         record.write(line, path)
         share = "" if kept[name] is None else f"  work kept {kept[name]:.1%}"
         print(
-            f"{line['case']:14} {name:14} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / first:6.2f}{share}",
+            f"{line['case']:14} {name:15} {line['p50_ms']:10.1f} ms  {line['p50_ms'] / first:6.2f}{share}",
             flush=True,
         )
 

@@ -301,6 +301,7 @@ def points_table() -> str:
             "cpu": "linbias",
             "blocked": "linbias, in PyTorch operations",
             "sdpa mask": "PyTorch's SDPA, the bias as its mask, made before",
+            "sdpa mask, made": "PyTorch's SDPA, the bias as its mask, made in the call",
             "sdpa, no bias": "PyTorch's SDPA without a bias",
         },
         {"points-7000": "7,000 points", "points-28000": "28,000 points"},
