@@ -34,7 +34,7 @@ NAMES = {
     "fastembed": "fastembed",
     "vllm": "vLLM",
 }
-LOST = " **Lost**, with the time of the best in that of linbias:"
+LOST = "Lost: what the best other takes, in what linbias takes"
 MODELS = {
     "bloom-560m": "BLOOM-560m",
     "mpt": "MPT (12 layers)",
@@ -124,15 +124,20 @@ def where(row: Row) -> str:
 
 
 def verdict(machines: Sequence[Sequence[Row]]) -> str:
-    """How often linbias was the fastest on each machine, and every place where it was not."""
-    sentences = []
+    """How often linbias was the fastest on each machine, and a table of every case where it was not."""
+    sentences, lost = [], {}
     for rows in machines:
         for field, what in (("read_s", "reading or embedding a text"), ("token_ms", "a generated token")):  # fmt: skip
             found = races(rows, field)
-            lost = [race for race in sorted(found, key=lambda race: race.ratio) if race.ratio < 1]
-            sentences.append(f"- {machine(rows)}, {what}: linbias is the fastest in {len(found) - len(lost)} of {len(found)} cases.{LOST * bool(lost)}")  # fmt: skip
-            sentences += [f"  - {where(race.row)}: {NAMES[race.best]}, {race.ratio:.2f}" for race in lost]  # fmt: skip
-    return "\n".join(sentences)
+            behind = [race for race in found if race.ratio < 1]
+            sentences.append(f"- {machine(rows)}, {what}: linbias is the fastest in {len(found) - len(behind)} of {len(found)} cases.")  # fmt: skip
+            for race in behind:
+                cell = f"{race.ratio:.2f} {NAMES[race.best]}"
+                lost.setdefault(f"{what}: {where(race.row)}", {})[machine(rows)] = cell
+    names = [machine(rows) for rows in machines]
+    table = [f"| **{LOST}** | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    table += [f"| {case} | " + " | ".join(cells.get(name, "") for name in names) + " |" for case, cells in sorted(lost.items())]  # fmt: skip
+    return "\n".join([*sentences, *(["", *table] if lost else [])])
 
 
 def goals(machines: Sequence[Sequence[Row]]) -> str:
@@ -245,12 +250,16 @@ def reasons(rows: Sequence[Row]) -> str:
     together: dict[tuple[str, str], list[str]] = {}
     for (why, engine), places in found.items():
         together.setdefault((why, "; ".join(places)), []).append(engine)
-    lines = [f"- {NAMES[row['engine']]} is not here: `{row['absent']}`." for row in rows if "absent" in row]  # fmt: skip
-    lines += [f"- {' and '.join(engines)}: {why.replace('|', ' ')} ({places})." for (why, places), engines in together.items()]  # fmt: skip
+    cells = [(NAMES[row["engine"]], f"not here: `{row['absent']}`", "") for row in rows if "absent" in row]  # fmt: skip
+    cells += [(" and ".join(engines), why, places) for (why, places), engines in together.items()]
+    lines = ["| engine | why there is no number | where |", "|---|---|---|"] if cells else []
+    lines += [
+        f"| {engine} | {why.replace('|', ' ')} | {places} |" for engine, why, places in cells
+    ]
     beside = [row for row in rows if row.get("others", 0) > 0.05]
     if beside:
         most = max(row["others"] for row in beside)
-        lines.append(f"- {len(beside)} of {sum('read_s' in row for row in rows)} cells were measured while others used more than 5% of the cores (at most {most:.0%}).")  # fmt: skip
+        lines.append(f"\n{len(beside)} of {sum('read_s' in row for row in rows)} cells were measured while others used more than 5% of the cores (at most {most:.0%}).")  # fmt: skip
     return "\n".join(lines)
 
 
