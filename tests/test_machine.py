@@ -14,7 +14,7 @@ from linbias import _machine
         ("GenuineIntel", 6, "avx2 amx_bf16", "A B with AMX"),
     ],
 )
-def test_a_name_tells_what_the_systems_hides(
+def test_a_name_tells_what_the_system_hides(
     maker: str, family: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = (
