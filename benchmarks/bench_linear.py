@@ -2,13 +2,14 @@
 
     python benchmarks/bench_linear.py
 
-Without gradients, at BLOOM-560m's width: single layers for 1, 8 and 512 tokens, as PyTorch computes them and through oneDNN; the
-weights of all 24 blocks for one token, which come from memory as in a model, also as products of a matrix and a vector; and the
-layer before a GELU, with that apart and in one step. `linbias.models.linear` chooses among these by the processor. Records go
+Without gradients, at BLOOM-560m's width: single layers for 1, 8 and 512 tokens, as PyTorch computes them, through oneDNN, and
+through oneDNN from weights that `prepack` ordered for it; the weights of all 24 blocks, which come from memory as in a model, for one token
+also as products of a matrix and a vector; and the layer before a GELU, with that apart and in one step. `linbias.models.linear` chooses among these by the processor. Records go
 to records, or where --records says.
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,11 @@ NUM_BLOCKS = 24
 
 
 def by_onednn(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear._read(layer, x, "none", "")
+    return linear._read(layer, x, "none", "", layer.weight)
+
+
+def prepacked(layer: nn.Linear) -> nn.Module:
+    return linear.prepack(copy.copy(layer))
 
 
 def by_vector(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -63,19 +68,32 @@ def main() -> None:
             layer = nn.Linear(inputs, outputs, dtype=dtype)
             for tokens in options.tokens:
                 x = torch.randn(1, tokens, inputs, dtype=dtype)
-                ways = {"PyTorch": lambda x=x, layer=layer: layer(x), "oneDNN": lambda x=x, layer=layer: by_onednn(layer, x)}  # fmt: skip
+                packed = prepacked(layer)
+                ways = {
+                    "PyTorch": lambda x=x, layer=layer: layer(x),
+                    "oneDNN": lambda x=x, layer=layer: by_onednn(layer, x),
+                    "oneDNN, prepacked": lambda x=x, packed=packed: packed(x),
+                }
                 compare(f"linear-{inputs}-{outputs}-{tokens}", name, ways, options)
         layers = [nn.Linear(*shape, dtype=dtype) for _ in range(NUM_BLOCKS) for shape in BLOCK]
+        packed = [prepacked(layer) for layer in layers]
         rows = {n: torch.randn(1, 1, n, dtype=dtype) for n in (1024, 4096)}
         compare("linear-all-1", name, {
             "PyTorch": lambda layers=layers, rows=rows: through_all(nn.Linear.__call__, layers, rows),
             "oneDNN": lambda layers=layers, rows=rows: through_all(by_onednn, layers, rows),
             "matrix and vector": lambda layers=layers, rows=rows: through_all(by_vector, layers, rows),
+            "oneDNN, prepacked": lambda packed=packed, rows=rows: through_all(nn.Linear.__call__, packed, rows),
+        }, options)  # fmt: skip
+        rows = {n: torch.randn(1, 512, n, dtype=dtype) for n in (1024, 4096)}
+        compare("linear-all-512", name, {
+            "PyTorch": lambda layers=layers, rows=rows: through_all(nn.Linear.__call__, layers, rows),
+            "oneDNN": lambda layers=layers, rows=rows: through_all(by_onednn, layers, rows),
+            "oneDNN, prepacked": lambda packed=packed, rows=rows: through_all(nn.Linear.__call__, packed, rows),
         }, options)  # fmt: skip
         wide, x = layers[2], torch.randn(1, 512, 1024, dtype=dtype)
         compare("linear-gelu-512", name, {
             "PyTorch": lambda wide=wide, x=x: gelu(wide(x), approximate="tanh"),
-            "oneDNN": lambda wide=wide, x=x: linear._read(wide, x, "gelu", "tanh"),
+            "oneDNN": lambda wide=wide, x=x: linear._read(wide, x, "gelu", "tanh", wide.weight),
         }, options)  # fmt: skip
 
 

@@ -2,11 +2,15 @@
 
 import copy
 import io
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +23,17 @@ from transformers import (
 )
 
 from linbias import _machine
-from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, linear, unfuse
+from linbias.models import (
+    LinbiasBertConfig,
+    LinbiasBertModel,
+    LinbiasConfig,
+    LinbiasForCausalLM,
+    fuse,
+    install,
+    linear,
+    prepack,
+    unfuse,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
@@ -281,3 +295,166 @@ def test_making_a_model_keeps_freed_memory_wherever_it_is_made(
         monkeypatch.setattr(torch, "empty", watched)
         linear.read_faster(nn.Sequential())
     assert [(x.device.type, x.nbytes >> 20) for x in made] == [("cpu", 31)]
+
+
+def layer_and_inputs() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(48, 40)), torch.randn(2, 3, 48)
+
+
+def prepacked(layer: nn.Module) -> bool:
+    """Whether a layer still reads the weight that `prepack` made of its own."""
+    return vars(layer)["forward"].args[1].weight is not None
+
+
+@pytest.mark.parametrize("make", [bloom, falcon, mpt])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_prepacked_model_answers_as_before_until_it_is_unfused(
+    make: Callable[[], Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_is_faster", lambda: False)
+    if dtype not in linear._types():
+        pytest.skip("this processor does not multiply bfloat16")
+    model, x = make().to(dtype), tokens(2, 9)
+    expected = fuse(model)(x).logits
+    row = model(x[:1, :1]).logits
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    names = [name for name, _ in model.named_parameters()]
+    assert prepack(model) is model
+    assert calls(lambda: model(x)) == layers
+    assert gelus(lambda: model(x)) == 0
+    error = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    torch.testing.assert_close(model(x).logits, expected, **error)
+    torch.testing.assert_close(model(x[:1, :1]).logits, row, **error)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(prepacked(module) for module in model.modules() if isinstance(module, nn.Linear))
+    unfuse(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_encoders_and_models_that_nobody_fused_are_prepacked_too() -> None:
+    for model in (make_encoder(), falcon()):
+        x = tokens(1, 7)
+        expected = model(x)[0]
+        linear.read_as_before(model)
+        prepack(model)
+        assert calls(lambda model=model, x=x: model(x)) > 4
+        torch.testing.assert_close(model(x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def make_encoder() -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    return LinbiasBertModel(LinbiasBertConfig(intermediate_size=64, **sizes)).eval()
+
+
+def add_with_gradients_off(layer: nn.Linear) -> None:
+    layer.weight.add_(1)
+
+
+def load_other_weights(layer: nn.Linear) -> None:
+    layer.load_state_dict({name: x + 1 for name, x in layer.state_dict().items()})
+
+
+def set_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data + 1
+
+
+def merge_through_data(layer: nn.Linear) -> None:
+    layer.weight.data += 1  # as PEFT merges: PyTorch does not count it
+
+
+def set_another_weight(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [add_with_gradients_off, load_other_weights, set_data, merge_through_data, set_another_weight],
+)
+@torch.no_grad()
+def test_a_weight_that_changes_after_prepacking_is_read(change: Callable[[Any], None]) -> None:
+    for row in (False, True):
+        layer, x = layer_and_inputs()
+        prepack(layer)
+        layer(x)
+        change(layer[0])
+        if row and change is not merge_through_data:
+            x = x[:1, :1]
+        expected = nn.functional.linear(x, layer[0].weight, layer[0].bias)
+        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(layer(x[:1, :1]), expected[:1, :1])
+        assert not prepacked(layer[0])
+        prepack(layer)
+        torch.testing.assert_close(layer(x), expected)
+        assert prepacked(layer[0])
+
+
+def test_a_prepacked_layer_learns_and_its_copies_read_their_own_weights() -> None:
+    layer, x = layer_and_inputs()
+    prepack(layer)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    with torch.no_grad():
+        before = layer(x)
+    for other in (copy.deepcopy(layer), torch.load(saved, weights_only=False)):
+        assert not prepacked(other[0])
+        with torch.no_grad():
+            torch.testing.assert_close(other(x), before)
+            other[0].weight.zero_()
+            torch.testing.assert_close(other(x), other[0].bias.expand_as(before))
+            torch.testing.assert_close(layer(x), before)
+    layer(x).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            layer(x), nn.functional.linear(x, layer[0].weight, layer[0].bias)
+        )
+
+
+@torch.no_grad()
+def test_what_cannot_be_prepacked_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 4, device="meta")).half()
+    with torch.inference_mode():
+        uncounted = nn.Linear(48, 40)
+    for layer in (half, uncounted):
+        prepack(layer)
+        assert not any("forward" in vars(module) for module in layer.modules())
+    monkeypatch.setattr(linear, "_has_onednn", lambda: False)
+    layer, _ = layer_and_inputs()
+    assert "forward" not in vars(prepack(layer)[0])
+    with pytest.raises(TypeError, match=r"prepack: model must be a torch\.nn\.Module, got str"):
+        prepack("bloom")  # type: ignore[arg-type]
+
+
+def resident_mb(address: int) -> float:
+    """How much of the mapping that holds an address is in memory."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "Rss:":
+            return int(rest[0]) / 1024
+    raise AssertionError("no mapping holds the address")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are given back on Linux")
+@torch.no_grad()
+def test_weights_of_a_file_leave_memory_once_they_are_prepacked(tmp_path: Path) -> None:
+    layer = nn.Linear(1024, 4096)
+    save_file({"weight": layer.weight.data}, tmp_path / "layer.safetensors")
+    os.sync()  # since pages that are not on the disk yet stay
+    expected = layer(torch.ones(2, 1024))
+    loaded = load_file(tmp_path / "layer.safetensors")["weight"]
+    for weight, is_of_a_file in ((loaded, True), (loaded.clone(), False)):
+        layer.weight.data = weight
+        assert weight.sum().isfinite()
+        assert resident_mb(weight.data_ptr()) > 15
+        prepack(layer)
+        assert (resident_mb(weight.data_ptr()) < 2) == is_of_a_file
+        torch.testing.assert_close(layer(torch.ones(2, 1024)), expected)
+        torch.testing.assert_close(weight, layer.weight.data)

@@ -1,11 +1,11 @@
-"""linbias: `fuse` and `generate` of Transformers; encoders with `linbias.models`."""
+"""linbias: `fuse`, `prepack`, and `generate` of Transformers; encoders with `linbias.models`, prepacked."""
 
 from typing import Any
 
 from transformers.utils import logging
 
 import decoding
-from linbias.models import fuse
+from linbias.models import fuse, prepack
 from models import load
 from worker import Job
 
@@ -16,4 +16,4 @@ logging.disable_progress_bar()
 class Engine(decoding.Transformers):
     def __init__(self, job: Job) -> None:
         model: Any = load(job.folder, job.dtype)
-        super().__init__(fuse(model) if job.shape.task == "generate" else model, job)
+        super().__init__(prepack(fuse(model) if job.shape.task == "generate" else model), job)

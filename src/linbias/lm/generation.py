@@ -14,6 +14,7 @@ from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.streaming import stream as stream_tokens
+from linbias.models.linear import prepack
 from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.window_cache import WindowCache
@@ -135,7 +136,7 @@ def _opened(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
     files = Files.at("generate", readable_model("generate", path))
-    model, tokenizer = load(files), load_tokenizer(files)
+    model, tokenizer = prepack(load(files)), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
             f"generate: model must be causal, got {path}, which tells masked tokens from both sides"

@@ -1,7 +1,7 @@
 """Models with ALiBi: every family through one door, existing models of Transformers on our attention, and models to train.
 
 `load` reads a folder or a name of the Hugging Face Hub; `fuse` and `unfuse` take a BLOOM, Falcon or MPT model at hand;
-`embed` makes vectors of documents, `convert` writes encoders as folders that Transformers reads alone, `WindowCache` reads
+`prepack` has any of them read faster on a CPU; `embed` makes vectors of documents, `convert` writes encoders as folders that Transformers reads alone, `WindowCache` reads
 endless texts. `LinbiasForCausalLM`, `LinbiasForMaskedLM` and `LinbiasForConditionalGeneration` are models to train. Importing
 this changes nothing in Transformers; `install` makes the families known to its Auto classes.
 """
@@ -26,6 +26,7 @@ from linbias.models.encoders.embed import Embedded, embed
 from linbias.models.families import install
 from linbias.models.fused import fuse, unfuse
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
+from linbias.models.linear import prepack
 from linbias.models.loading import load, load_tokenizer
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig
@@ -47,6 +48,7 @@ __all__ = [
     "install",
     "load",
     "load_tokenizer",
+    "prepack",
     "unfuse",
 ]
 

@@ -113,7 +113,7 @@ def _weights(q: Tensor, k: Tensor, left: Tensor, places: Places) -> Tensor:
     return found if places.is_token is None else found * places.is_token[:, None, :, None]
 
 
-_TOKENS_AT_ONCE = 1024  # whose feed-forward part fits into a processor's cache
+_TOKENS_AT_ONCE = 512  # whose feed-forward part fits into a processor's cache
 
 
 class FeedForward(nn.Module):
@@ -131,8 +131,11 @@ class FeedForward(nn.Module):
         """Many tokens, where nothing is kept for gradients, in pieces: what lies in between is eight times as wide as `hidden`."""
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._compute(hidden)
-        pieces = hidden.split(_TOKENS_AT_ONCE, dim=-2)
-        return torch.cat([self._compute(piece) for piece in pieces], dim=-2)
+        out = torch.empty_like(hidden)
+        pieces = (x.split(_TOKENS_AT_ONCE, dim=-2) for x in (hidden, out))
+        for piece, part in zip(*pieces, strict=True):
+            part.copy_(self._compute(piece))
+        return out
 
     def _compute(self, hidden: Tensor) -> Tensor:
         first, second = self.gated(hidden).chunk(2, dim=-1)
@@ -159,6 +162,7 @@ class Layer(GradientCheckpointingLayer):
         """[..., hidden_size], and the attention weights [B, H, T, T] if asked."""
         attended, weights = self.attention(hidden, places, output_attentions)
         normed = self.attention_norm(hidden + self.dropout(attended))
+        del attended  # whose memory the feed-forward part may use
         if self.residual_norm is not None:
             normed = self.residual_norm(hidden + normed)
         return self.feed_forward_norm(normed + self.feed_forward(normed)), weights

@@ -26,6 +26,7 @@ from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.documents import Document, Id
 from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
+from linbias.models.linear import prepack
 from linbias.models.loading import Files, load, load_tokenizer
 
 _POOLINGS = ("mean", "cls")
@@ -133,6 +134,7 @@ def embed(
         "model": _fingerprint_of_model(model),
         "documents": _fingerprint_of_documents(documents, tokens),
     }
+    prepack(model)  # now that all of it has been read
     names, counts = tuple(d.id for d in documents), tuple(len(row) for row in tokens)
     if target is None:
         vectors = _run(pool, documents, tokens, batches, None, progress)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
-from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES, FalconLinear
+from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
 from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
@@ -34,7 +34,6 @@ from linbias.torch.choice import IMPLEMENTATIONS
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
 _GENERATE = tuple(family.language_model for family in FAMILIES.values())
-_LINEAR = (nn.Linear, FalconLinear)
 _ROUNDINGS = ("exact", "checkpoint")
 
 
@@ -114,7 +113,7 @@ def fuse(
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
-    read_faster(model, _LINEAR)
+    read_faster(model)
     for module in _around(model):
         check_texts(module)
         # BLOOM's own already returns [B, S].
@@ -223,7 +222,7 @@ def _fuse_when_built(family: Family) -> None:
     def end_building(self: Any) -> None:
         end(self)
         if self.config._attn_implementation == NAME:
-            read_faster(self, _LINEAR)
+            read_faster(self)
 
     base.__init__ = build_checked
     base.post_init = end_building

@@ -1,0 +1,70 @@
+"""Weights of linear layers in the order in which oneDNN multiplies, kept beside the layers' own.
+
+oneDNN brings a weight into that order in every call, which for one token takes as long as the product. Kept so, it is read at the
+rate of memory. The layer's own weight stays where it was, for whoever saves, trains or inspects the model; if it is mapped
+from a file, as that of a safetensors folder is, its pages go back to the system, which reads them again when somebody asks.
+"""
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_ROWS = 64  # of an input to order for: any number above one gives the same order, which is also the faster one for one row
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4 and later, which the module mmap does not name
+
+
+class Prepacked:
+    """One weight, and how to see that the layer's own is no longer what it was made from.
+
+    Copies and pickles of it hold nothing: a copy of a model reads its own weights.
+    """
+
+    weight: Tensor | None = None
+
+    def __init__(self, own: Tensor) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(own.detach(), _ROWS)
+        self._seen = (own.data_ptr(), own._version)
+        self._first_row = own.detach()[0].clone()
+        give_back_pages(own)
+
+    def of(self, own: Tensor, input: Tensor) -> Tensor | None:
+        """The weight in oneDNN's order, or None from when on the layer's own is seen to have changed.
+
+        PyTorch counts changes, but not those through `.data`, by which adapters are merged; so inputs of several rows, such as
+        a prompt, also compare the first row.
+        """
+        if self.weight is None:
+            return None
+        has_changed = (own.data_ptr(), own._version) != self._seen or (
+            input.numel() > input.shape[-1] and not torch.equal(own[0], self._first_row)
+        )
+        if has_changed:
+            self.weight = None
+        return self.weight
+
+    def __getstate__(self) -> None:
+        return None
+
+
+def give_back_pages(x: Tensor) -> None:
+    """Let the system drop the pages of an array that is mapped from a file; memory of the process stays as it is."""
+    if not sys.platform.startswith("linux") or not _is_mapped_from_a_file(x.data_ptr()):
+        return
+    start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (x.data_ptr() + x.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0:
+        # Older systems refuse, and keep the pages: nothing is lost.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _PAGE_OUT)
+
+
+def _is_mapped_from_a_file(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, _, _, _, inode, *_ = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in area.split("-"))
+        if start <= address < end:
+            return inode != "0"
+    return False
