@@ -68,9 +68,7 @@ PUBLIC += [
 ]
 PUBLIC += [(linbias.jax, name) for name in ("attention", "attention_weights", "merge")]
 PUBLIC += [(linbias.jax.context_parallel, name) for name in ("attention", "needed_halo")]
-PUBLIC += [
-    (linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "save", "weights")
-]
+PUBLIC += [(linbias.plots, name) for name in ("bias", "loss_by_length", "reach", "weights")]
 PUBLIC += [(explore, name) for name in explore.__all__]
 PUBLIC += [(linbias.jax.flax, name) for name in ("attention_fn", "mha_alibi")]
 PUBLIC += [

@@ -61,6 +61,7 @@ def prepack(model: Model) -> Model:
 
     Example:
         >>> from transformers import BloomConfig, BloomForCausalLM
+        >>> from linbias.models import fuse
         >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
         >>> model = prepack(fuse(model))
 

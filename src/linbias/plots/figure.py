@@ -1,9 +1,7 @@
 """What all figures share: their width, their letters, and how they are saved and shown."""
 
 import io
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -12,7 +10,7 @@ from matplotlib.figure import Figure
 
 from linbias.explain import printable
 
-SINGLE_COLUMN, DOUBLE_COLUMN = 3.3, 6.9  # inches: what most two-column papers have
+_COLUMNS = {"single": 3.3, "double": 6.9}  # inches, as most papers in two columns have them
 
 STYLE = {
     "font.size": 7,
@@ -31,12 +29,17 @@ STYLE = {
     "hatch.linewidth": 0.4,
     "hatch.color": "#BBBBBB",
 }
-# Letters stay letters, which a reader can search and a publisher accepts.
+# Letters stay letters, which a reader can search and a publisher accepts: no outlines, no fonts of type 3.
 _FILES = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "savefig.dpi": 300}
 
 
 class PaperFigure(Figure):
-    """A figure that notebooks show by themselves, though `pyplot` does not know it."""
+    """A figure that notebooks show by themselves, though `pyplot` does not know it, and whose files a paper can use as they are."""
+
+    def savefig(self, *args: Any, **kwargs: Any) -> None:
+        """As Matplotlib's, with letters as letters, and 300 dots per inch where dots are asked for."""
+        with rc_context(_FILES):
+            super().savefig(*args, **kwargs)
 
     def _repr_svg_(self) -> str:
         buffer = io.StringIO()
@@ -44,35 +47,14 @@ class PaperFigure(Figure):
         return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file: vectors for .pdf, .svg and .eps, 300 dots per inch for .png.
-
-    Letters stay letters (no outlines, no fonts of type 3), so that they can be searched and set again.
-
-    Args:
-        figure: Any Matplotlib figure.
-        path: Its ending says the format.
-
-    Raises:
-        ValueError: Matplotlib does not know the format.
-
-    Example:
-        >>> from linbias.plots import bias
-        >>> save(bias([0.5, 0.25], 8), tmp_path / "bias.pdf")
-    """
-    with rc_context(_FILES):
-        figure.savefig(Path(path))
-
-
 def inches(function: str, width: float | str) -> float:
     """A width in inches from a number of them, or from the name of a column."""
-    named = {"single": SINGLE_COLUMN, "double": DOUBLE_COLUMN}
     if isinstance(width, str):
-        if width not in named:
+        if width not in _COLUMNS:
             raise ValueError(
                 f"{function}: width must be 'single', 'double' or inches, got {width!r}"
             )
-        return named[width]
+        return _COLUMNS[width]
     if not width > 0:
         raise ValueError(f"{function}: width must be positive, got {width}")
     return float(width)

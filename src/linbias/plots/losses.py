@@ -40,7 +40,7 @@ def loss_by_length(
 
     Example:
         >>> loss_by_length("output/extrapolate")  # doctest: +SKIP
-        >>> save(loss_by_length(run.evaluations, width=3.0), "loss.pdf")  # doctest: +SKIP
+        >>> loss_by_length(run.evaluations, width=3.0).savefig("loss.pdf")  # doctest: +SKIP
 
     Source: Press, Smith and Lewis, ICLR 2022, figure 4.
     """
