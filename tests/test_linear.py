@@ -369,9 +369,18 @@ def set_another_weight(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(layer.weight + 1)
 
 
+def free_and_set_another(layer: nn.Linear) -> None:
+    weight = layer.weight.detach() + 1
+    del layer.weight
+    layer.weight = nn.Parameter(weight.clone())  # which may lie where the other lay
+
+
 @pytest.mark.parametrize(
     "change",
-    [add_with_gradients_off, load_other_weights, set_data, merge_through_data, set_another_weight],
+    [
+        *(add_with_gradients_off, load_other_weights, set_data, merge_through_data),
+        *(set_another_weight, free_and_set_another),
+    ],
 )
 @torch.no_grad()
 def test_a_weight_that_changes_after_prepacking_is_read(change: Callable[[Any], None]) -> None:
@@ -415,11 +424,13 @@ def test_a_prepacked_layer_learns_and_its_copies_read_their_own_weights() -> Non
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 def test_what_cannot_be_prepacked_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     half = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 4, device="meta")).half()
     with torch.inference_mode():
         uncounted = nn.Linear(48, 40)
-    for layer in (half, uncounted):
+    made_anew = nn.utils.weight_norm(nn.Linear(48, 40))
+    for layer in (half, uncounted, made_anew):
         prepack(layer)
         assert not any("forward" in vars(module) for module in layer.modules())
     monkeypatch.setattr(linear, "_has_onednn", lambda: False)

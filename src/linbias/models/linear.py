@@ -74,10 +74,20 @@ def prepack(model: Model) -> Model:
     keep_freed_memory()
     if _has_onednn():
         for module in _large_layers(model):
-            own = module.weight
-            if own.device.type == "cpu" and own.dtype in _types() and not own.is_inference():
-                vars(module)[forward_name(module)] = partial(_forward_prepacked, module, Prepacked(own))  # fmt: skip
+            if _is_packable(module.weight):
+                way = partial(_forward_prepacked, module, Prepacked(module.weight))
+                vars(module)[forward_name(module)] = way
     return model
+
+
+def _is_packable(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies it fast, it lasts (that of `torch.nn.utils.weight_norm` does not), and PyTorch counts its changes."""
+    return (
+        isinstance(weight, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype in _types()
+        and not weight.is_inference()
+    )
 
 
 def read_as_before(model: nn.Module) -> None:

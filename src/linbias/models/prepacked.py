@@ -8,6 +8,7 @@ from a file, as that of a safetensors folder is, its pages go back to the system
 import ctypes
 import mmap
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ class Prepacked:
 
     def __init__(self, own: Tensor) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(own.detach(), _ROWS)
+        self._own = weakref.ref(own)
         self._seen = (own.data_ptr(), own._version)
         self._first_row = own.detach()[0].clone()
         give_back_pages(own)
@@ -39,8 +41,10 @@ class Prepacked:
         """
         if self.weight is None:
             return None
-        has_changed = (own.data_ptr(), own._version) != self._seen or (
-            input.numel() > input.shape[-1] and not torch.equal(own[0], self._first_row)
+        has_changed = (
+            self._own() is not own
+            or (own.data_ptr(), own._version) != self._seen
+            or (input.numel() > input.shape[-1] and not torch.equal(own[0], self._first_row))
         )
         if has_changed:
             self.weight = None
