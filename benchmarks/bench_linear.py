@@ -3,22 +3,25 @@
     python benchmarks/bench_linear.py
 
 Without gradients, at BLOOM-560m's width: single layers for 1, 8 and 512 tokens, as PyTorch computes them, through oneDNN, and
-through oneDNN from weights that `prepack` ordered for it; the weights of all 24 blocks, which come from memory as in a model, for one token
-also as products of a matrix and a vector; and the layer before a GELU, with that apart and in one step. `linbias.models.linear` chooses among these by the processor. Records go
-to records, or where --records says.
+through oneDNN from weights that `prepack` ordered for it; the weights of all 24 blocks, which come from memory as in a model, for one
+token also as products of a matrix and a vector; and the layer before a GELU, with that apart and in one step. Then a whole model of
+that shape, as Transformers has it, fused, and fused and prepacked, from a folder with random weights: a forward pass over 512 tokens,
+and over one more. `linbias.models.linear` chooses among these by the processor. Records go to records, or where --records says.
 """
 
 import argparse
 import copy
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
+from transformers import BloomConfig, BloomForCausalLM
 
 import record
-from linbias.models import linear
+from linbias.models import fuse, linear, prepack
 
 SHAPES = ((1024, 3072), (1024, 4096), (4096, 1024))
 BLOCK = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))
@@ -30,7 +33,7 @@ def by_onednn(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def prepacked(layer: nn.Linear) -> nn.Module:
-    return linear.prepack(copy.copy(layer))
+    return prepack(copy.copy(layer))
 
 
 def by_vector(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -51,6 +54,30 @@ def compare(case: str, dtype: str, ways: dict[str, Callable[[], object]], option
         record.write(line, options.records or record.default_path())
     medians = ", ".join(f"{name} {spread['p50_ms']:.3f} ms" for name, spread in spreads.items())
     print(f"{dtype:9} {case}: {medians}")
+
+
+def compare_models(dtype: str, options: argparse.Namespace) -> None:
+    config = BloomConfig(vocab_size=8192, hidden_size=1024, n_layer=NUM_BLOCKS, n_head=16)
+    with tempfile.TemporaryDirectory() as folder:
+        BloomForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+        models = {
+            name: change(BloomForCausalLM.from_pretrained(folder, dtype=dtype).eval())
+            for name, change in (
+                ("Transformers", lambda model: model),
+                ("fused", fuse),
+                ("fused, prepacked", lambda model: prepack(fuse(model))),
+            )
+        }
+        text = torch.randint(config.vocab_size, (1, 512))
+        compare("model-512", dtype, {
+            name: lambda model=model: model(text, use_cache=False) for name, model in models.items()
+        }, options)  # fmt: skip
+        with torch.no_grad():
+            caches = {name: model(text).past_key_values for name, model in models.items()}
+        compare("model-1-after-512", dtype, {
+            name: lambda name=name, model=model: model(text[:, :1], past_key_values=caches[name])
+            for name, model in models.items()
+        }, options)  # fmt: skip
 
 
 def main() -> None:
@@ -95,6 +122,7 @@ def main() -> None:
             "PyTorch": lambda wide=wide, x=x: gelu(wide(x), approximate="tanh"),
             "oneDNN": lambda wide=wide, x=x: linear._read(wide, x, "gelu", "tanh", wide.weight),
         }, options)  # fmt: skip
+        compare_models(name, options)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,13 @@ def test_max_length_and_precision(encoder: Path) -> None:
     assert 1e-4 < gap < 0.05 and narrow.vectors.dtype == np.float32
 
 
+def test_its_model_is_prepacked(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("linbias.models.encoders.embed.prepack", seen.append)
+    embed(encoder, [Document("a", "near")], device="cpu")
+    assert [type(model) for model in seen] == [LinbiasBertModel]
+
+
 def test_batches_are_under_their_budget() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 200).tolist()
     batches = plan_batches([*lengths, 1000], 256)

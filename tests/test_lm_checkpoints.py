@@ -9,7 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from contract import rows
 from linbias.data.corpus import Corpus
@@ -146,6 +152,18 @@ def test_what_is_no_checkpoint_is_left_alone(interrupted: Path, tmp_path: Path) 
     (folder / "checkpoint-\u0667").mkdir()
     assert Checkpoints(folder).latest() == folder / "checkpoint-10"
     assert len(list(folder.iterdir())) == 6
+
+
+def test_a_model_that_writes_is_prepacked(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PreTrainedModel] = []
+
+    def watched(model: PreTrainedModel) -> PreTrainedModel:
+        seen.append(model)
+        return model
+
+    monkeypatch.setattr("linbias.lm.generation.prepack", watched)
+    generate(unbroken, "ab", max_new_tokens=2)
+    assert len(seen) == 1
 
 
 def test_the_newest_undamaged_checkpoint_of_an_unfinished_run_is_a_model(

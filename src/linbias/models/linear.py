@@ -47,7 +47,7 @@ def prepack(model: Model) -> Model:
     names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
 
     The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
-    in its own type: the system takes their pages back. It takes a second for each GB.
+    in its own type: the system takes their pages back. It takes about a second for each GB.
 
     Args:
         model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
@@ -66,8 +66,8 @@ def prepack(model: Model) -> Model:
         >>> model = prepack(fuse(model))
 
     Note:
-        Changes are seen where PyTorch counts them, and where they alter a weight's first row. One that goes through `.data`
-        and leaves the first row as it was is not: call `prepack` again.
+        A change that PyTorch counts is seen at once. One that goes through `.data`, as when adapters are merged, is seen by the
+        next call with several rows, such as a prompt, and only if it alters the weight's first row: else call `prepack` again.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
