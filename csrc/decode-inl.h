@@ -1,12 +1,13 @@
 // Part of attention-inl.h, included within its namespace.
 //
-// Few queries against a long cache: nothing is packed, keys and values are read where they lie. Each query row first
-// visits its nearest blocks, one by one. What the certificate then still asks for is cut into pieces of fixed length,
-// which threads share out (few heads may have long windows) and whose sums are merged in order. The certificate needs a
-// bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all keys and values are read
-// once to find one, which costs what it takes to read them.
+// Few queries against a long cache: nothing is packed, keys and values are read where they lie, and memory is asked for
+// them before they are needed: between two tokens a model reads all its weights, so that no cache holds them any more.
+// Each query row first visits its nearest blocks, one by one. What the certificate then still asks for is cut into
+// pieces of fixed length, which threads share out (few heads may have long windows) and whose sums are merged in order.
+// The certificate needs a bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all
+// keys and values are read once to find one, which costs what it takes to read them.
 constexpr int64_t kFewQueries = 4, kLargestSize = 256;
-constexpr int64_t kNearBlocks = 16, kPieceBlocks = 32;
+constexpr int64_t kNearBlocks = 4, kPieceBlocks = 32;
 
 // What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
 template <typename In>
@@ -169,15 +170,20 @@ struct DecodeTask {
     const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
     int64_t next[2] = {row.position >= 0 ? smaller_of(row.position / kKeys, blocks - 1) : -1, 0};
     next[kRight] = next[kLeft] + 1;
-    if (next[kLeft] >= 0) self.visit(next[kLeft]--, row);
+    if (next[kLeft] >= 0) {
+      self.prefetch_keys(row, next[kLeft]);
+      self.visit(next[kLeft], row, next[kLeft] - 1);
+      --next[kLeft];
+    }
     bool open[2] = {!row.hidden[kLeft] && next[kLeft] >= 0, !row.hidden[kRight] && next[kRight] < blocks};
     for (int64_t turn = 0; turn < 2 * kNearBlocks && (open[kLeft] || open[kRight]); ++turn) {
       const Side side = static_cast<Side>(turn % 2);
       if (!open[side]) continue;
       open[side] = !self.is_covered(row, side, next[side]);
       if (!open[side]) continue;
-      self.visit(next[side], row);
+      const int64_t block = next[side];
       next[side] += side == kLeft ? -1 : 1;
+      self.visit(block, row, next[side]);
       open[side] = next[side] >= 0 && next[side] < blocks;
     }
     for (int side = kLeft; side <= kRight; ++side) {
@@ -212,7 +218,9 @@ struct DecodeTask {
     const int64_t from = (piece - self.pieces[at]) * kPieceBlocks;
     const int64_t to = smaller_of(from + kPieceBlocks, count);
     const int64_t first = self.begin[at] + (outwards > 0 ? from : 1 - to);
-    for (int64_t i = 0; i < to - from; ++i) self.visit(first + i, row);  // as they lie, which memory is quickest at
+    self.prefetch_keys(row, first);
+    for (int64_t i = 0; i < to - from; ++i)
+      self.visit(first + i, row, first + i + 1);  // as they lie: memory is quickest at that
     self.store_sums(row, self.num_rows() + piece);
   }
 
@@ -278,21 +286,39 @@ struct DecodeTask {
     }
   }
 
-  // Ask memory for the values of a block, which are read once its keys have been.
-  void prefetch_values(const In* value, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) {
-      const char* row = reinterpret_cast<const char*>(value + i * call.v.row);
-      for (int64_t at = 0; at < call.E * static_cast<int64_t>(sizeof(In)); at += 64) __builtin_prefetch(row + at);
-    }
+  // How many keys a block has, which need not exist.
+  static int64_t count_keys(const Row& row, int64_t block) {
+    return block < 0 ? 0 : larger_of(int64_t{0}, smaller_of(kKeys, row.num_keys - block * kKeys));
   }
 
-  void visit(int64_t block, Row& row) const {
-    const int64_t from = block * kKeys, count = smaller_of(kKeys, row.num_keys - from);
+  // Ask memory for rows of keys or values. The empty instruction is an effect that GCC sees: functions that only ask
+  // memory it takes for functions without one, and leaves out.
+  static LINBIAS_INLINE void prefetch(const In* from, int64_t count, int64_t stride, int64_t size) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < count; ++i) {
+      const char* row = reinterpret_cast<const char*>(from + i * stride);
+      for (int64_t at = 0; at < size * static_cast<int64_t>(sizeof(In)); at += 64) __builtin_prefetch(row + at);
+    }
+    __asm__ volatile("");
+  }
+
+  void prefetch_keys(const Row& row, int64_t block) const {
+    prefetch(row.keys + block * kKeys * call.k.row, count_keys(row, block), call.k.row, call.D);
+  }
+
+  // Add a block to the sums of a row. While its keys are read memory is asked for its values, and after them for the
+  // keys of the block that is likely to follow: both blocks whole would crowd each other out of the first cache.
+  void visit(int64_t block, Row& row, int64_t following) const {
+    const int64_t from = block * kKeys, count = count_keys(row, block);
     const In *key = row.keys + from * call.k.row, *value = row.values + from * call.v.row;
     int64_t i = 0;
-    prefetch_values(value, count);
-    for (; i + kLanes <= count; i += kLanes) products(row, key + i * call.k.row, row.score + i);
+    for (; i + kLanes <= count; i += kLanes) {
+      prefetch(value + i * call.v.row, kLanes, call.v.row, call.E);
+      products(row, key + i * call.k.row, row.score + i);
+    }
+    prefetch(value + i * call.v.row, count - i, call.v.row, call.E);
     for (; i < count; ++i) row.score[i] = product(row, key + i * call.k.row);
+    prefetch_keys(row, following);
     W high = -kInfinity<W>;
     for (i = 0; i < kKeys; ++i) {
       const int64_t distance = row.position - from - i;

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
