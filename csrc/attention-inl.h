@@ -154,7 +154,7 @@ template <typename In>
 template <typename W, typename In>
 Status forward_as(const Call& call, const Forward& results) {
   const bool small = call.T <= kFewQueries && call.D <= kLargestSize && call.E <= kLargestSize;
-  if (small && call.S > kKeys && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
+  if (small && !call.precise && !(call.dropout > 0)) return decode_as<W, In>(call, results);
 #if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
     if (is_across<In>(call)) return forward_with<ForwardAcross<In>>(call, results);

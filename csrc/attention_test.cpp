@@ -158,6 +158,9 @@ void test_the_definition() {
       {2, 6, 2, 3, 2100, 13, 70, false},
       {2, 6, 3, 4, 1500, 16, 16, false, true, {700, 1600}},
       {2, 6, 3, 2, 400, 8, 24, true, true, {-1, 433}},
+      // and one of a single block: among the keys, before and behind them
+      {2, 6, 2, 1, 64, 64, 32},
+      {2, 6, 2, 2, 41, 13, 70, false, false, {-30, 45}},
   };
   for (const Case& c : cases) {
     run_on_every_target<float, double>(c);

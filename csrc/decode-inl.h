@@ -262,27 +262,19 @@ struct DecodeTask {
     find_slopes(call, row.b, row.h, row.slope, row.hidden);
   }
 
-  W product(const Row& row, const In* key) const {
-    Vector<W> total{};
-    int64_t d = 0;
-    for (; d + kLanes <= call.D; d += kLanes) total += load(row.q + d) * load_wide(key + d);
-    W rest = 0;
-    for (; d < call.D; ++d) rest += row.q[d] * static_cast<W>(widen(key[d]));
-    return sum<W>(total) + rest;
-  }
-
-  // Products of the query with one vector of keys.
-  LINBIAS_INLINE void products(const Row& row, const In* key, W* to) const {
+  // Products of the query with one vector of keys; those after `last` are as the last.
+  LINBIAS_INLINE void products(const Row& row, const In* key, int64_t last, W* to) const {
+    const auto at = [&](int64_t i, int64_t d) { return key + smaller_of(i, last) * call.k.row + d; };
     Vector<W> totals[kLanes] = {};
     int64_t d = 0;
     for (; d + kLanes <= call.D; d += kLanes) {
       const Vector<W> q = load(row.q + d);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) totals[i] += q * load_wide(key + i * call.k.row + d);
+      for (int i = 0; i < kLanes; ++i) totals[i] += q * load_wide(at(i, d));
     }
     store<W>(to, sum_of_each(totals));
     for (; d < call.D; ++d) {
-      for (int i = 0; i < kLanes; ++i) to[i] += row.q[d] * static_cast<W>(widen(key[i * call.k.row + d]));
+      for (int i = 0; i < kLanes; ++i) to[i] += row.q[d] * static_cast<W>(widen(*at(i, d)));
     }
   }
 
@@ -314,10 +306,12 @@ struct DecodeTask {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
       prefetch(value + i * call.v.row, kLanes, call.v.row, call.E);
-      products(row, key + i * call.k.row, row.score + i);
+      products(row, key + i * call.k.row, kLanes - 1, row.score + i);
     }
-    prefetch(value + i * call.v.row, count - i, call.v.row, call.E);
-    for (; i < count; ++i) row.score[i] = product(row, key + i * call.k.row);
+    if (i < count) {
+      prefetch(value + i * call.v.row, count - i, call.v.row, call.E);
+      products(row, key + i * call.k.row, count - i - 1, row.score + i);
+    }
     prefetch_keys(row, following);
     W high = -kInfinity<W>;
     for (i = 0; i < kKeys; ++i) {
@@ -438,7 +432,9 @@ Status decode_as(const Call& call, const Forward& results) {
                          ends.data,
                          ends.data + num_rows * 2,
                          ends.data + num_rows * 4};
-  if (!call.key_bound) {
+  if (!call.key_bound && num_blocks == 1) {
+    for (int64_t i = 0; i < 2 * num_heads; ++i) reach.data[i] = kInfinity<W>;  // to find it is to read it
+  } else if (!call.key_bound) {
     const int64_t tasks = round_up(num_blocks, task.kBlocksAtOnce) / task.kBlocksAtOnce;
     parallel(call, num_heads * tasks, DecodeTask<W, In>::measure, &task);
     for (int64_t head = 0; head < num_heads; ++head) task.accumulate(head);

@@ -59,12 +59,13 @@ def test_the_mass_that_is_missing_lies_just_below_the_tolerance(
 
     run = functools.partial(lse_of_torch, implementation, gradients, bounded)
     for dtype in (torch.float64, torch.float32):
-        for T, S in ((1, 9000), (70, 6000)):
+        # A decoded row has seen little when it decides how far to read: with flat slopes, of few keys and for a large tolerance.
+        for T, S in ((1, 2000 if pattern == "flat" else 9000), (70, 6000)):
             least = {"far": -1, "flat": 0.05, "steep": 0.4}.get(pattern, 0.5)
             tiles = implementation == "cpu" and (T > 1 or gradients)
             if pattern == "one-in-64" and not tiles:  # they know more of a block than its radius
                 least = -1
-            tolerances = MANY if pattern == "steep" else TOLERANCES
+            tolerances = MANY if pattern == "steep" else (0.5, *TOLERANCES)
             for sides in (1, 2):
                 check_where_attained(
                     functools.partial(run, dtype=dtype), pattern, T, S, sides, least, tolerances
