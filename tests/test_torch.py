@@ -377,6 +377,44 @@ def test_slopes_of_any_kind_are_taken():
         assert torch.equal(linbias.torch.attention(q, k, v, left), expected)
 
 
+@pytest.mark.parametrize("inference", (False, True))
+def test_slopes_that_changed_since_the_last_call_are_checked_again(inference):
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    with torch.inference_mode(inference):
+        slopes = torch.tensor([0.5, 0.25])
+        for wrong in (slopes.clone(), slopes):
+            linbias.torch.attention(q, k, v, slopes)
+            wrong[1] = -0.25
+            with pytest.raises(
+                ValueError, match=r"slopes must be at least 0 \(or inf\), got -0.25"
+            ):
+                linbias.torch.attention(q, k, v, wrong)
+        with pytest.raises(ValueError, match="right_slopes must be"):
+            linbias.torch.attention(q, k, v, causal=False, right_slopes=slopes)
+
+
+@pytest.mark.parametrize("bounded", (False, True))
+@pytest.mark.parametrize("S", (1, 37, 64, 65))
+@pytest.mark.parametrize("start", (-300, -1, 0, 36, 70))
+def test_one_query_stands_anywhere_around_few_keys(start, S, bounded):
+    """Before, among and behind them: the compiled core reads the block with the query, and asks about the others."""
+    q, k, v = torch.randn(3, 2, 2, S, 20, dtype=torch.float64)
+    q, starts = q[:, :, :1] * 3, torch.tensor([start, start + 1])
+    bound = k.norm(dim=-1).amax(-1) * 1.001 if bounded else None
+    out = linbias.torch.attention(
+        q,
+        k,
+        v,
+        [0.5, 0.01],
+        causal=False,
+        query_start=starts,
+        key_bound=bound,
+        implementation="cpu",
+    )
+    truth = linbias.attention(*(x.numpy() for x in (q, k, v)), [0.5, 0.01], causal=False, query_start=starts.numpy())  # fmt: skip
+    np.testing.assert_allclose(out, truth, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("default", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("kind", (list, np.array))
 def test_slopes_are_not_rounded_to_the_default_dtype(kind, default):

@@ -58,6 +58,9 @@ def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
     return layer if isinstance(layer, AttendingLayer) else None
 
 
+_VANISHING = torch.tensor(2.0**-56, dtype=torch.float32, device="cpu")
+
+
 @dataclass(eq=False)
 class _Buffers:
     """Keys and values [B, G, room, size], of which the first rows are in use.
@@ -139,9 +142,10 @@ class GrowingLayer(DynamicLayer):
         new = self.keys[:, :, self._num_bounded :].detach()
         if new.numel():
             wide = torch.promote_types(new.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide)
+            norm = norm[0, :, 0] if new.shape[0] == new.shape[2] == 1 else norm.amax((0, 2))
             # More than the rounding of the norm, and than the squares that vanish in it.
-            norm = norm * (1 + 2**-16) + 2**-56
+            norm = torch.add(_VANISHING, norm, alpha=1 + 2**-16)
             self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
             self._num_bounded = self.keys.shape[2]
         return None if self._bound is None else self._bound.expand(len(self.keys), -1)
@@ -157,11 +161,11 @@ class GrowingLayer(DynamicLayer):
                 _with_room(self.values, old, value_states, new),
                 old,
             )
-        buffers.keys[:, :, old:new] = key_states
-        buffers.values[:, :, old:new] = value_states
+        buffers.keys.narrow(2, old, new - old).copy_(key_states)
+        buffers.values.narrow(2, old, new - old).copy_(value_states)
         buffers.num_written = new
         self._buffers = buffers
-        self.keys, self.values = buffers.keys[:, :, :new], buffers.values[:, :, :new]
+        self.keys, self.values = buffers.keys.narrow(2, 0, new), buffers.values.narrow(2, 0, new)
 
     def _forget_if_replaced(self) -> None:
         """Drop buffers and bound unless keys and values are those that the last update left."""

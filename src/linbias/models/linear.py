@@ -156,40 +156,48 @@ def keep_freed_memory() -> None:
 def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     """`gelu(module(input), approximate=approximate)`, in one step where the module is a layer whose way of reading has one."""
     way = vars(module).get("forward")
-    if (
-        isinstance(way, partial)
-        and not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
-        and _is_plain(input, module.weight, module.bias)
-        and (weight := _weight_for_onednn(way, module, input)) is not None
+    if isinstance(way, partial) and not (
+        module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook()
     ):
-        return _read(module, input, "gelu", approximate, weight)
+        own, bias = _parameters(module)
+        if _is_plain(input, own, bias):
+            weight = _weight_for_onednn(way, own, input)
+            if weight is not None:
+                return _read(input, weight, bias, "gelu", approximate)
     return gelu(module(input), approximate=approximate)
 
 
-def _weight_for_onednn(way: Any, module: nn.Linear, input: Tensor) -> Tensor | None:
+def _weight_for_onednn(way: Any, own: Tensor, input: Tensor) -> Tensor | None:
     """What oneDNN multiplies an input by in this way of reading; None if the way is another."""
     if way.func is _forward or (way.func is _forward_row and _are_rows(input)):
-        return module.weight
+        return own
     if way.func is _forward_prepacked:
         prepacked: Prepacked = way.args[1]
-        return prepacked.of(module.weight, input)
+        return prepacked.of(own, input)
     return None
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
-    if _is_plain(input, module.weight, module.bias):
-        return _read(module, input, "none", "", module.weight)
+    own, bias = _parameters(module)
+    if _is_plain(input, own, bias):
+        return _read(input, own, bias)
     return type(module).forward(module, input)
 
 
 def _forward_prepacked(module: nn.Linear, prepacked: Prepacked, input: Tensor) -> Tensor:
-    if _is_plain(input, module.weight, module.bias):
-        weight = prepacked.of(module.weight, input)
+    own, bias = _parameters(module)
+    if _is_plain(input, own, bias):
+        weight = prepacked.of(own, input)
         if weight is not None:
-            return _read(module, input, "none", "", weight)
+            return _read(input, weight, bias)
     way: Any = _faster_way() or type(module).forward
     output: Tensor = way(module, input)
     return output
+
+
+def _parameters(module: nn.Module) -> tuple[Any, Tensor | None]:
+    """The weight and the bias, looked up faster than as attributes; None in place of a weight that is no parameter."""
+    return module._parameters.get("weight"), module._parameters.get("bias")
 
 
 def _are_rows(input: Tensor) -> bool:
@@ -197,32 +205,37 @@ def _are_rows(input: Tensor) -> bool:
 
 
 def _forward_row(module: nn.Linear, input: Tensor) -> Tensor:
-    if (
-        input.dtype == torch.bfloat16
-        and not _are_rows(input)
-        and _is_plain(input, module.weight, module.bias)
-    ):
-        row, weight, bias = input.reshape(-1), module.weight, module.bias
-        output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    own, bias = _parameters(module)
+    if input.dtype == torch.bfloat16 and not _are_rows(input) and _is_plain(input, own, bias):
+        row = input.reshape(-1)
+        output = torch.mv(own, row) if bias is None else torch.addmv(bias, own, row)
         return output.view(*input.shape[:-1], -1)
     return type(module).forward(module, input)
 
 
-def _read(module: Any, input: Tensor, activation: str, approximate: str, weight: Tensor) -> Tensor:
+def _read(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str = "none",
+    approximate: str = "",
+) -> Tensor:
     operator: Any = torch.ops.mkldnn._linear_pointwise
-    output: Tensor = operator(input, weight, module.bias, activation, [], approximate)
+    output: Tensor = operator(input, weight, bias, activation, [], approximate)
     return output
 
 
-def _is_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether a call is one on the CPU in which neither autograd nor anything else of PyTorch takes part."""
     return (
-        not torch.is_grad_enabled()
+        weight is not None
+        and not torch.is_grad_enabled()
         and untransformed(input, weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and input.dtype == weight.dtype
         and input.dtype in _types()
-        and input.device.type == weight.device.type == "cpu"
+        and input.is_cpu
+        and weight.is_cpu
         and input.numel() > 0
     )
 

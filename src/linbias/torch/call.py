@@ -1,6 +1,7 @@
 """A call of attention from its arguments to its results: check them, fill in what they leave open, choose, run."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -282,17 +283,32 @@ def _check_values(
     S: int,
 ) -> None:
     """Check what only the values tell, where reading them does not wait for a device."""
-    slopes_left, slopes_right, ranges, starts = (
+    for name, slopes in (("slopes", left), ("right_slopes", right)):
+        if slopes is not None and slopes.device.type == "cpu":
+            _check_slopes(function, name, slopes)
+    ranges, starts = (
         None if x is None or x.device.type != "cpu" else transforms.known_values(x)
-        for x in (left, right, key_range, query_start)
+        for x in (key_range, query_start)
     )
-    for name, slope in (("slopes", slopes_left), ("right_slopes", slopes_right)):
-        if slope is not None:
-            _checks.check_slope_values(function, name, slope)
     if ranges is not None:
         _checks.check_key_range_values(function, ranges, S)
     if starts is not None:
         _checks.check_query_start_values(function, starts)
+
+
+# Slopes that the last call checked, by argument, with their version: most calls have those of the one before.
+_last_slopes: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+
+
+def _check_slopes(function: str, name: str, slopes: Tensor) -> None:
+    last = _last_slopes.get(name)
+    if last is not None and last[0]() is slopes and last[1] == slopes._version:
+        return
+    values = transforms.known_values(slopes)
+    if values is not None:
+        _checks.check_slope_values(function, name, values)
+    if not slopes.is_inference():  # whose changes PyTorch does not count
+        _last_slopes[name] = weakref.ref(slopes), slopes._version
 
 
 def _check_positions(
