@@ -58,9 +58,6 @@ def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
     return layer if isinstance(layer, AttendingLayer) else None
 
 
-_VANISHING = torch.tensor(2.0**-56, dtype=torch.float32, device="cpu")
-
-
 @dataclass(eq=False)
 class _Buffers:
     """Keys and values [B, G, room, size], of which the first rows are in use.
@@ -145,7 +142,7 @@ class GrowingLayer(DynamicLayer):
             norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide)
             norm = norm[0, :, 0] if new.shape[0] == new.shape[2] == 1 else norm.amax((0, 2))
             # More than the rounding of the norm, and than the squares that vanish in it.
-            norm = torch.add(_VANISHING, norm, alpha=1 + 2**-16)
+            norm.mul_(1 + 2**-16).add_(2**-56)
             self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
             self._num_bounded = self.keys.shape[2]
         return None if self._bound is None else self._bound.expand(len(self.keys), -1)
