@@ -295,7 +295,8 @@ struct DecodeTask {
   }
 
   void prefetch_keys(const Row& row, int64_t block) const {
-    prefetch(row.keys + block * kKeys * call.k.row, count_keys(row, block), call.k.row, call.D);
+    const int64_t count = count_keys(row, block);
+    if (count > 0) prefetch(row.keys + block * kKeys * call.k.row, count, call.k.row, call.D);
   }
 
   // Add a block to the sums of a row. While its keys are read memory is asked for its values, and after them for the
