@@ -305,8 +305,9 @@ def _check_slopes(function: str, name: str, slopes: Tensor) -> None:
     if last is not None and last[0]() is slopes and last[1] == slopes._version:
         return
     values = transforms.known_values(slopes)
-    if values is not None:
-        _checks.check_slope_values(function, name, values)
+    if values is None:
+        return
+    _checks.check_slope_values(function, name, values)
     if not slopes.is_inference():  # whose changes PyTorch does not count
         _last_slopes[name] = weakref.ref(slopes), slopes._version
 
