@@ -139,8 +139,7 @@ class GrowingLayer(DynamicLayer):
         new = self.keys[:, :, self._num_bounded :].detach()
         if new.numel():
             wide = torch.promote_types(new.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide)
-            norm = norm[0, :, 0] if new.shape[0] == new.shape[2] == 1 else norm.amax((0, 2))
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
             # More than the rounding of the norm, and than the squares that vanish in it.
             norm.mul_(1 + 2**-16).add_(2**-56)
             self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
