@@ -1,6 +1,7 @@
 """Linear layers of models that read through oneDNN: the same answers as PyTorch's own, and its own wherever anything looks on."""
 
 import copy
+import ctypes
 import io
 import mmap
 import os
@@ -477,3 +478,33 @@ def test_weights_of_a_file_leave_memory_once_they_are_prepacked(tmp_path: Path) 
         assert (resident_mb(weight) < 2) == is_of_a_file
         torch.testing.assert_close(layer(torch.ones(2, 1024)), expected)
         torch.testing.assert_close(weight, layer.weight.data)
+
+
+def large_pages_mb() -> int:
+    """How much of the process lies in large pages."""
+    (line,) = (
+        line
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if line.startswith("AnonHugePages:")
+    )
+    return int(line.split()[1]) >> 10
+
+
+def gives_large_pages() -> bool:
+    """Whether the system moves what lies in memory into large pages at once when it is asked."""
+    memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(bytes(8 << 20))
+    before = large_pages_mb()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    done = ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(8 << 20), 25)
+    return done == 0 and large_pages_mb() - before >= 4
+
+
+def test_prepacked_weights_lie_in_large_pages() -> None:
+    if not (sys.platform.startswith("linux") and gives_large_pages()):
+        pytest.skip("the system has no large pages to give")
+    # One after the other, as in a model: what is added to the heap for the next one must not end the pages of the last.
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)])  # 4 MB each
+    before = large_pages_mb()
+    prepack(model)
+    assert large_pages_mb() - before > 80

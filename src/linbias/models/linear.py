@@ -22,7 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from linbias import _machine
-from linbias.models.prepacked import Prepacked
+from linbias.models.prepacked import Prepacked, use_large_pages
 from linbias.torch.direct import untransformed
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,10 +73,12 @@ def prepack(model: Model) -> Model:
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
     keep_freed_memory()
     if _has_onednn():
+        made = []
         for module in _large_layers(model):
             if _is_packable(module.weight):
-                way = partial(_forward_prepacked, module, Prepacked(module.weight))
-                vars(module)[forward_name(module)] = way
+                made.append(Prepacked(module.weight))
+                vars(module)[forward_name(module)] = partial(_forward_prepacked, module, made[-1])
+        use_large_pages(made)
     return model
 
 
