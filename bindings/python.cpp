@@ -114,11 +114,14 @@ NB_MODULE(_cpu, m) {
       optional("precise", &Call::precise));
   bind_record<Forward>(m, "Forward",
       required("out", &Forward::out),
-      required("row_max", &Forward::row_max),
-      required("log_sum", &Forward::log_sum),
-      required("visited", &Forward::visited),
-      required("visited_tiles", &Forward::visited_tiles),
+      optional("row_max", &Forward::row_max),
+      optional("log_sum", &Forward::log_sum),
+      optional("visited", &Forward::visited),
+      optional("visited_tiles", &Forward::visited_tiles),
       optional("narrow", &Forward::narrow));
+  bind_record<NewTokens>(m, "NewTokens",
+      required("k", &NewTokens::k), required("v", &NewTokens::v),
+      required("key_bound", &NewTokens::key_bound));
   bind_record<Backward>(m, "Backward",
       required("dout", &Backward::dout),
       optional("dlse", &Backward::dlse),
@@ -138,6 +141,12 @@ NB_MODULE(_cpu, m) {
   m.def(
       "forward", [](const Call& call, const Forward& results) { run([&] { return forward(call, results); }); },
       nb::arg("call"), nb::arg("results"));
+  m.def(
+      "forward",
+      [](const Call& call, const NewTokens& tokens, const Forward& results) {
+        run([&] { return forward(call, tokens, results); });
+      },
+      nb::arg("call"), nb::arg("tokens"), nb::arg("results"));
   m.def(
       "backward", [](const Call& call, const Backward& results) { run([&] { return backward(call, results); }); },
       nb::arg("call"), nb::arg("results"));

@@ -164,6 +164,12 @@ Status forward_as(const Call& call, const Forward& results) {
 }
 
 template <typename W, typename In>
+Status forward_as(const Call& call, const NewTokens& tokens, const Forward& results) {
+  append_as<W, In>(call, tokens);
+  return forward_as<W, In>(call, results);
+}
+
+template <typename W, typename In>
 Status backward_as(const Call& call, const Backward& results) {
 #if defined(LINBIAS_ACROSS)
   if constexpr (kAcross<In>) {
@@ -181,6 +187,16 @@ Status forward(const Call& call, const Forward& results) {
     case DType::float64: return forward_as<double, double>(call, results);
     case DType::float16: return forward_as<float, Float16>(call, results);
     case DType::bfloat16: return forward_as<float, Bfloat16>(call, results);
+  }
+  return Status::ok;
+}
+
+Status forward(const Call& call, const NewTokens& tokens, const Forward& results) {
+  switch (call.dtype) {
+    case DType::float32: return forward_as<float, float>(call, tokens, results);
+    case DType::float64: return forward_as<double, double>(call, tokens, results);
+    case DType::float16: return forward_as<float, Float16>(call, tokens, results);
+    case DType::bfloat16: return forward_as<float, Bfloat16>(call, tokens, results);
   }
   return Status::ok;
 }

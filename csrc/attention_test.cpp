@@ -670,6 +670,57 @@ void test_rows_may_lie_apart() {
   });
 }
 
+// New tokens are written to the last rows of keys and values, and raise the bound; then it is the call that follows.
+template <typename In>
+void test_new_tokens_go_into_the_cache() {
+  using W = typename Type<In>::Wide;
+  const auto same_bits = [](const std::vector<In>& a, const std::vector<In>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(In)) == 0;
+  };
+  for (const Case& c : {Case{1, 4, 2, 1, 70, 16, 64}, Case{2, 4, 4, 3, 131, 37, 5}, Case{1, 2, 1, 4, 4, 64, 32}}) {
+    const Inputs x = draw(c, sizeof(In) == 2);
+    const std::string name = describe(c, Type<In>::name);
+    on_every_target([&] {
+      Arrays<In> whole(c, x), grown(c, x);
+      std::vector<In> k, v;
+      const auto take_last_rows = [&](std::vector<In>& from, std::vector<In>& to, std::int64_t size) {
+        for (std::int64_t head = 0; head < c.B * c.G; ++head) {
+          const auto last = from.begin() + ((head + 1) * c.S - c.T) * size;
+          to.insert(to.end(), last, last + c.T * size);
+          std::fill_n(last, c.T * size, narrow<In>(kNan));
+        }
+      };
+      take_last_rows(grown.k, k, c.D);
+      take_last_rows(grown.v, v, c.E);
+      std::vector<double> all(grown.bound.size(), 0);  // the largest norms, of earlier keys and of all
+      for (std::int64_t head = 0; head < c.B * c.G; ++head) {
+        double earlier = 0;
+        for (std::int64_t s = 0; s < c.S; ++s) {
+          double square = 0;
+          for (std::int64_t d = 0; d < c.D; ++d) square += std::pow(x.k[(head * c.S + s) * c.D + d], 2);
+          all[head] = std::max(all[head], std::sqrt(square));
+          if (s < c.S - c.T) earlier = all[head];
+        }
+        grown.bound[head] = static_cast<W>(earlier * 1.0001);
+      }
+      whole.call.precise = grown.call.precise = false;
+      grown.call.key_bound = grown.bound.data();
+      grown.results.row_max = grown.results.log_sum = grown.results.visited = nullptr;
+      const NewTokens tokens{
+          {k.data(), c.G * c.T * c.D, c.T * c.D, c.D}, {v.data(), c.G * c.T * c.E, c.T * c.E, c.E}, grown.bound.data()};
+      forward(grown.call, tokens, grown.results);
+      for (std::int64_t head = 0; head < c.B * c.G; ++head) {
+        const double raised = static_cast<double>(grown.bound[head]);
+        check(raised >= all[head] && raised <= all[head] * 1.001, name, "a bound of all keys");
+      }
+      check(same_bits(grown.k, whole.k) && same_bits(grown.v, whole.v), name, "keys and values of all tokens");
+      whole.call.key_bound = grown.bound.data();
+      forward(whole.call, whole.results);
+      check(grown.out == whole.out, name, "new tokens attend to all");
+    });
+  }
+}
+
 void test_several_threads_may_call_at_once_and_be_interrupted() {
   const Case c{1, 2, 1, 97, 131, 8, 9, false};
   const Inputs x = draw(c, true);
@@ -746,6 +797,10 @@ int main(int count, char** names) {
            test_rows_may_lie_apart<float>,
            test_rows_may_lie_apart<double>,
            test_rows_may_lie_apart<Brain>,
+           test_new_tokens_go_into_the_cache<float>,
+           test_new_tokens_go_into_the_cache<double>,
+           test_new_tokens_go_into_the_cache<Half>,
+           test_new_tokens_go_into_the_cache<Brain>,
            test_what_is_left_out,
            test_points,
            test_several_threads_may_call_at_once_and_be_interrupted,

@@ -244,8 +244,9 @@ struct DecodeTask {
       for (int64_t i = 1; i < 2 + E; ++i) row[i] = row[i] * keep + other[i] * add;
     }
     store_output<W>(self.results, index * E, E, row + 2, 1 / (row[1] == 0 ? W{1} : row[1]));
-    static_cast<W*>(self.results.row_max)[index] = row[0];
-    static_cast<W*>(self.results.log_sum)[index] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
+    if (self.results.row_max) static_cast<W*>(self.results.row_max)[index] = row[0];
+    if (self.results.log_sum)
+      static_cast<W*>(self.results.log_sum)[index] = static_cast<W>(__builtin_log(static_cast<double>(row[1])));
   }
 
   void load_query(int64_t t, Row& row) const {
@@ -449,4 +450,29 @@ Status decode_as(const Call& call, const Forward& results) {
   parallel(call, task.pieces[num_rows * 2], DecodeTask<W, In>::run_piece, &task);
   for (int64_t row = 0; row < num_rows; ++row) DecodeTask<W, In>::finish(&task, row, 0);
   return Status::ok;
+}
+
+// Write new tokens to the last rows of the keys and values of a call, and raise the bound on the norms of its keys.
+// They are few: on the calling thread.
+template <typename W, typename In>
+void append_as(const Call& call, const NewTokens& tokens) {
+  const auto copy = [&](const Array& from, const Array& to, int64_t b, int64_t g, int64_t t, int64_t size) {
+    const In* row = row_of<In>(to, b, g, call.S - call.T + t);
+    __builtin_memcpy(const_cast<In*>(row), row_of<In>(from, b, g, t), static_cast<size_t>(size) * sizeof(In));
+  };
+  for (int64_t head = 0; head < call.B * call.G; ++head) {
+    const int64_t b = head / call.G, g = head % call.G;
+    W& bound = static_cast<W*>(tokens.key_bound)[head];
+    for (int64_t t = 0; t < call.T; ++t) {
+      copy(tokens.k, call.k, b, g, t, call.D);
+      copy(tokens.v, call.v, b, g, t, call.E);
+      const In* key = row_of<In>(tokens.k, b, g, t);
+      Vector<W> squares{};
+      W square = 0;
+      int64_t d = 0;
+      for (; d + Format<In>::kLanes <= call.D; d += Format<In>::kLanes) squares = add_squares(squares, key + d);
+      for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
+      bound = larger_or_nan(bound, length_from(square + sum<W>(squares), key, call.D) * (1 + slack_of<W>(call.D)));
+    }
+  }
 }

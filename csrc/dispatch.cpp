@@ -17,12 +17,13 @@
 
 namespace linbias {
 
-#define LINBIAS_DECLARE(name)                                   \
-  namespace name {                                              \
-  Status forward(const Call&, const Forward&);                  \
-  Status backward(const Call&, const Backward&);                \
-  Status forward(const Call&, const Points&, const Forward&);   \
-  Status backward(const Call&, const Points&, const Backward&); \
+#define LINBIAS_DECLARE(name)                                    \
+  namespace name {                                               \
+  Status forward(const Call&, const Forward&);                   \
+  Status forward(const Call&, const NewTokens&, const Forward&); \
+  Status backward(const Call&, const Backward&);                 \
+  Status forward(const Call&, const Points&, const Forward&);    \
+  Status backward(const Call&, const Points&, const Backward&);  \
   }
 LINBIAS_DECLARE(avx512_amx)
 LINBIAS_DECLARE(avx512_bf16)
@@ -39,6 +40,7 @@ struct Target {
   const char* name;
   bool (*runs_here)();
   Status (*forward)(const Call&, const Forward&);
+  Status (*forward_appended)(const Call&, const NewTokens&, const Forward&);
   Status (*backward)(const Call&, const Backward&);
   Status (*forward_points)(const Call&, const Points&, const Forward&);
   Status (*backward_points)(const Call&, const Points&, const Backward&);
@@ -104,7 +106,7 @@ const Cpu& cpu() {
 #endif
 
 // Those that CMakeLists.txt compiles, best first. On 64-bit Arm the baseline is NEON, which every such CPU has.
-#define LINBIAS_FUNCTIONS(name) name::forward, name::backward, name::forward, name::backward
+#define LINBIAS_FUNCTIONS(name) name::forward, name::forward, name::backward, name::forward, name::backward
 const Target kTargets[] = {
 #if defined(LINBIAS_TARGET_avx512_amx)
     {"avx512_amx", has_avx512_amx, LINBIAS_FUNCTIONS(avx512_amx)},
@@ -150,6 +152,9 @@ Call with_possible_threads(Call call) {
 
 Status forward(const Call& call, const Forward& results) {
   return current().forward(with_possible_threads(call), results);
+}
+Status forward(const Call& call, const NewTokens& tokens, const Forward& results) {
+  return current().forward_appended(with_possible_threads(call), tokens, results);
 }
 Status backward(const Call& call, const Backward& results) {
   return current().backward(with_possible_threads(call), results);

@@ -1,5 +1,6 @@
 """Decoding with a cache, padding and generation, for both families."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import linbias.torch
 from linbias.models.cache import GrowingLayer
+from linbias.torch import decoding
 from small_models import (
     assert_same,
     both_families,
@@ -39,11 +41,20 @@ def test_attention_is_given_a_bound_of_its_keys_whatever_happened_to_the_cache(
     model = model()
     slack = []
 
+    def step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> Tensor | None:
+        _, num_cached, key_bound, *_ = rest
+        out = decoding.decode(q, k, v, keys, *rest)
+        if out is not None:  # else `attention` follows
+            held = keys[:, :, : num_cached + k.shape[2]]
+            slack.append(key_bound - held.norm(dim=-1).amax(-1))
+        return out
+
     def attention(q: Tensor, k: Tensor, *rest: Any, key_bound: Tensor, **options: Any) -> Tensor:
         slack.append(key_bound - k.norm(dim=-1).amax(-1))
         return linbias.torch.attention(q, k, *rest, key_bound=key_bound, **options)
 
     monkeypatch.setattr("linbias.models.positions.attention", attention)
+    monkeypatch.setattr("linbias.models.cache.decoding", SimpleNamespace(decode=step))
     ids = tokens(3, 30)
     cache = model(ids[:, :7], use_cache=True).past_key_values
     layer = cache.layers[0]

@@ -25,7 +25,7 @@ def grow(layer: DynamicLayer, length: int, size: float = 1.0) -> tuple[Tensor, T
 
 def assert_bounded(layer: GrowingLayer) -> None:
     """The bound holds, and is one: far above the largest norm, no key could be left unread."""
-    bound, largest = key_bound(layer), layer.keys.norm(dim=-1).amax((0, 2))
+    bound, largest = key_bound(layer), layer.keys.norm(dim=-1).amax(2)
     assert bound is not None and bound.shape == (len(layer.keys), 3)
     assert (bound >= largest).all() and (bound <= 1.001 * largest).all()
 

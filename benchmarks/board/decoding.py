@@ -17,6 +17,8 @@ class Transformers:
     def __init__(self, model: Any, job: Job) -> None:
         torch.set_num_threads(job.threads)
         self.model = model
+        if job.shape.task == "generate":
+            model.generation_config.eos_token_id = None  # no text ends before it has all tokens
 
     def generate(self, ids: Sequence[int], count: int, tell: Tell) -> Any:
         given = torch.tensor([ids])
@@ -24,7 +26,6 @@ class Transformers:
             given,
             attention_mask=torch.ones_like(given),
             max_new_tokens=count,
-            min_new_tokens=count,
             do_sample=False,
             use_cache=True,  # MPT's configuration says no
             streamer=Streamer(tell),

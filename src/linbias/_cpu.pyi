@@ -55,12 +55,15 @@ class Forward:
         self,
         *,
         out: int,
-        row_max: int,
-        log_sum: int,
-        visited: int,
-        visited_tiles: int,
+        row_max: int = 0,
+        log_sum: int = 0,
+        visited: int = 0,
+        visited_tiles: int = 0,
         narrow: bool = False,
     ) -> None: ...
+
+class NewTokens:
+    def __init__(self, *, k: Array, v: Array, key_bound: int) -> None: ...
 
 class Backward:
     def __init__(
@@ -85,6 +88,8 @@ class Points:
 
 @overload
 def forward(call: Call, results: Forward) -> None: ...
+@overload
+def forward(call: Call, tokens: NewTokens, results: Forward) -> None: ...
 @overload
 def forward(call: Call, points: Points, results: Forward) -> None: ...
 @overload

@@ -70,11 +70,17 @@ inline constexpr std::int64_t kBlockKeys = 64;
 // is.
 struct Forward {
   void* out = nullptr;              // [B, H, T, E], wide but for `narrow`, contiguous
-  void* row_max = nullptr;          // [B, H, T], wide
-  void* log_sum = nullptr;          // [B, H, T], wide
+  void* row_max = nullptr;          // [B, H, T], wide; or null, in calls of few queries
+  void* log_sum = nullptr;          // [B, H, T], wide; likewise
   std::int32_t* visited = nullptr;  // [B, H, visited_tiles, 2], of which the first ceil(T / kTileRows) tiles are used
   std::int64_t visited_tiles = 0;
   bool narrow = false;  // `out` in the type of the inputs, which is bfloat16; backward wants it wide
+};
+
+// New tokens of a cache: what becomes the last T rows of a call's keys and values.
+struct NewTokens {
+  Array k, v;                 // [B, G, T, D], [B, G, T, E]
+  void* key_bound = nullptr;  // [B, G], wide: that of the call, raised to new keys' norms; NaN where one is not finite
 };
 
 // All arrays contiguous; dq, dk, dv are wide.
@@ -94,6 +100,7 @@ struct Backward {
 enum class Status : std::int32_t { ok = 0, out_of_memory = 1 };
 
 Status forward(const Call& call, const Forward& results);
+Status forward(const Call& call, const NewTokens& tokens, const Forward& results);  // after writing them
 Status backward(const Call& call, const Backward& results);
 
 // The CPU target in use ("baseline", "avx2", "avx512", "neon"), those that were compiled and run on this machine,

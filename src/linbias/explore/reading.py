@@ -93,8 +93,7 @@ def slopes_of(model: PreTrainedModel, num_tokens: int) -> tuple[Float64, Float64
     """
     position = getattr(model.base_model, "position", None)
     if isinstance(position, Biased):
-        nothing = torch.zeros(1, 1, num_tokens, 1)
-        found = position.fall(nothing, nothing, AttendOptions())
+        found = position.fall(torch.zeros(1, 1, num_tokens, 1), num_tokens, AttendOptions())
         if isinstance(position, LittleBird | Stepped) or "mask" in found:
             return None
         left, right = found["slopes"], found.get("right_slopes", found["slopes"])

@@ -19,6 +19,7 @@ try:
     from linbias._cpu import Backward as Backward
     from linbias._cpu import Call as Call
     from linbias._cpu import Forward as Forward
+    from linbias._cpu import NewTokens as NewTokens
     from linbias._cpu import Points as Points
     from linbias._cpu import backward as backward
     from linbias._cpu import forward as forward
@@ -44,7 +45,7 @@ ABILITIES = Abilities(
 # PyTorch's and spins after each operation, gains a quarter at 2^21 in all (2 cores).
 _WORK_PER_THREAD, _WORK_PER_AWAKE_THREAD = 1 << 26, 1 << 20
 # Few queries wait for memory: each multiply-add takes a number that no other does, and 16 times as long or more.
-_FEW_QUERIES, _FEWER = 4, 16
+FEW_QUERIES, _FEWER = 4, 16
 
 
 def why_not(problem: Problem) -> str | None:
@@ -58,7 +59,7 @@ def num_threads(
     """Threads that a call of these sizes (B H G T S D E) is worth, of those available."""
     B, H, _, T, S, D, E = sizes
     enough = _WORK_PER_AWAKE_THREAD if awake else _WORK_PER_THREAD
-    if T <= _FEW_QUERIES:
+    if T <= FEW_QUERIES:
         enough //= _FEWER
     return max(1, min(available, 1 + B * H * T * S * (D + E) // max(1, enough)))
 

@@ -58,11 +58,11 @@ class Sloped(Biased):
     def reset(self) -> None:
         """Fill parameters and buffers as those of a fresh model; called where weights were not loaded."""
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
         """As of `Biased`: slopes scaled as the configuration asks, [H], or [B, H] where rows differ."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         scaled = (
-            self._scale.apply_scale(side, k.shape[2], options.key_range)
+            self._scale.apply_scale(side, num_keys, options.key_range)
             for side in self.sides(dtype, q.device)
         )
         return dict(zip(("slopes", "right_slopes"), scaled, strict=True))
@@ -135,7 +135,7 @@ class LittleBird(Asymmetric):
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
         (B, H, T, D), S = q.shape, k.shape[2]
-        slopes = self.fall(q, k, options)
+        slopes = self.fall(q, k.shape[2], options)
         first, end = _ends(options, B, S, q.device)
         start = query_start_of(q, k, options).expand(B, 1)[:, 0]
         others = torch.stack([(first + 1).minimum(end), end], dim=-1)
@@ -169,7 +169,9 @@ class LittleBird(Asymmetric):
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
         B, S = q.shape[0], k.shape[2]
-        left, right = (x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k, options).values())
+        left, right = (
+            x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k.shape[2], options).values()
+        )
         distances = distances_of(q, k, options)[:, None]
         keys = torch.arange(S, device=q.device)
         first = _ends(options, B, S, q.device)[0][:, None, None, None]
@@ -190,10 +192,10 @@ class LocalWindow(Sloped):
         super().__init__(config, causal)
         self._window = config.window
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
-        found = super().fall(q, k, options)
-        if k.shape[2] > self._window + 1:  # else nothing is hidden
-            steps = torch.arange(k.shape[2], device=q.device)
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
+        found = super().fall(q, num_keys, options)
+        if num_keys > self._window + 1:  # else nothing is hidden
+            steps = torch.arange(num_keys, device=q.device)
             found["mask"] = (steps[:, None] - steps).abs() <= self._window
         return found
 
@@ -204,7 +206,7 @@ class LocalWindow(Sloped):
         assert k.shape[2] == S, "a window is read without a cache"
         if S <= 3 * window:  # fewer scores than in blocks
             return super().attend(q, k, v, options)
-        slopes = super().fall(q, k, options)["slopes"]
+        slopes = super().fall(q, S, options)["slopes"]
         steps = torch.arange(3 * window, device=q.device)
         count = math.ceil(S / window)
         behind = count * window - S

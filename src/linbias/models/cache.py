@@ -20,6 +20,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from linbias.models.places import Places
+from linbias.torch import decoding
 
 
 class AttendingLayer(CacheLayerMixin):
@@ -97,7 +98,9 @@ class GrowingLayer(DynamicLayer):
         # Keys and values as the last update left them, with the version of the keys.
         self._last: tuple[Tensor, Tensor, int] | None = None
         self._num_bounded = 0
-        self._bound: Tensor | None = None  # [G], at least the norms of the first _num_bounded keys
+        self._bound: Tensor | None = (
+            None  # [B, G], at least the norms of the first _num_bounded keys
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -123,14 +126,42 @@ class GrowingLayer(DynamicLayer):
             super().update(key_states, value_states)
         else:
             self._append(key_states, value_states)
-        version = 0 if self.keys.is_inference() else self.keys._version
-        self._last = self.keys, self.values, version
+        self._remember()
         return self.keys, self.values
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
+    ) -> Tensor | None:
+        """Append a few new tokens, none of them padding, and attend to all, in one step of `linbias.torch.decoding`.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, G, T, D] and [B, G, T, E].
+            slopes: [H] or [B, H], float32 or wider.
+            scale: Factor on q . k; None is 1 / sqrt(D).
+
+        Returns:
+            [B, H, T, E]; or None, and nothing has changed, where it takes `update`, `key_bound` and `attention`.
+        """
+        old = self.get_seq_length()
+        self._forget_if_replaced()
+        if self._bound is None or self._num_bounded != old or k.shape[0] != len(self._bound):
+            return None
+        new = old + k.shape[2]
+        buffers = self._with_room_for(k, v)
+        out = decoding.decode(
+            *(q, k, v, buffers.keys, buffers.values, old, self._bound, slopes, scale)
+        )
+        if out is not None:
+            self._take(buffers, new)
+            self._num_bounded = new
+            self._remember()
+        return out
 
     def key_bound(self) -> Tensor | None:
         """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
 
-        One bound serves all batch rows. Only keys that came since the last call are looked at, unless `keys`
+        Only keys that came since the last call are looked at, unless `keys`
         was replaced or, outside of inference mode, written to.
         """
         if not self.get_seq_length():
@@ -139,15 +170,22 @@ class GrowingLayer(DynamicLayer):
         new = self.keys[:, :, self._num_bounded :].detach()
         if new.numel():
             wide = torch.promote_types(new.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax((0, 2))
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax(2)
             # More than the rounding of the norm, and than the squares that vanish in it.
             norm.mul_(1 + 2**-16).add_(2**-56)
             self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
             self._num_bounded = self.keys.shape[2]
-        return None if self._bound is None else self._bound.expand(len(self.keys), -1)
+        return self._bound
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write the new tokens into the buffers, after moving to larger ones if need be."""
+        old, T = self.get_seq_length(), key_states.shape[2]
+        buffers = self._with_room_for(key_states, value_states)
+        buffers.keys.narrow(2, old, T).copy_(key_states)
+        buffers.values.narrow(2, old, T).copy_(value_states)
+        self._take(buffers, old + T)
+
+    def _with_room_for(self, key_states: Tensor, value_states: Tensor) -> _Buffers:
+        """The buffers, or larger ones with the same tokens: the rows of new tokens are free."""
         old = self.get_seq_length()
         new = old + key_states.shape[2]
         buffers = self._buffers
@@ -157,11 +195,18 @@ class GrowingLayer(DynamicLayer):
                 _with_room(self.values, old, value_states, new),
                 old,
             )
-        buffers.keys.narrow(2, old, new - old).copy_(key_states)
-        buffers.values.narrow(2, old, new - old).copy_(value_states)
-        buffers.num_written = new
+        return buffers
+
+    def _take(self, buffers: _Buffers, num_tokens: int) -> None:
+        """Hold the first tokens of buffers."""
+        buffers.num_written = num_tokens
         self._buffers = buffers
-        self.keys, self.values = buffers.keys.narrow(2, 0, new), buffers.values.narrow(2, 0, new)
+        self.keys = buffers.keys.narrow(2, 0, num_tokens)
+        self.values = buffers.values.narrow(2, 0, num_tokens)
+
+    def _remember(self) -> None:
+        version = 0 if self.keys.is_inference() else self.keys._version
+        self._last = self.keys, self.values, version
 
     def _forget_if_replaced(self) -> None:
         """Drop buffers and bound unless keys and values are those that the last update left."""
@@ -234,6 +279,16 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
         cache.layers.append(StaticLayer(first.max_cache_len) if is_static else GrowingLayer())
     kept: Tensor = cache.layers[index].update(states, states[..., :0])[0]
     return kept
+
+
+def decode(
+    cache: Cache, index: int, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
+) -> Tensor | None:
+    """As `GrowingLayer.decode`, of a layer of any cache; None where it has not come to be, or is another."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if torch.compiler.is_compiling() or type(layer) is not GrowingLayer:
+        return None
+    return layer.decode(q, k, v, slopes, scale)
 
 
 def key_bound(layer: CacheLayerMixin) -> Tensor | None:

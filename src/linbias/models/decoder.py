@@ -14,7 +14,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
-from linbias.models.cache import attending_layer, keep_beside, key_bound, use_growing_layers
+from linbias.models.cache import (
+    attending_layer,
+    decode,
+    keep_beside,
+    key_bound,
+    use_growing_layers,
+)
 from linbias.models.linear import read_faster
 from linbias.models.packing import attend_packed, packed_weights
 from linbias.models.places import Places, read_attention_mask
@@ -104,9 +110,14 @@ class SelfAttention(nn.Module):
                     f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
                     f"that do not depend on the text, got one with {type(position).__name__}"
                 )
-            fall = position.fall(q, k, AttendOptions())
+            fall = position.fall(q, k.shape[2], AttendOptions())
             places = replace(places, need_weights=output_attentions)
             gathered = own.attend(q, k, v, fall["slopes"], fall.get("scale"), places)[:, :, -keep:]
+        elif (
+            not (output_attentions or steps or self.training)
+            and (decoded := self._decode(q, k, v, position, places, past_key_values)) is not None
+        ):
+            gathered = decoded[:, :, decoded.shape[2] - keep :]
         else:
             bound = None
             if past_key_values is not None:
@@ -123,6 +134,24 @@ class SelfAttention(nn.Module):
             if output_attentions:
                 weights = position.weights(q, k, options)
         return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Position,
+        places: Places,
+        cache: Cache | None,
+    ) -> Tensor | None:
+        """What a few new tokens gather, appended to a cache in the same step; None, and nothing is appended, where it takes several."""
+        if cache is None or not (
+            isinstance(position, Biased) and position.decodes and places.are_last
+        ):
+            return None
+        num_keys = cache.get_seq_length(self.layer_index) + k.shape[2]
+        fall = position.fall(q, num_keys, AttendOptions())
+        return decode(cache, self.layer_index, q, k, v, fall["slopes"], fall.get("scale"))
 
 
 def _from_start(key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0) -> AttendOptions:

@@ -162,9 +162,9 @@ class StoredSlopes(Biased):
             self.slopes.data = before.to(self.slopes.device)
         return self
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
         stored = self.slopes[:, 0].to(torch.promote_types(q.dtype, torch.float32))
-        scaled = self._scaling.apply_scale(stored, k.shape[2], options.key_range)
+        scaled = self._scaling.apply_scale(stored, num_keys, options.key_range)
         return {"slopes": scaled, "scale": self._scale}
 
 

@@ -47,6 +47,11 @@ class Places:
     need_weights: bool = False
     ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
 
+    @property
+    def are_last(self) -> bool:
+        """Whether the new tokens stand behind all others, none of which is padding."""
+        return self.key_range is None and self.query_start is None and self.packing is None
+
     def last_queries(self, count: int) -> "Places":
         """The same for the last `count` new tokens alone; the keys stay."""
         skipped = self.positions.shape[1] - count

@@ -142,14 +142,19 @@ class Biased(Position):
         super().__init__(config, causal)
         self._implementation = config.attention_implementation
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+    @property
+    def decodes(self) -> bool:
+        """Whether slopes and a scale say it all, and the compiled core may compute it."""
+        return self.causal and self.uses_key_bound and self._implementation in ("auto", "cpu")
+
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
         """Return the arguments of `linbias.torch.attention` that the method is: slopes, and perhaps scale and mask."""
         raise NotImplementedError
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
     ) -> Tensor:
-        given = {**self.fall(q, k, options), **options._asdict()}
+        given = {**self.fall(q, k.shape[2], options), **options._asdict()}
         implementation: str = self._implementation
         return attention(
             q, k, v, causal=self.causal, implementation=implementation, return_lse=False, **given
@@ -158,7 +163,7 @@ class Biased(Position):
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
         return attention_weights(
             *(q, k),
-            **self.fall(q, k, options),
+            **self.fall(q, k.shape[2], options),
             causal=self.causal,
             key_range=options.key_range,
             query_start=options.query_start,
@@ -175,8 +180,8 @@ class Alibi(Biased):
         super().__init__(config, causal)
         self.slopes = ModelSlopes.of(config)
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
-        return {"slopes": self.slopes.left(q, k.shape[2], options.key_range)}
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
+        return {"slopes": self.slopes.left(q, num_keys, options.key_range)}
 
 
 class Stepped(Biased):
@@ -195,7 +200,7 @@ class Stepped(Biased):
         """Return the steps, at least 0 and at least float32, for what the projection gives: any shape."""
         raise NotImplementedError
 
-    def fall(self, q: Tensor, k: Tensor, options: AttendOptions) -> dict[str, Any]:
+    def fall(self, q: Tensor, num_keys: int, options: AttendOptions) -> dict[str, Any]:
         wide = torch.promote_types(q.dtype, torch.float32)
         return {"slopes": constant((1.0,) * q.shape[1], wide, q.device)}
 

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 _ROWS = 64  # of an input to order for: any number above one gives the same order, which is also the faster one for one row
-_PAGE_OUT, _COLLAPSE = 21, 25  # MADV_PAGEOUT of Linux 5.4 and MADV_COLLAPSE of 6.1, which the module mmap does not name
+_PAGE_OUT, _COLLAPSE = (
+    21,
+    25,
+)  # MADV_PAGEOUT of Linux 5.4 and MADV_COLLAPSE of 6.1, which the module mmap does not name
 _LARGE_PAGE = 2**21  # bytes; of x86, and of most other processors with pages of 4 KiB
 
 

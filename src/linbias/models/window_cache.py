@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from linbias._checks import Problem
+from linbias.kernels.core import FEW_QUERIES
 from linbias.models.cache import AttendingLayer
 from linbias.models.dropped_keys import DroppedKeys, Ledger, chord
 from linbias.models.places import Places
@@ -36,14 +37,13 @@ from linbias.models.windows import (
 )
 from linbias.torch import attention
 from linbias.torch.call import prepare, refuse_pieces, run
+from linbias.torch.decoding import TOLERANCES
 from linbias.torch.operator import Inputs
 
 POLICIES = ("count", "raise", "fetch")
-TOLERANCES = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-14, torch.bfloat16: 2.0**-12}  # fmt: skip
 _CHUNK = 512  # tokens that are written and read at once
 _FEWEST = 64  # keys that a head keeps at least
 _SPARE = 0.25  # of a window: room for new keys, so that moving costs few copies a key
-_FEW = 4  # queries of a call that packs no keys, and wants to know their norms
 _LASTS = 8 * _CHUNK  # tokens for which a window is kept
 _STEPS = 32  # sizes of a window to choose from
 _MARGIN = 3.0  # nats by which an adaptive window stays on the safe side of the rows before
@@ -312,7 +312,7 @@ class WindowLayer(AttendingLayer):
         (B, H, T, D), G = q.shape, len(self.caps)
         q = q.reshape(B * G, H // G, T, D)
         spans = self._spans_of_rows(B)
-        if T > _FEW:
+        if T > FEW_QUERIES:
             self._norms = None
             out, lse = run(*self._prepare(q, spans, None), "auto", True)
         else:

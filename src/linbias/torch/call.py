@@ -285,7 +285,7 @@ def _check_values(
     """Check what only the values tell, where reading them does not wait for a device."""
     for name, slopes in (("slopes", left), ("right_slopes", right)):
         if slopes is not None and slopes.device.type == "cpu":
-            _check_slopes(function, name, slopes)
+            check_slopes(function, name, slopes)
     ranges, starts = (
         None if x is None or x.device.type != "cpu" else transforms.known_values(x)
         for x in (key_range, query_start)
@@ -300,7 +300,7 @@ def _check_values(
 _last_slopes: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
 
-def _check_slopes(function: str, name: str, slopes: Tensor) -> None:
+def check_slopes(function: str, name: str, slopes: Tensor) -> None:
     last = _last_slopes.get(name)
     if last is not None and last[0]() is slopes and last[1] == slopes._version:
         return

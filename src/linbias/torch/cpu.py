@@ -83,7 +83,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     copies: list[Tensor] = []
     if right is not None:
-        right = _of_batch(right, B)
+        right = of_batch(right, B)
     if key_range is not None:
         key_range = key_range.to(torch.int64)
     if query_start is not None:
@@ -105,7 +105,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         q=array(q, copies),
         k=array(k, copies),
         v=array(v, copies),
-        left=address(_of_batch(left, B), copies),
+        left=address(of_batch(left, B), copies),
         right=address(right, copies),
         key_range=address(key_range, copies),
         query_start=address(query_start, copies),
@@ -144,6 +144,6 @@ def _places(x: Tensor | None, copies: list[Tensor]) -> "core.Array":
     return core.Array(x.data_ptr(), x.stride(0), x.stride(1) if x.shape[1] > 1 else 0, 0)
 
 
-def _of_batch(slopes: Tensor, B: int) -> Tensor:
+def of_batch(slopes: Tensor, B: int) -> Tensor:
     """Slopes [H] or [B, H] of every head of a batch."""
     return slopes if slopes.dim() == 2 or B == 1 else slopes.expand(B, -1)

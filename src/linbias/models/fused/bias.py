@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils import logging
 
-from linbias.models.cache import attending_layer, key_bound, use_growing_layers
+from linbias.models.cache import attending_layer, decode, key_bound, use_growing_layers
 from linbias.models.places import Places
 from linbias.models.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
@@ -37,6 +37,11 @@ class Bias:
     scale: float
     rounded: Rounded | None = None
     implementation: str = "auto"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled core computes it as it is."""
+        return self.rounded is None and self.implementation in ("auto", "cpu")
 
 
 def attend(
@@ -73,6 +78,10 @@ def attend(
     bound = None
     if cache is not None:
         use_growing_layers(cache)
+        if bias.is_plain and places.are_last and not (places.need_weights or layer.training):
+            left = bias.slopes.left(q, cache.get_seq_length(layer.layer_idx) + k.shape[2])
+            if (out := decode(cache, layer.layer_idx, q, k, v, left, bias.scale)) is not None:
+                return out.transpose(1, 2).flatten(2), None
         k, v = cache.update(k, v, layer.layer_idx)
         bound = key_bound(cache.layers[layer.layer_idx])
     key_range, query_start = places.key_range, places.query_start

@@ -1,0 +1,88 @@
+"""A step of decoding: new tokens go into a cache and attend to all that it holds, in one call of the compiled core.
+
+Between two tokens a model reads all its weights, and so whatever runs in between finds neither its code nor its data in the
+processor's caches. At short contexts PyTorch's operations on a cache and the way of a call through `attention` took twice as long
+as the attention itself.
+"""
+
+import torch
+from torch import Tensor
+
+from linbias import _checks
+from linbias.kernels import core
+from linbias.torch.addresses import DTYPES, address, array, threads
+from linbias.torch.call import check_slopes, in_pieces
+from linbias.torch.cpu import of_batch
+from linbias.torch.direct import unobserved
+
+# What calls may lose unless they say otherwise.
+TOLERANCES = {getattr(torch, name): value for name, value in _checks.TOLERANCE.items()}
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_cached: int,
+    key_bound: Tensor,
+    slopes: Tensor,
+    scale: float | None = None,
+) -> Tensor | None:
+    """Append a few tokens to a cache, and attend as `attention` does with causal=True where no token is padding.
+
+    Args:
+        q, k, v: [B, H, T, D], [B, G, T, D] and [B, G, T, E], of the new tokens.
+        keys, values: [B, G, room, D] and [B, G, room, E], the last two axes contiguous. The new rows go behind the first
+            `num_cached`, where there must be room for them.
+        key_bound: [B, G], float32 or wider, contiguous: at least the norms of the keys in the cache. Raised to those of the new.
+        slopes: [H] or [B, H], likewise.
+        scale: Factor on q . k; None is 1 / sqrt(D).
+
+    Returns:
+        [B, H, T, E]; or None, and nothing is written, where the caller has to append, and to call `attention`: for more tokens,
+        on another device, where PyTorch or a user looks on (autograd, a transform, a profiler), or without the core.
+
+    Raises:
+        ValueError: A slope is negative or NaN.
+    """
+    (B, H, T, D), (_, G, _, E), dtype = q.shape, v.shape, q.dtype
+    if (
+        core.WHY_MISSING
+        or T > core.FEW_QUERIES
+        or max(D, E) > (core.ABILITIES.largest_head or 0)
+        or not (q.is_cpu and k.is_cpu and v.is_cpu and keys.is_cpu)
+        or not (dtype == k.dtype == v.dtype == keys.dtype)
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or in_pieces
+        or not unobserved(q, k, v, keys, slopes)
+    ):
+        return None
+    check_slopes("decode", "slopes", slopes)
+    copies: list[Tensor] = []
+    narrow = dtype == torch.bfloat16
+    out = (q if narrow else slopes).new_empty((B, H, T, E))
+    S = num_cached + T
+    call = core.Call(
+        dtype=DTYPES[dtype],
+        B=B,
+        H=H,
+        G=G,
+        T=T,
+        S=S,
+        D=D,
+        E=E,
+        q=array(q, copies),
+        k=array(keys, copies),
+        v=array(values, copies),
+        left=address(of_batch(slopes, B), copies),
+        key_bound=key_bound.data_ptr(),
+        scale=D**-0.5 if scale is None else scale,
+        tolerance=TOLERANCES[dtype],
+        **threads((B, H, G, T, S, D, E)),
+    )
+    new = core.NewTokens(k=array(k, copies), v=array(v, copies), key_bound=key_bound.data_ptr())
+    core.forward(call, new, core.Forward(out=out.data_ptr(), narrow=narrow))
+    return out.to(dtype)

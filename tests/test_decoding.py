@@ -1,0 +1,298 @@
+"""One step of decoding against a call of attention on the whole cache, and where it leaves the work to that."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
+
+import linbias.models.cache
+import linbias.torch
+from linbias.kernels import core
+from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse
+from linbias.models.jais import JaisConfig, JaisForCausalLM
+from linbias.torch.decoding import TOLERANCES, decode
+
+pytestmark = [
+    pytest.mark.usefixtures("same_start"),
+    pytest.mark.skipif(core.WHY_MISSING is not None, reason="the core is not compiled"),
+]
+
+
+def draw(
+    B: int = 1,
+    H: int = 2,
+    G: int = 2,
+    T: int = 1,
+    num_cached: int = 5,
+    D: int = 8,
+    E: int = 8,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+) -> dict[str, Any]:
+    """The arguments of `decode`: room for more tokens than come holds NaN."""
+    keys, values = (torch.full((B, G, num_cached + 9, n), torch.nan, dtype=dtype) for n in (D, E))
+    keys[:, :, :num_cached] = size * torch.randn(B, G, num_cached, D)
+    values[:, :, :num_cached] = torch.randn(B, G, num_cached, E)
+    wide = torch.promote_types(dtype, torch.float32)
+    norms = keys[:, :, :num_cached].to(wide).norm(dim=-1)
+    return {
+        "q": torch.randn(B, H, T, D).to(dtype),
+        "k": (size * torch.randn(B, G, T, D)).to(dtype),
+        "v": torch.randn(B, G, T, E).to(dtype),
+        "keys": keys,
+        "values": values,
+        "num_cached": num_cached,
+        "key_bound": norms.amax(-1) if num_cached else norms.new_zeros(B, G),
+        "slopes": torch.rand(H, dtype=wide),
+    }
+
+
+def by_attention(given: dict[str, Any]) -> Tensor:
+    """What `decode` gives, before it was called."""
+    n = given["num_cached"]
+    k, v = (torch.cat([given[a][:, :, :n], given[b]], 2) for a, b in (("keys", "k"), ("values", "v")))  # fmt: skip
+    return linbias.torch.attention(
+        given["q"], k, v, given["slopes"], scale=given.get("scale"), implementation="dense"
+    )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"T": 3, "num_cached": 0},
+        {"B": 3, "H": 6, "G": 2, "T": 4, "num_cached": 64, "D": 16, "E": 5},
+        {"H": 4, "G": 1, "num_cached": 700, "D": 33, "E": 64},
+        {"B": 2, "num_cached": 130, "size": 30.0},
+    ],
+)
+@torch.inference_mode()
+def test_it_is_attention_to_all_that_was_and_came(
+    dtype: torch.dtype, sizes: dict[str, int]
+) -> None:
+    given = draw(**sizes, dtype=dtype) | {"scale": 0.3}
+    keys, values = given["keys"].clone(), given["values"].clone()
+    n, T = given["num_cached"], given["q"].shape[2]
+    expected = by_attention(given)
+    found = decode(**given)
+    assert found is not None and found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+    keys[:, :, n : n + T], values[:, :, n : n + T] = given["k"], given["v"]
+    for held, whole in ((given["keys"], keys), (given["values"], values)):
+        torch.testing.assert_close(held, whole, rtol=0, atol=0, equal_nan=True)
+    largest = keys[:, :, : n + T].double().norm(dim=-1).amax(-1)
+    assert (given["key_bound"] >= largest * (1 - 1e-7)).all()
+    assert (given["key_bound"] <= largest * 1.001).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30, torch.inf, torch.nan])
+@torch.inference_mode()
+def test_the_bound_holds_for_keys_of_any_size(size: float) -> None:
+    """Squares of the first vanish, those of the second overflow; and nothing may be left unread beside the others."""
+    given = draw(H=1, G=1, num_cached=400)
+    given["k"] = torch.full((1, 1, 1, 8), size)
+    given["slopes"][:] = 4.0
+    assert decode(**given) is not None
+    bound = given["key_bound"].item()
+    assert (bound >= size * 8**0.5) if size < torch.inf else (bound != bound)
+    # The next query would reach a key far away only if its bound let it: behind the new one lies a value that shows.
+    given |= {"num_cached": 401, "k": torch.ones(1, 1, 1, 8)}
+    given["values"][:, :, 0] = torch.inf
+    found = decode(**given)
+    assert found is not None
+    assert found.isfinite().all() == (size == 1e-30)
+
+
+@torch.inference_mode()
+def test_arrays_may_be_views_of_others() -> None:
+    """As parts of one projection they lie apart, and a last axis may have a stride."""
+    given = draw(B=2, H=3, G=3, T=2, num_cached=70)
+    expected = by_attention(given)
+    qkv = torch.stack([given["q"], given["k"], given["v"]], -1).transpose(1, 2).contiguous()
+    q, k, v = qkv.transpose(1, 2).unbind(-1)
+    assert q.stride(-1) == 3
+    found = decode(**given | {"q": q, "k": k, "v": v})
+    torch.testing.assert_close(found, expected)
+
+
+@contextlib.contextmanager
+def mode() -> Iterator[None]:
+    with torch.inference_mode(), BaseTorchFunctionMode():
+        yield
+
+
+@contextlib.contextmanager
+def profiler() -> Iterator[None]:
+    with (
+        torch.inference_mode(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    with torch.inference_mode(), torch.autocast("cpu"):
+        yield
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, mode, profiler, autocast])
+def test_nothing_happens_where_something_looks_on(context: Callable[[], Any]) -> None:
+    assert_left_alone(draw(), context)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: draw(T=5),
+        lambda: draw(D=300, E=8),
+        lambda: draw() | {"k": torch.randn(1, 2, 1, 8).double()},
+        lambda: draw() | {"v": torch.randn(1, 2, 1, 8).half()},
+        lambda: draw() | {"q": torch.zeros(1, 2, 1, 8, device="meta")},
+    ],
+    ids=["many tokens", "large heads", "keys of another type", "values of another type", "device"],
+)
+def test_nothing_happens_where_the_core_cannot(changed: Callable[[], dict[str, Any]]) -> None:
+    assert_left_alone(changed(), torch.inference_mode)
+
+
+def assert_left_alone(given: dict[str, Any], context: Callable[[], Any]) -> None:
+    before = {name: given[name].clone() for name in ("keys", "values", "key_bound")}
+    with context():
+        assert decode(**given) is None
+    for name, array in before.items():
+        torch.testing.assert_close(given[name], array, rtol=0, atol=0, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_slopes_are_checked_before_anything_is_written() -> None:
+    given = draw()
+    given["slopes"][0] = -1.0
+    before = given["keys"].clone()
+    with pytest.raises(ValueError, match="decode: slopes"):
+        decode(**given)
+    torch.testing.assert_close(given["keys"], before, rtol=0, atol=0, equal_nan=True)
+
+
+FUSED = {
+    "bloom": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=2)
+    ),
+    "falcon": lambda: FalconForCausalLM(
+        FalconConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            alibi=True,
+            bias=True,
+        )
+    ),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(
+            vocab_size=50,
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=256,
+            attn_config={"alibi": True},
+        )
+    ),
+}
+OWN = {
+    "linbias": lambda: LinbiasForCausalLM(
+        LinbiasConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+        )
+    ),
+    "interpolate": lambda: LinbiasForCausalLM(
+        LinbiasConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            train_length=32,
+            slope_scale="interpolate",
+        )
+    ),
+    "jais": lambda: JaisForCausalLM(
+        JaisConfig(vocab_size=50, n_embd=32, n_head=4, n_layer=2, n_positions=64)
+    ),
+}
+MODELS = {name: (lambda make=make: fuse(make())) for name, make in FUSED.items()} | OWN
+
+
+class Steps:
+    """Stands for `linbias.torch.decoding` in the caches of models: counts its steps, or refuses them."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses, self.count = refuses, 0
+
+    def decode(self, *arguments: Any) -> Tensor | None:
+        out = None if self.refuses else decode(*arguments)
+        self.count += out is not None
+        return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_model_takes_it_for_every_token_but_the_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = MODELS[name]().eval()
+    ids = torch.randint(50, (2, 110))
+    logits = []
+    for steps in (Steps(), Steps(refuses=True)):
+        monkeypatch.setattr(linbias.models.cache, "decoding", steps)
+        cache = DynamicCache()
+        found = [model(ids[:, :20], past_key_values=cache).logits]
+        for first, end in (
+            (20, 23),
+            *((i, i + 1) for i in range(23, 109)),
+        ):  # the buffers grow at 89
+            found.append(model(ids[:, first:end], past_key_values=cache).logits)
+        logits.append(torch.cat(found, 1))
+        assert steps.count == (0 if steps.refuses else 2 * 87)
+    torch.testing.assert_close(*logits)
+    if name != "interpolate":  # whose slopes were others while the text was shorter
+        torch.testing.assert_close(logits[0], model(ids[:, :109], use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["bloom", "linbias"])
+@torch.inference_mode()
+def test_a_model_does_not_where_more_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = MODELS[name]().eval()
+    ids = torch.randint(50, (2, 12))
+    padding = torch.ones(2, 12, dtype=torch.int64)
+    padding[0, :3] = 0
+    for options in ({"attention_mask": padding}, {"output_attentions": True}):
+        steps = Steps()
+        monkeypatch.setattr(linbias.models.cache, "decoding", steps)
+        whole = model(ids, use_cache=False, **options)
+        cache = DynamicCache()
+        mask = options.get("attention_mask")
+        first = {} if mask is None else {"attention_mask": mask[:, :11]}
+        model(ids[:, :11], past_key_values=cache, **first)
+        last = model(ids[:, 11:], past_key_values=cache, **options)
+        assert steps.count == 0
+        torch.testing.assert_close(last.logits[:, -1], whole.logits[:, -1])
+        if mask is None:
+            torch.testing.assert_close(last.attentions[0], whole.attentions[0][:, :, -1:])
