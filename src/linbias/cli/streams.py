@@ -120,7 +120,7 @@ def windows(
 
 def _finest(model: Any) -> float:
     """The smallest tolerance that a cache for the model takes."""
-    from linbias.torch.decoding import TOLERANCES
+    from linbias.models.window_cache import TOLERANCES
 
     return TOLERANCES[model.dtype]
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from linbias.models.places import Places
 from linbias.torch import decoding
+from linbias.torch.decoding import FEW_QUERIES
 
 
 class AttendingLayer(CacheLayerMixin):
@@ -98,9 +99,7 @@ class GrowingLayer(DynamicLayer):
         # Keys and values as the last update left them, with the version of the keys.
         self._last: tuple[Tensor, Tensor, int] | None = None
         self._num_bounded = 0
-        self._bound: Tensor | None = (
-            None  # [B, G], at least the norms of the first _num_bounded keys
-        )
+        self._bound: Tensor | None = None  # [B, G], of the first _num_bounded keys
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -143,26 +142,27 @@ class GrowingLayer(DynamicLayer):
         Returns:
             [B, H, T, E]; or None, and nothing has changed, where it takes `update`, `key_bound` and `attention`.
         """
-        old = self.get_seq_length()
+        old, T = self.get_seq_length(), k.shape[2]
         self._forget_if_replaced()
         if self._bound is None or self._num_bounded != old or k.shape[0] != len(self._bound):
             return None
-        new = old + k.shape[2]
+        if T > FEW_QUERIES or torch.is_grad_enabled():  # before anything is moved to make room
+            return None
         buffers = self._with_room_for(k, v)
         out = decoding.decode(
             *(q, k, v, buffers.keys, buffers.values, old, self._bound, slopes, scale)
         )
         if out is not None:
-            self._take(buffers, new)
-            self._num_bounded = new
+            self._take(buffers, old + T)
+            self._num_bounded = old + T
             self._remember()
         return out
 
     def key_bound(self) -> Tensor | None:
         """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
 
-        Only keys that came since the last call are looked at, unless `keys`
-        was replaced or, outside of inference mode, written to.
+        Only keys that came since the last call are looked at, unless `keys` was replaced or, outside of inference
+        mode, written to.
         """
         if not self.get_seq_length():
             return None
@@ -190,7 +190,7 @@ class GrowingLayer(DynamicLayer):
         new = old + key_states.shape[2]
         buffers = self._buffers
         if buffers is None or buffers.num_written != old or buffers.keys.shape[2] < new:
-            buffers = _Buffers(
+            buffers = self._buffers = _Buffers(
                 _with_room(self.keys, old, key_states, new),
                 _with_room(self.values, old, value_states, new),
                 old,
@@ -200,7 +200,6 @@ class GrowingLayer(DynamicLayer):
     def _take(self, buffers: _Buffers, num_tokens: int) -> None:
         """Hold the first tokens of buffers."""
         buffers.num_written = num_tokens
-        self._buffers = buffers
         self.keys = buffers.keys.narrow(2, 0, num_tokens)
         self.values = buffers.values.narrow(2, 0, num_tokens)
 

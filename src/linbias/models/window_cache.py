@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from linbias._checks import Problem
-from linbias.kernels.core import FEW_QUERIES
 from linbias.models.cache import AttendingLayer
 from linbias.models.dropped_keys import DroppedKeys, Ledger, chord
 from linbias.models.places import Places
@@ -37,7 +36,8 @@ from linbias.models.windows import (
 )
 from linbias.torch import attention
 from linbias.torch.call import prepare, refuse_pieces, run
-from linbias.torch.decoding import TOLERANCES
+from linbias.torch.decoding import FEW_QUERIES
+from linbias.torch.decoding import TOLERANCES as TOLERANCES
 from linbias.torch.operator import Inputs
 
 POLICIES = ("count", "raise", "fetch")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linbias import _checks
 from linbias.kernels import core
+from linbias.kernels.core import FEW_QUERIES as FEW_QUERIES
 from linbias.torch.addresses import DTYPES, address, array, threads
 from linbias.torch.call import check_slopes, in_pieces
 from linbias.torch.cpu import of_batch
@@ -50,7 +51,7 @@ def decode(
     (B, H, T, D), (_, G, _, E), dtype = q.shape, v.shape, q.dtype
     if (
         core.WHY_MISSING
-        or T > core.FEW_QUERIES
+        or T > FEW_QUERIES
         or max(D, E) > (core.ABILITIES.largest_head or 0)
         or not (q.is_cpu and k.is_cpu and v.is_cpu and keys.is_cpu)
         or not (dtype == k.dtype == v.dtype == keys.dtype)
