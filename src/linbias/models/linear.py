@@ -43,11 +43,11 @@ def prepack(model: Model) -> Model:
     """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies them, so that it reads faster.
 
     Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. On a Zen 5 a generated
-    token then takes three quarters of its time in float32 and two thirds in bfloat16, and a prompt a tenth less (docs/kernels.md). Training, saving, and
+    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less (docs/kernels.md). Training, saving, and
     names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
 
     The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
-    in its own type: the system takes their pages back. It takes about a second for each GB.
+    in its own type: the system takes their pages back. It takes two to four seconds for each GB.
 
     Args:
         model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
