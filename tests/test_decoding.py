@@ -170,6 +170,31 @@ def test_nothing_happens_where_the_core_cannot(changed: Callable[[], dict[str, A
     assert_left_alone(changed(), torch.inference_mode)
 
 
+@pytest.mark.parametrize("other", [{"G": 1}, {"D": 4}, {"E": 4}, {"B": 2}, {"num_cached": 5}])
+def test_nothing_is_written_to_a_cache_that_does_not_fit(other: dict[str, int]) -> None:
+    """The core would write beside it. The last one has no room left."""
+    cache = draw(**{"num_cached": 5} | other)
+    given = draw() | {name: cache[name] for name in ("keys", "values", "key_bound")}
+    if "num_cached" in other:
+        given["keys"] = given["keys"][:, :, :5].clone()
+    assert_left_alone(given, torch.inference_mode)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"slopes": torch.ones(3)}, {"slopes": torch.ones(2).double()}]
+)
+def test_nothing_happens_with_slopes_that_do_not_fit(changed: dict[str, Tensor]) -> None:
+    assert_left_alone(draw() | changed, torch.inference_mode)
+
+
+@torch.inference_mode()
+def test_the_cache_of_another_model_is_refused_in_words() -> None:
+    ids = torch.randint(50, (1, 8))
+    cache = OWN["linbias"]()(ids, use_cache=True).past_key_values
+    with pytest.raises(RuntimeError, match="size"):
+        OWN["interpolate"]()(ids[:, :1], past_key_values=cache)  # of which each head has keys
+
+
 def assert_left_alone(given: dict[str, Any], context: Callable[[], Any]) -> None:
     before = {name: given[name].clone() for name in ("keys", "values", "key_bound")}
     with context():

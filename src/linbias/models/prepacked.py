@@ -3,7 +3,7 @@
 oneDNN brings a weight into that order in every call, which for one token takes as long as the product. Kept so, it is read at the
 rate of memory. The layer's own weight stays where it was, for whoever saves, trains or inspects the model; if it is mapped
 from a file, as that of a safetensors folder is, its pages go back to the system, which reads them again when somebody asks.
-The copy lies in large pages, where the system has them: finding its way through a thousand small ones costs a token up to a sixth.
+The copy lies in large pages, where the system has them: finding its way through thousands of small ones costs a token several percent.
 """
 
 import ctypes
@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 _ROWS = 64  # of an input to order for: any number above one gives the same order, which is also the faster one for one row
-_PAGE_OUT, _COLLAPSE = (
-    21,
-    25,
-)  # MADV_PAGEOUT of Linux 5.4 and MADV_COLLAPSE of 6.1, which the module mmap does not name
+# Of Linux 5.4 and 6.1; the module mmap names neither.
+_MADV_PAGEOUT, _MADV_COLLAPSE = 21, 25
 _LARGE_PAGE = 2**21  # bytes; of x86, and of most other processors with pages of 4 KiB
 
 
@@ -67,7 +65,7 @@ def give_back_pages(x: Tensor) -> None:
     start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (x.data_ptr() + x.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
     if size > 0:
-        _advise(start, size, _PAGE_OUT)
+        _advise(start, size, _MADV_PAGEOUT)
 
 
 def use_large_pages(weights: Sequence[Prepacked]) -> None:
@@ -86,7 +84,7 @@ def use_large_pages(weights: Sequence[Prepacked]) -> None:
         size: int = torch.ops.mkldnn._nbytes(prepacked.weight)
         start = address // _LARGE_PAGE * _LARGE_PAGE
         end = -(-(address + size) // _LARGE_PAGE) * _LARGE_PAGE
-        for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
             _advise(start, end - start, advice)
 
 

@@ -1,8 +1,8 @@
 """A step of decoding: new tokens go into a cache and attend to all that it holds, in one call of the compiled core.
 
 Between two tokens a model reads all its weights, and so whatever runs in between finds neither its code nor its data in the
-processor's caches. At short contexts PyTorch's operations on a cache and the way of a call through `attention` took twice as long
-as the attention itself.
+processor's caches. At short contexts PyTorch's operations on a cache and the way of a call through `attention` took longer than
+the attention itself.
 """
 
 import torch
@@ -43,7 +43,8 @@ def decode(
 
     Returns:
         [B, H, T, E]; or None, and nothing is written, where the caller has to append, and to call `attention`: for more tokens,
-        on another device, where PyTorch or a user looks on (autograd, a transform, a profiler), or without the core.
+        on another device, for arrays that do not fit each other (a cache of another model), where PyTorch or a user looks on
+        (autograd, a transform, a profiler), or without the core.
 
     Raises:
         ValueError: A slope is negative or NaN.
@@ -54,7 +55,8 @@ def decode(
         or T > FEW_QUERIES
         or max(D, E) > (core.ABILITIES.largest_head or 0)
         or not (q.is_cpu and k.is_cpu and v.is_cpu and keys.is_cpu)
-        or not (dtype == k.dtype == v.dtype == keys.dtype)
+        or not (dtype == k.dtype == v.dtype == keys.dtype == values.dtype)
+        or not _fit(q, k, v, keys, values, num_cached, key_bound, slopes)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or in_pieces
@@ -87,3 +89,30 @@ def decode(
     new = core.NewTokens(k=array(k, copies), v=array(v, copies), key_bound=key_bound.data_ptr())
     core.forward(call, new, core.Forward(out=out.data_ptr(), narrow=narrow))
     return out.to(dtype)
+
+
+def _fit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_cached: int,
+    key_bound: Tensor,
+    slopes: Tensor,
+) -> bool:
+    """Whether arrays have the shapes that `decode` says: the core takes them at their word, and would write elsewhere."""
+    (B, H, T, D), (_, G, _, E) = q.shape, v.shape
+    last = num_cached + T
+    return (
+        (k.shape, v.shape) == ((B, G, T, D), (B, G, T, E))
+        and (*keys.shape[:2], keys.shape[3]) == (B, G, D)
+        and (*values.shape[:2], values.shape[3]) == (B, G, E)
+        and keys.shape[2] >= last
+        and values.shape[2] >= last
+        and G > 0
+        and H % G == 0
+        and key_bound.shape == (B, G)
+        and slopes.shape in ((H,), (B, H))
+        and slopes.dtype == key_bound.dtype
+    )
