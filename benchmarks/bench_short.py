@@ -94,7 +94,7 @@ def overhead(records: Path, rounds: int = 200, calls: int = 20) -> None:
     ours = functools.partial(linbias.torch.attention, implementation="cpu")
     arrays = prepare("attention", q, k, v, None)[0]._replace(precise=True)
     results = Results(*cpu.operators.forward(*arrays))
-    call, alive = cpu._call(arrays)
+    call, alive = cpu.describe_call(arrays)
     forward, zeros = cpu._forward(results), [torch.zeros_like(x) for x in (*leaves, *results[1:3])]
     pointers = {
         f"d{name}": x.data_ptr()

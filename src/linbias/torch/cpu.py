@@ -13,7 +13,7 @@ NAME, ABILITIES, WHY_MISSING = core.NAME, core.ABILITIES, core.WHY_MISSING
 
 
 def _fill(inputs: Inputs, results: Results) -> None:
-    call, alive = _call(inputs)
+    call, alive = describe_call(inputs)
     core.forward(call, _forward(results))
     del alive
 
@@ -21,7 +21,7 @@ def _fill(inputs: Inputs, results: Results) -> None:
 def _fill_gradients(
     inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
 ) -> None:
-    call, alive = _call(inputs)
+    call, alive = describe_call(inputs)
     as_wide = inputs.left.dtype
     wide = gradients
     if inputs.q.dtype != as_wide:
@@ -77,13 +77,13 @@ def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
     return first + near_first * keys, torch.minimum(first + near_end * keys, end), rows
 
 
-def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
+def describe_call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
     """The call in addresses, and the copies of its arrays that have to live as long."""
     q, k, v, left, right, key_range, query_start, key_bound, seed = inputs[:9]
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     copies: list[Tensor] = []
     if right is not None:
-        right = of_batch(right, B)
+        right = _of_batch(right, B)
     if key_range is not None:
         key_range = key_range.to(torch.int64)
     if query_start is not None:
@@ -105,7 +105,7 @@ def _call(inputs: Inputs) -> tuple["core.Call", list[Tensor]]:
         q=array(q, copies),
         k=array(k, copies),
         v=array(v, copies),
-        left=address(of_batch(left, B), copies),
+        left=address(_of_batch(left, B), copies),
         right=address(right, copies),
         key_range=address(key_range, copies),
         query_start=address(query_start, copies),
@@ -144,6 +144,6 @@ def _places(x: Tensor | None, copies: list[Tensor]) -> "core.Array":
     return core.Array(x.data_ptr(), x.stride(0), x.stride(1) if x.shape[1] > 1 else 0, 0)
 
 
-def of_batch(slopes: Tensor, B: int) -> Tensor:
+def _of_batch(slopes: Tensor, B: int) -> Tensor:
     """Slopes [H] or [B, H] of every head of a batch."""
     return slopes if slopes.dim() == 2 or B == 1 else slopes.expand(B, -1)

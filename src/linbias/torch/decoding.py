@@ -11,10 +11,11 @@ from torch import Tensor
 from linbias import _checks
 from linbias.kernels import core
 from linbias.kernels.core import FEW_QUERIES as FEW_QUERIES
-from linbias.torch.addresses import DTYPES, address, array, threads
+from linbias.torch import cpu
+from linbias.torch.addresses import array
 from linbias.torch.call import check_slopes, in_pieces
-from linbias.torch.cpu import of_batch
 from linbias.torch.direct import unobserved
+from linbias.torch.operator import Inputs
 
 # What calls may lose unless they say otherwise.
 TOLERANCES = {getattr(torch, name): value for name, value in _checks.TOLERANCE.items()}
@@ -49,13 +50,12 @@ def decode(
     Raises:
         ValueError: A slope is negative or NaN.
     """
-    (B, H, T, D), (_, G, _, E), dtype = q.shape, v.shape, q.dtype
     if (
         core.WHY_MISSING
-        or T > FEW_QUERIES
-        or max(D, E) > (core.ABILITIES.largest_head or 0)
+        or q.shape[2] > FEW_QUERIES
+        or max(q.shape[3], v.shape[3]) > (core.ABILITIES.largest_head or 0)
         or not (q.is_cpu and k.is_cpu and v.is_cpu and keys.is_cpu)
-        or not (dtype == k.dtype == v.dtype == keys.dtype == values.dtype)
+        or not (q.dtype == k.dtype == v.dtype == keys.dtype == values.dtype)
         or not _fit(q, k, v, keys, values, num_cached, key_bound, slopes)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -64,31 +64,19 @@ def decode(
     ):
         return None
     check_slopes("decode", "slopes", slopes)
-    copies: list[Tensor] = []
-    narrow = dtype == torch.bfloat16
-    out = (q if narrow else slopes).new_empty((B, H, T, E))
-    S = num_cached + T
-    call = core.Call(
-        dtype=DTYPES[dtype],
-        B=B,
-        H=H,
-        G=G,
-        T=T,
-        S=S,
-        D=D,
-        E=E,
-        q=array(q, copies),
-        k=array(keys, copies),
-        v=array(values, copies),
-        left=address(of_batch(slopes, B), copies),
-        key_bound=key_bound.data_ptr(),
-        scale=D**-0.5 if scale is None else scale,
-        tolerance=TOLERANCES[dtype],
-        **threads((B, H, G, T, S, D, E)),
+    S = num_cached + q.shape[2]
+    keys, values = keys.narrow(2, 0, S), values.narrow(2, 0, S)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    tolerance = TOLERANCES[q.dtype]
+    call, alive = cpu.describe_call(
+        Inputs(q, keys, values, slopes, None, None, None, key_bound, None, scale, 0.0, tolerance)
     )
-    new = core.NewTokens(k=array(k, copies), v=array(v, copies), key_bound=key_bound.data_ptr())
+    narrow = q.dtype == torch.bfloat16  # written in it at once
+    out = (q if narrow else slopes).new_empty((*q.shape[:3], v.shape[3]))
+    new = core.NewTokens(k=array(k, alive), v=array(v, alive), key_bound=key_bound.data_ptr())
     core.forward(call, new, core.Forward(out=out.data_ptr(), narrow=narrow))
-    return out.to(dtype)
+    return out.to(q.dtype)
 
 
 def _fit(
