@@ -25,7 +25,8 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self._reshape(self.query_key_value(hidden_states))
+        by_head = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_dim))
+        q, k, v = by_head.transpose(1, 2).unbind(3)
         gathered, weights = attend(self, q, k, v, places, layer_past, self.attention_dropout.p)
         output = reference.dropout_add(
             self.dense(gathered), residual, self.hidden_dropout, self.training

@@ -34,8 +34,8 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
         by_group = self.query_key_value(hidden_states).unflatten(
             -1, (_num_key_value_heads(self), -1, self.head_dim)
         )
-        q, k, v = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
-        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+        *queries, k, v = by_group.transpose(1, 2).unbind(3)  # each [B, G, T, D]
+        q = queries[0] if len(queries) == 1 else torch.stack(queries, dim=2).flatten(1, 2)
         dropout = self.attention_dropout.p
         gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
         return self.dense(gathered), weights

@@ -39,11 +39,10 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         if self.clip_qkv:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         shared = getattr(self, "kv_n_heads", self.n_heads)
-        widths = [count * self.head_dim for count in (self.n_heads, shared, shared)]
-        q, k, v = qkv.split(widths, dim=-1)
+        by_head = qkv.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = by_head.split([self.n_heads, shared, shared], dim=1)
         if hasattr(self, "q_ln"):
             q, k = _norm(self.q_ln, q), _norm(self.k_ln, k)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
         return self.out_proj(gathered), weights
 
@@ -67,8 +66,9 @@ class FusedMptBlock(reference.MptBlock):
 
 
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Over all heads at once or over each, as wide as the norm is."""
-    return norm(x.unflatten(-1, (-1, norm.normalized_shape[0]))).flatten(-2)
+    """Of [B, heads, T, D], over all heads at once or over each, as wide as the norm is."""
+    x = x.transpose(1, 2)  # [B, T, heads, D]
+    return norm(x.reshape(*x.shape[:2], -1, norm.normalized_shape[0])).view(x.shape).transpose(1, 2)
 
 
 # What neither class computes, and which values say that a model does without.
