@@ -29,7 +29,7 @@ NUM_BLOCKS = 24
 
 
 def by_onednn(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear._read(x, layer.weight, layer.bias)
+    return linear.read(x, layer.weight, layer.bias)
 
 
 def prepacked(layer: nn.Linear) -> nn.Module:
@@ -120,7 +120,7 @@ def main() -> None:
         wide, x = layers[2], torch.randn(1, 512, 1024, dtype=dtype)
         compare("linear-gelu-512", name, {
             "PyTorch": lambda wide=wide, x=x: gelu(wide(x), approximate="tanh"),
-            "oneDNN": lambda wide=wide, x=x: linear._read(x, wide.weight, wide.bias, "gelu", "tanh"),
+            "oneDNN": lambda wide=wide, x=x: linear.read(x, wide.weight, wide.bias, "gelu", "tanh"),
         }, options)  # fmt: skip
         compare_models(name, options)
 

@@ -14,7 +14,7 @@ from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.streaming import stream as stream_tokens
-from linbias.models.linear import prepack
+from linbias.models.fused import prepack
 from linbias.models.loading import Files, encode, load, load_tokenizer
 from linbias.models.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.window_cache import WindowCache

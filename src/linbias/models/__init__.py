@@ -24,9 +24,8 @@ from linbias.models.encoders.convert import convert
 from linbias.models.encoders.documents import Document, read_documents
 from linbias.models.encoders.embed import Embedded, embed
 from linbias.models.families import install
-from linbias.models.fused import fuse, unfuse
+from linbias.models.fused import fuse, prepack, unfuse
 from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
-from linbias.models.linear import prepack
 from linbias.models.loading import load, load_tokenizer
 from linbias.models.paper import PaperForCausalLM, PaperModel
 from linbias.models.paper_config import PaperConfig

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from linbias import _machine
 from linbias.models.prepacked import Prepacked, use_large_pages
 from linbias.torch.direct import untransformed
 
-Model = TypeVar("Model", bound=nn.Module)
 _SMALLEST = 2**18  # weights; a call of oneDNN takes 15 us longer to set out
 _KINDS = (nn.Linear, FalconLinear)  # these very classes, and none that is derived from them
 
@@ -39,38 +38,8 @@ def read_faster(model: nn.Module) -> None:
             vars(module)[forward_name(module)] = partial(way, module)
 
 
-def prepack(model: Model) -> Model:
-    """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies them, so that it reads faster.
-
-    Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. On a Zen 5 a generated
-    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less (docs/kernels.md). Training, saving, and
-    names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
-
-    The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
-    in its own type: the system takes their pages back. It takes two to four seconds for each GB.
-
-    Args:
-        model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
-            with fewer than 262,144 weights, stay as they are, as do all where PyTorch was built without oneDNN.
-
-    Returns:
-        The model, which is changed in place; `unfuse` undoes it.
-
-    Raises:
-        TypeError: model is no `torch.nn.Module`.
-
-    Example:
-        >>> from transformers import BloomConfig, BloomForCausalLM
-        >>> from linbias.models import fuse
-        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
-        >>> model = prepack(fuse(model))
-
-    Note:
-        A change that PyTorch counts is seen at once. One that goes through `.data`, as when adapters are merged, is seen by the
-        next call with several rows, such as a prompt, and only if it alters the weight's first row: else call `prepack` again.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
+def prepack_layers(model: nn.Module) -> None:
+    """Keep the weights of a model's large linear layers in oneDNN's order, and read them so."""
     keep_freed_memory()
     if _has_onednn():
         made = []
@@ -79,7 +48,15 @@ def prepack(model: Model) -> Model:
                 made.append(Prepacked(module.weight))
                 vars(module)[forward_name(module)] = partial(_forward_prepacked, module, made[-1])
         use_large_pages(made)
-    return model
+
+
+def prepacked_of(module: nn.Module) -> Prepacked | None:
+    """What a layer reads in the place of its weight, if it is prepacked."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func is _forward_prepacked:
+        prepacked: Prepacked = forward.args[1]
+        return prepacked
+    return None
 
 
 def _is_packable(weight: Tensor) -> bool:
@@ -93,7 +70,7 @@ def _is_packable(weight: Tensor) -> bool:
 
 
 def read_as_before(model: nn.Module) -> None:
-    """Undo `read_faster` and `prepack`."""
+    """Undo `read_faster` and `prepack_layers`."""
     for module in model.modules():
         name = forward_name(module)
         forward = vars(module).get(name)
@@ -162,10 +139,10 @@ def linear_gelu(module: Any, input: Tensor, approximate: Literal["none", "tanh"]
         module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook()
     ):
         own, bias = _parameters(module)
-        if _is_plain(input, own, bias):
+        if is_plain(input, own, bias):
             weight = _weight_for_onednn(way, own, input)
             if weight is not None:
-                return _read(input, weight, bias, "gelu", approximate)
+                return read(input, weight, bias, "gelu", approximate)
     return gelu(module(input), approximate=approximate)
 
 
@@ -181,17 +158,17 @@ def _weight_for_onednn(way: Any, own: Tensor, input: Tensor) -> Tensor | None:
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     own, bias = _parameters(module)
-    if _is_plain(input, own, bias):
-        return _read(input, own, bias)
+    if is_plain(input, own, bias):
+        return read(input, own, bias)
     return type(module).forward(module, input)
 
 
 def _forward_prepacked(module: nn.Linear, prepacked: Prepacked, input: Tensor) -> Tensor:
     own, bias = _parameters(module)
-    if _is_plain(input, own, bias):
+    if is_plain(input, own, bias):
         weight = prepacked.of(own, input)
         if weight is not None:
-            return _read(input, weight, bias)
+            return read(input, weight, bias)
     way: Any = _faster_way() or type(module).forward
     output: Tensor = way(module, input)
     return output
@@ -208,14 +185,14 @@ def _are_rows(input: Tensor) -> bool:
 
 def _forward_row(module: nn.Linear, input: Tensor) -> Tensor:
     own, bias = _parameters(module)
-    if input.dtype == torch.bfloat16 and not _are_rows(input) and _is_plain(input, own, bias):
+    if input.dtype == torch.bfloat16 and not _are_rows(input) and is_plain(input, own, bias):
         row = input.reshape(-1)
         output = torch.mv(own, row) if bias is None else torch.addmv(bias, own, row)
         return output.view(*input.shape[:-1], -1)
     return type(module).forward(module, input)
 
 
-def _read(
+def read(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -227,7 +204,7 @@ def _read(
     return output
 
 
-def _is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+def is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether a call is one on the CPU in which neither autograd nor anything else of PyTorch takes part."""
     return (
         weight is not None

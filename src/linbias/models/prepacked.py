@@ -37,7 +37,7 @@ class Prepacked:
         self._first_row = own.detach()[0].clone()
         give_back_pages(own)
 
-    def of(self, own: Tensor, input: Tensor) -> Tensor | None:
+    def of(self, own: Tensor | None, input: Tensor) -> Tensor | None:
         """The weight in oneDNN's order, or None from when on the layer's own is seen to have changed.
 
         PyTorch counts changes, but not those through `.data`, by which adapters are merged; so inputs of several rows, such as
@@ -46,7 +46,8 @@ class Prepacked:
         if self.weight is None:
             return None
         has_changed = (
-            self._own() is not own
+            own is None
+            or self._own() is not own
             or (own.data_ptr(), own._version) != self._seen
             or (input.numel() > input.shape[-1] and not torch.equal(own[0], self._first_row))
         )

@@ -26,7 +26,7 @@ from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.documents import Document, Id
 from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
-from linbias.models.linear import prepack
+from linbias.models.fused import prepack
 from linbias.models.loading import Files, load, load_tokenizer
 
 _POOLINGS = ("mean", "cls")

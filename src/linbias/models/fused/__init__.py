@@ -1,14 +1,15 @@
 """Existing ALiBi models of Transformers, fused: their own weights, `linbias.torch.attention` in every layer, no mask [T, S].
 
-fuse, unfuse    what a user calls
+fuse, unfuse    what a user calls; and prepack, for any model
 family.py       what is known of an architecture, and what its modules become; bloom.py, falcon.py, mpt.py: three of them
 bias.py         its attention
+block.py        a whole block of it, prepacked
 mpt_model.py    MPT with what Transformers' class leaves out
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -17,6 +18,7 @@ from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
 from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
+from linbias.models.fused.block import run_in_one_piece, run_modules
 from linbias.models.fused.family import (
     MODEL_TYPES,
     NAME,
@@ -28,9 +30,10 @@ from linbias.models.fused.family import (
     make_mask,
     stop_checking_texts,
 )
-from linbias.models.linear import read_as_before, read_faster
+from linbias.models.linear import prepack_layers, read_as_before, read_faster
 from linbias.torch.choice import IMPLEMENTATIONS
 
+Model = TypeVar("Model", bound=nn.Module)
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
 _GENERATE = tuple(family.language_model for family in FAMILIES.values())
@@ -146,6 +149,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
+    run_modules(model)
     read_as_before(model)
     for body, family in bodies:
         before = getattr(body, "unfused_implementation", _default(body))
@@ -161,6 +165,49 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     for module in _around(model):
         vars(module).pop("create_masks_for_generate", None)
         stop_checking_texts(module)
+    return model
+
+
+def prepack(model: Model) -> Model:
+    """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies them, so that it reads faster.
+
+    Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. On a Zen 5 a generated
+    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less (docs/kernels.md). Training, saving, and
+    names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
+    Blocks of a fused model run in one piece, and let their modules run again when one of these is replaced, trains or has a hook.
+
+    The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
+    in its own type: the system takes their pages back. It takes two to four seconds for each GB.
+
+    Args:
+        model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
+            with fewer than 262,144 weights, stay as they are, as do all where PyTorch was built without oneDNN.
+
+    Returns:
+        The model, which is changed in place; `unfuse` undoes it.
+
+    Raises:
+        TypeError: model is no `torch.nn.Module`.
+
+    Example:
+        >>> from transformers import BloomConfig, BloomForCausalLM
+        >>> from linbias.models import fuse
+        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
+        >>> model = prepack(fuse(model))
+
+    Note:
+        A change that PyTorch counts is seen at once. One that goes through `.data`, as when adapters are merged, is seen by the
+        next call with several rows, such as a prompt, and only if it alters the weight's first row: else call `prepack` again.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
+    prepack_layers(model)
+    body: Any
+    for body in model.modules():
+        family = _BY_BODY.get(type(body))
+        if family is not None and body.config._attn_implementation == NAME:
+            for block in family.blocks_in_one_piece(body):
+                run_in_one_piece(block, family.parts)
     return model
 
 

@@ -8,6 +8,7 @@ from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
@@ -25,20 +26,27 @@ class FusedBloomAttention(FusedAttention, reference.BloomAttention):
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        by_head = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_dim))
-        q, k, v = by_head.transpose(1, 2).unbind(3)
+        q, k, v = self.split(self.query_key_value(hidden_states))
         gathered, weights = attend(self, q, k, v, places, layer_past, self.attention_dropout.p)
         output = reference.dropout_add(
             self.dense(gathered), residual, self.hidden_dropout, self.training
         )
         return output, weights
 
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2).unbind(3)
+        return q, k, v
+
 
 class FusedBloomMLP(reference.BloomMLP):
     """Its GELU is one step with the layer before it, where the reference takes eight passes over memory."""
 
+    @property
+    def is_sliced(self) -> bool:
+        return bool(self.pretraining_tp > 1 and self.slow_but_exact)
+
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
-        if self.pretraining_tp > 1 and self.slow_but_exact:
+        if self.is_sliced:
             return super().forward(hidden_states, residual)
         output = self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, hidden_states, "tanh"))
         return reference.dropout_add(output, residual, self.hidden_dropout, self.training)
@@ -70,4 +78,12 @@ FAMILY = Family(
     fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
     bias=bias,
     num_heads_name="num_heads",
+    parts=Parts(
+        *("input_layernorm", "self_attention", "query_key_value", "dense"),
+        *("post_attention_layernorm", "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+        approximate="tanh",
+    ),
+    consists_of_parts=lambda block: (
+        not (block.apply_residual_connection_post_layernorm or block.mlp.is_sliced)
+    ),
 )

@@ -14,6 +14,7 @@ from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
@@ -30,22 +31,28 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
-        by_group = self.query_key_value(hidden_states).unflatten(
-            -1, (_num_key_value_heads(self), -1, self.head_dim)
-        )
-        *queries, k, v = by_group.transpose(1, 2).unbind(3)  # each [B, G, T, D]
-        q = queries[0] if len(queries) == 1 else torch.stack(queries, dim=2).flatten(1, 2)
+        q, k, v = self.split(self.query_key_value(hidden_states))
         dropout = self.attention_dropout.p
         gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
         return self.dense(gathered), weights
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Per key/value head: its queries, then a key and a value. [B, T, G, queries + 2, D]
+        by_group = qkv.unflatten(-1, (_num_key_value_heads(self), -1, self.head_dim))
+        *queries, k, v = by_group.transpose(1, 2).unbind(3)  # each [B, G, T, D]
+        q = queries[0] if len(queries) == 1 else torch.stack(queries, dim=2).flatten(1, 2)
+        return q, k, v
 
 
 class FusedFalconMLP(reference.FalconMLP):
     """A GELU, which falcon-rw has, is one step with the layer before it."""
 
+    @property
+    def has_gelu(self) -> bool:
+        return getattr(self.act, "act", None) is gelu
+
     def forward(self, x: Tensor) -> Tensor:
-        if getattr(self.act, "act", None) is not gelu:
+        if not self.has_gelu:
             return super().forward(x)
         return self.dense_4h_to_h(linear_gelu(self.dense_h_to_4h, x, "none"))
 
@@ -94,4 +101,13 @@ FAMILY = Family(
     },
     bias=bias,
     num_heads_name="num_heads",
+    parts=Parts(
+        *("input_layernorm", "self_attention", "query_key_value", "dense"),
+        *("post_attention_layernorm", "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+        approximate="none",
+    ),
+    consists_of_parts=lambda block: (
+        block.mlp.has_gelu
+        and not (block.config.parallel_attn or block.config.new_decoder_architecture)
+    ),
 )

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.fused.block import Parts
 from linbias.models.linear import forward_name
 from linbias.models.packing import find_packing
 from linbias.models.places import Places, read_attention_mask
@@ -84,6 +85,8 @@ class Family:
         fused: What the modules of an original class become.
         bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
         num_heads_name: The attribute of a layer that says how many heads it holds.
+        parts: What a block consists of, in most models.
+        consists_of_parts: (block) -> whether it is that and nothing else.
     """
 
     body: type[nn.Module]
@@ -93,6 +96,8 @@ class Family:
     fused: Mapping[type[nn.Module], type[nn.Module]]
     bias: Callable[[Any, Options], Bias]
     num_heads_name: str
+    parts: Parts
+    consists_of_parts: Callable[[Any], bool]
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
@@ -107,6 +112,16 @@ class Family:
     def layers(self, body: nn.Module) -> list[Any]:
         """The attention of each layer, fused or not."""
         return [module for module in body.modules() if isinstance(module, self.attention)]
+
+    def blocks_in_one_piece(self, body: nn.Module) -> list[Any]:
+        """The blocks of a fused body that `parts` describes."""
+        layers = set(self.layers(body))
+        return [
+            block
+            for block in body.modules()
+            if getattr(block, self.parts.attention, None) in layers
+            and self.consists_of_parts(block)
+        ]
 
     def set_bias(self, body: nn.Module, bias: Bias) -> None:
         """Let the modules of a body run fused, with this bias."""
@@ -126,10 +141,14 @@ def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mo
 
 
 class FusedAttention:
-    """What the fused attention of a family has: its `fused_forward` runs, with `Places` in the place of the mask."""
+    """What the fused attention of a family has: its `fused_forward` runs, with `Places` in the place of the mask.
+
+    `split` makes queries [B, H, T, D], keys and values [B, G, T, D] of what its first linear layer gives.
+    """
 
     fused_bias: Bias
     fused_forward: Callable[..., tuple[Tensor, Tensor | None]]
+    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
     def forward(
         self, *args: Any, attention_mask: Any = None, **kwargs: Any

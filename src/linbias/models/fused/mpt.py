@@ -14,6 +14,7 @@ from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.models.fused.bias import Bias, attend
+from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
 from linbias.models.linear import linear_gelu
 from linbias.models.places import Places
@@ -35,7 +36,11 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         past_key_values: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        qkv = self.Wqkv(hidden_states)
+        q, k, v = self.split(self.Wqkv(hidden_states))
+        gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
+        return self.out_proj(gathered), weights
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.clip_qkv:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         shared = getattr(self, "kv_n_heads", self.n_heads)
@@ -43,8 +48,7 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
         q, k, v = by_head.split([self.n_heads, shared, shared], dim=1)
         if hasattr(self, "q_ln"):
             q, k = _norm(self.q_ln, q), _norm(self.k_ln, k)
-        gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
-        return self.out_proj(gathered), weights
+        return q, k, v
 
 
 class FusedMptMLP(reference.MptMLP):
@@ -68,7 +72,9 @@ class FusedMptBlock(reference.MptBlock):
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Of [B, heads, T, D], over all heads at once or over each, as wide as the norm is."""
     x = x.transpose(1, 2)  # [B, T, heads, D]
-    return norm(x.reshape(*x.shape[:2], -1, norm.normalized_shape[0])).view(x.shape).transpose(1, 2)
+    return (
+        norm(x.reshape(*x.shape[:2], -1, norm.normalized_shape[0])).view(x.shape).transpose(1, 2)
+    )
 
 
 # What neither class computes, and which values say that a model does without.
@@ -183,4 +189,9 @@ FAMILY = Family(
     },
     bias=bias,
     num_heads_name="n_heads",
+    parts=Parts(
+        *("norm_1", "attn", "Wqkv", "out_proj", "norm_2", "ffn", "up_proj", "down_proj"),
+        approximate="none",
+    ),
+    consists_of_parts=lambda block: True,
 )
