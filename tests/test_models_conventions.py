@@ -1,20 +1,38 @@
 """What users of Transformers expect of any causal model: packed batches, caches, attentions, collators."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from transformers import (
     AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
 
 from linbias.data.tokenizers import Tokenizer, byte_tokenizer, train_bpe
+from linbias.models import (
+    LinbiasBertConfig,
+    LinbiasBertModel,
+    LinbiasForConditionalGeneration,
+    LinbiasSeq2SeqConfig,
+    fuse,
+)
+from linbias.models.config import BLOCKS
 from linbias.models.packing import find_packing
 from small_models import (
     assert_same,
@@ -266,3 +284,31 @@ def test_a_token_that_is_added_for_padding_fits_after_resizing(tmp_path: Path) -
         NotImplementedError, match="PaperForCausalLM: the vocabulary cannot be resized"
     ):
         build_paper().resize_token_embeddings(90)
+
+
+SIZES = {"vocab_size": 50, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(build, block=block) for block in BLOCKS),
+        build_paper,
+        lambda: LinbiasForConditionalGeneration(LinbiasSeq2SeqConfig(**SIZES)),
+        lambda: LinbiasBertModel(LinbiasBertConfig(**SIZES, intermediate_size=48)),
+        lambda: fuse(BloomForCausalLM(BloomConfig(n_layer=2, n_head=4, hidden_size=32))),
+        lambda: fuse(FalconForCausalLM(FalconConfig(**SIZES, alibi=True))),
+        lambda: fuse(MptForCausalLM(MptConfig(n_layers=2, n_heads=4, d_model=32))),
+    ],
+    ids=[*BLOCKS, "paper", "seq2seq", "encoder", "bloom", "falcon", "mpt"],
+)
+def test_sharding_finds_the_blocks(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+    is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert is_block is not None
+    found = [type(module).__name__ for module in model.modules() if is_block(module)]
+    assert len(found) >= 2
+    assert set(found) == set(model._no_split_modules or ())

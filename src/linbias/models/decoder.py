@@ -210,6 +210,9 @@ class DecoderPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """What Transformers does, and linear layers as this processor reads them fastest."""
         super().post_init()
+        # Sharding takes it amiss if one of these is not there.
+        there = {type(module).__name__ for module in self.modules()}
+        self._no_split_modules = there.intersection(self._no_split_modules)  # type: ignore[assignment,misc]
         read_faster(self)
 
     @staticmethod

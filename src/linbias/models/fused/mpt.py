@@ -69,6 +69,9 @@ class FusedMptBlock(reference.MptBlock):
         return super().forward(*args, **kwargs)
 
 
+FusedMptBlock.__name__ = "MptBlock"  # by which sharding and device maps look for blocks
+
+
 def _norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Of [B, heads, T, D], over all heads at once or over each, as wide as the norm is."""
     x = x.transpose(1, 2)  # [B, T, heads, D]
