@@ -24,6 +24,9 @@ RELEASED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "transfor
 needs_released = pytest.mark.skipif(
     not RELEASED.is_dir(), reason="the data of the original code is not here"
 )
+needs_onednn = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
+)
 every_position = pytest.mark.parametrize("position", POSITIONS)
 every_block = pytest.mark.parametrize("block", BLOCKS)
 

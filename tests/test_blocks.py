@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
@@ -20,10 +21,9 @@ from transformers import (
 
 from linbias.models import fuse, linear, prepack, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+from small_models import needs_onednn
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
-)
+pytestmark = needs_onednn
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 
 
@@ -306,3 +306,31 @@ def test_unfusing_ends_it() -> None:
     unfuse(whole)
     assert norms(whole, lambda: whole(x)) == 4
     assert not any("forward" in vars(module) for module in whole.modules())
+
+
+@torch.no_grad()
+def test_a_block_that_accelerate_hooks_keeps_its_hook() -> None:
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output[0] * 2, *output[1:]
+
+    torch.manual_seed(0)
+    model, x = fuse(bloom().eval()), tokens(1, 6)
+    before = model(x).logits
+    add_hook_to_module(model.transformer.h[1], Doubling())
+    expected = model(x).logits
+    assert not torch.equal(expected, before)
+    prepack(model)
+    torch.testing.assert_close(model(x).logits, expected, rtol=1e-4, atol=1e-4)
+    assert norms(model, lambda: model(x)) == 2  # of the block that is hooked
+
+
+@torch.no_grad()
+def test_layers_of_two_types_are_refused_as_before() -> None:
+    if torch.bfloat16 not in linear._types():
+        pytest.skip("this processor does not multiply bfloat16")
+    model = fuse(bloom().eval())
+    model.transformer.h[1].mlp.dense_h_to_4h.bfloat16()
+    prepack(model)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(tokens(1, 6))

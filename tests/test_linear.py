@@ -37,10 +37,9 @@ from linbias.models import (
     prepack,
     unfuse,
 )
+from small_models import needs_onednn
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
-)
+pytestmark = needs_onednn
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 
 
