@@ -335,6 +335,61 @@ def test_a_prepacked_model_answers_as_before_until_it_is_unfused(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        *[((48,), 4), ((1, 48), 4), ((1, 1, 48), 4)],
+        *[((2, 48), 4), ((2, 1, 48), 4), ((1, 2, 48), 4)],
+        *[((3, 48), 3), ((2, 2, 48), 4), ((9, 48), 9)],
+    ],
+)
+@torch.no_grad()
+def test_one_or_two_rows_are_four_for_prepacked_weights(
+    shape: tuple[int, ...],
+    rows: int,
+    dtype: torch.dtype,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if dtype not in linear._types():
+        pytest.skip("this processor does not multiply bfloat16")
+    read, seen = linear.read, []
+
+    def watched(input: Tensor, *args: Any) -> Tensor:
+        seen.append(input.numel() // 48)
+        return read(input, *args)
+
+    monkeypatch.setattr(linear, "read", watched)
+    torch.manual_seed(7)
+    layer, x = nn.Linear(48, 40, bias=bias, dtype=dtype), torch.randn(shape, dtype=dtype)
+    expected = layer(x)
+    prepack(layer)
+    error = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    )
+    for is_faster, count in ((True, rows), (False, x.numel() // 48)):
+        monkeypatch.setattr(linear, "_copies_are_faster", lambda found=is_faster: found)
+        torch.testing.assert_close(layer(x), expected, **error)
+        wide = linear.linear_gelu(layer, x, "tanh")
+        torch.testing.assert_close(wide, nn.functional.gelu(expected, approximate="tanh"), **error)
+        assert layer(x).is_contiguous()
+        assert seen == [count] * 3
+        seen.clear()
+
+
+def test_rows_are_copied_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for by_amd, features, expected in (
+        (True, ["avx2", "avx512f"], True),
+        (True, ["avx2"], False),
+        (False, ["avx2", "avx512f", "avx512_bf16", "amx_bf16"], False),
+    ):
+        monkeypatch.setattr(linear._machine, "made_by_amd", lambda found=by_amd: found)
+        monkeypatch.setattr(linear._machine, "cpu_features", lambda found=features: found)
+        assert linear._copies_are_faster.__wrapped__() == expected
+
+
 @torch.no_grad()
 def test_encoders_and_models_that_nobody_fused_are_prepacked_too() -> None:
     for model in (make_encoder(), falcon()):

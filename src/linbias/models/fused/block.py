@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from linbias.models.fused.bias import attend
-from linbias.models.linear import is_plain, prepacked_of, read
+from linbias.models.linear import is_plain, prepacked_of, read_prepacked
 from linbias.models.places import Places
 
 
@@ -91,11 +91,11 @@ class _Block:
             return None
         biases = [layer._parameters.get("bias") for layer in self.layers]
         qkv, dense, up, down = zip(weights, biases, strict=True)
-        q, k, v = self.attention.split(read(_normed(self.norms[0], x), *qkv))
+        q, k, v = self.attention.split(read_prepacked(_normed(self.norms[0], x), *qkv))
         gathered, _ = attend(self.attention, q, k, v, places, cache, dropout=0.0)
-        x = read(gathered, *dense).add_(x)
-        inner = read(_normed(self.norms[1], x), *up, "gelu", self.approximate)
-        return read(inner, *down).add_(x)
+        x = read_prepacked(gathered, *dense).add_(x)
+        inner = read_prepacked(_normed(self.norms[1], x), *up, "gelu", self.approximate)
+        return read_prepacked(inner, *down).add_(x)
 
 
 def _normed(norm: nn.LayerNorm, x: Tensor) -> Tensor:
