@@ -172,9 +172,9 @@ def prepack(model: Model) -> Model:
     """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies them, so that it reads faster.
 
     Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. On a Zen 5 a generated
-    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less; on a Zen 4 a token takes
-    seven tenths in bfloat16 and no less in float32 (docs/kernels.md). Training, saving, and names of weights are as before: the
-    layers keep their own. A layer whose own weight changes afterwards reads that again.
+    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less; in
+    bfloat16 it takes seven tenths on a Zen 4 and four fifths on a Xeon with AMX, where a float32 one takes no less (docs/kernels.md).
+    Training, saving, and names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
     Blocks of a fused model run in one piece, and let their modules run again when one of these is replaced, trains or has a hook.
 
     The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
