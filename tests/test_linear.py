@@ -380,11 +380,13 @@ def test_one_or_two_rows_are_four_for_prepacked_weights(
 
 
 def test_rows_are_copied_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for by_amd, features, expected in (
-        (True, ["avx2", "avx512f"], True),
-        (True, ["avx2"], False),
-        (False, ["avx2", "avx512f", "avx512_bf16", "amx_bf16"], False),
+    for by_amd, name, features, expected in (
+        (True, "AMD EPYC", ["avx2", "avx512f"], True),
+        (True, "AMD EPYC Zen 5", ["avx2", "avx512f"], False),
+        (True, "AMD EPYC", ["avx2"], False),
+        (False, "Intel Xeon", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"], False),
     ):
+        monkeypatch.setattr(linear._machine, "processor", lambda found=name: found)
         monkeypatch.setattr(linear._machine, "made_by_amd", lambda found=by_amd: found)
         monkeypatch.setattr(linear._machine, "cpu_features", lambda found=features: found)
         assert linear._copies_are_faster.__wrapped__() == expected
