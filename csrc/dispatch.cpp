@@ -1,6 +1,7 @@
 // Choose the CPU target once, at the top.
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -132,9 +133,20 @@ const Target kTargets[] = {
 
 std::atomic<const Target*> forced{nullptr};
 
+// The environment may name the best target to use, so that a machine with more acts as one with less.
+const Target* best_allowed() {
+  static const Target* const found = [] {
+    const char* name = std::getenv("LINBIAS_MAX_CPU_TARGET");
+    const Target* named = std::find_if(std::begin(kTargets), std::end(kTargets),
+                                       [name](const Target& t) { return name && std::strcmp(t.name, name) == 0; });
+    return named == std::end(kTargets) ? std::begin(kTargets) : named;
+  }();
+  return found;
+}
+
 const Target& best() {
   static const Target* const found =
-      std::find_if(std::begin(kTargets), std::end(kTargets), [](const Target& t) { return t.pays() && t.runs_here(); });
+      std::find_if(best_allowed(), std::end(kTargets), [](const Target& t) { return t.pays() && t.runs_here(); });
   return found == std::end(kTargets) ? found[-1] : *found;  // a build for tests may have no other
 }
 
@@ -172,8 +184,8 @@ const char* target() { return current().name; }
 const char* targets() {
   static const std::string names = [] {
     std::string joined;
-    for (const Target& t : kTargets) {
-      if (t.runs_here()) joined.append(joined.empty() ? "" : ",").append(t.name);
+    for (const Target* t = best_allowed(); t != std::end(kTargets); ++t) {
+      if (t->runs_here()) joined.append(joined.empty() ? "" : ",").append(t->name);
     }
     return joined;
   }();
@@ -185,9 +197,9 @@ bool force_target(const char* name) {
     forced = nullptr;
     return true;
   }
-  for (const Target& t : kTargets) {
-    if (std::strcmp(t.name, name) == 0 && t.runs_here()) {
-      forced = &t;
+  for (const Target* t = best_allowed(); t != std::end(kTargets); ++t) {
+    if (std::strcmp(t->name, name) == 0 && t->runs_here()) {
+      forced = t;
       return true;
     }
   }

@@ -5,7 +5,10 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-from linbias._machine import processor
+from linbias._machine import limits, most, processor
+
+# A processor that is to act as one with less: LINBIAS_MAX_CPU_TARGET=avx2 make test.
+os.environ.update(limits())
 
 # Without a GPU, Triton's kernels run in its interpreter, which has to be said before triton loads.
 if not Path("/dev/nvidiactl").exists():
@@ -25,7 +28,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
-    Path(__file__).parents[1] / "build" / "jax" / processor().replace(" ", "-")
+    Path(__file__).parents[1]
+    / "build"
+    / "jax"
+    / f"{processor()} {most() or ''}".strip().replace(" ", "-")
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -27,6 +27,15 @@ needs_released = pytest.mark.skipif(
 needs_onednn = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
 )
+# oneDNN multiplies bfloat16 wherever AVX-512 is, fast or not; our models ask it to only where that is fast (`linear._types`).
+has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_bfloat16 = pytest.mark.skipif(
+    not has_bfloat16, reason="oneDNN has no products of bfloat16 on this processor"
+)
+fast_types = (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+every_type = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
+)
 every_position = pytest.mark.parametrize("position", POSITIONS)
 every_block = pytest.mark.parametrize("block", BLOCKS)
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from linbias.models import fuse, linear, prepack, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from small_models import needs_onednn
+from small_models import every_type, fast_types, needs_bfloat16, needs_onednn
 
 pytestmark = needs_onednn
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
@@ -30,6 +30,7 @@ SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "_SMALLEST", 1)
+    monkeypatch.setattr(linear, "_types", lambda: fast_types)
     yield
 
 
@@ -105,11 +106,9 @@ def tokens(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_type
 @torch.no_grad()
 def test_its_answers_are_those_of_its_modules(make: Callable[[], Any], dtype: torch.dtype) -> None:
-    if dtype not in linear._types():
-        pytest.skip("this processor does not multiply bfloat16")
     (whole, by_module), x = pair(make, dtype), tokens(2, 9)
     assert norms(whole, lambda: whole(x)) == 0
     assert norms(by_module, lambda: by_module(x)) == 4
@@ -325,10 +324,9 @@ def test_a_block_that_accelerate_hooks_keeps_its_hook() -> None:
     assert norms(model, lambda: model(x)) == 2  # of the block that is hooked
 
 
+@needs_bfloat16
 @torch.no_grad()
 def test_layers_of_two_types_are_refused_as_before() -> None:
-    if torch.bfloat16 not in linear._types():
-        pytest.skip("this processor does not multiply bfloat16")
     model = fuse(bloom().eval())
     model.transformer.h[1].mlp.dense_h_to_4h.bfloat16()
     prepack(model)

@@ -29,7 +29,7 @@ LAYERS = {
     "explain_html": {"definition", "methods"},
     "near_to_far": {"definition", "_checks"},
     "streams": {"definition", "near_to_far", "_checks"},
-    "kernels": {"_cpu"} | CORE,
+    "kernels": {"_cpu", "_machine"} | CORE,
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
@@ -42,7 +42,7 @@ LAYERS = {
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "explain_html", "definition", "models", "lm"} | ANYONE,
-    "doctor": {"torch", "jax", "kernels", "_run"} | CORE | ANYONE,
+    "doctor": {"torch", "jax", "kernels", "models", "_run"} | CORE | ANYONE,
     "cli": {
         *(
             "lm",

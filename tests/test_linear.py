@@ -37,7 +37,7 @@ from linbias.models import (
     prepack,
     unfuse,
 )
-from small_models import needs_onednn
+from small_models import every_type, fast_types, has_bfloat16, needs_bfloat16, needs_onednn
 
 pytestmark = needs_onednn
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
@@ -46,6 +46,7 @@ SIZES = {"vocab_size": 97, "initializer_range": 0.3}
 @pytest.fixture(autouse=True)
 def on_every_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(linear, "_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "_types", lambda: fast_types)
     monkeypatch.setattr(linear, "_SMALLEST", 1)
     yield
 
@@ -133,7 +134,6 @@ def test_pytorchs_own_layer_runs_where_anything_looks_on() -> None:
         assert calls(lambda: layer(x[:0])) == 0
         assert calls(lambda: copy.deepcopy(layer).double()(x.double())) == 0
         assert calls(lambda: copy.deepcopy(layer).half()(x.half())) == 0
-        has_bfloat16 = "avx512_bf16" in _machine.cpu_features()
         assert calls(lambda: copy.deepcopy(layer).bfloat16()(x.bfloat16())) == has_bfloat16
         assert calls(lambda: torch.vmap(layer)(x)) == 0
         with torch.autocast("cpu", torch.bfloat16):
@@ -239,6 +239,7 @@ def test_one_row_in_bfloat16_is_a_product_by_a_vector_and_nothing_else_is(bias: 
         assert not products_by_a_vector(lambda: layer(x[:1, :1]))
 
 
+@needs_bfloat16
 @torch.no_grad()
 @pytest.mark.usefixtures("rows_alone")
 def test_several_rows_in_bfloat16_have_their_gelu_in_one_step() -> None:
@@ -268,17 +269,50 @@ def test_a_fused_model_reads_rows_so_until_it_is_unfused() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_only_large_layers_of_amd_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("AMD Zen 4", (True, False, True)),
+        ("AMD Zen 5", (True, False, False)),
+        ("Intel with AMX", (False, True, False)),
+        ("AMD with AVX2", (False, False, False)),  # where oneDNN was slower
+        ("Intel with AVX-512", (False, False, False)),  # where nobody measured
+    ],
+)
+def test_each_kind_of_processor_reads_as_was_measured_on_it(
+    kind: str, expected: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
-    for maker, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
-        linear._is_faster.cache_clear()
-        monkeypatch.setattr(_machine, "_cpuinfo", lambda maker=maker: f"vendor_id\t: {maker}\n")
+    monkeypatch.setattr(_machine, "kind", lambda: kind)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    asked = (linear._is_faster, linear._rows_are_faster, linear._copies_are_faster)
+    assert tuple(function.__wrapped__() for function in asked) == expected
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not linear._is_faster.__wrapped__()
+
+
+def test_bfloat16_is_read_where_the_processor_is_fast_and_onednn_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    for features, may, expected in (
+        (["avx512_bf16"], True, True),
+        (["avx512_bf16"], False, False),
+        ([], True, False),
+    ):
+        monkeypatch.setattr(_machine, "cpu_features", lambda found=features: found)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda found=may: found)
+        assert (torch.bfloat16 in linear._types.__wrapped__()) == expected
+
+
+def test_only_large_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for is_faster in (True, False):
+        monkeypatch.setattr(linear, "_is_faster", lambda found=is_faster: found)
         monkeypatch.setattr(linear, "_rows_are_faster", lambda: False)
         layers = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 511))
         linear.read_faster(layers)
-        found = ["forward" in vars(layer) for layer in layers]
-        assert found == [expected and torch.backends.mkl.is_available(), False]
-    linear._is_faster.cache_clear()
+        assert ["forward" in vars(layer) for layer in layers] == [is_faster, False]
 
 
 def test_making_a_model_keeps_freed_memory_wherever_it_is_made(
@@ -310,14 +344,12 @@ def prepacked(layer: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("make", [bloom, falcon, mpt])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_type
 @torch.no_grad()
 def test_a_prepacked_model_answers_as_before_until_it_is_unfused(
     make: Callable[[], Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "_is_faster", lambda: False)
-    if dtype not in linear._types():
-        pytest.skip("this processor does not multiply bfloat16")
     model, x = make().to(dtype), tokens(2, 9)
     expected = fuse(model)(x).logits
     row = model(x[:1, :1]).logits
@@ -336,7 +368,7 @@ def test_a_prepacked_model_answers_as_before_until_it_is_unfused(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_type
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
@@ -353,8 +385,6 @@ def test_one_or_two_rows_are_four_for_prepacked_weights(
     bias: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if dtype not in linear._types():
-        pytest.skip("this processor does not multiply bfloat16")
     read, seen = linear.read, []
 
     def watched(input: Tensor, *args: Any) -> Tensor:
@@ -377,19 +407,6 @@ def test_one_or_two_rows_are_four_for_prepacked_weights(
         assert layer(x).is_contiguous()
         assert seen == [count] * 3
         seen.clear()
-
-
-def test_rows_are_copied_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for by_amd, name, features, expected in (
-        (True, "AMD EPYC", ["avx2", "avx512f"], True),
-        (True, "AMD EPYC Zen 5", ["avx2", "avx512f"], False),
-        (True, "AMD EPYC", ["avx2"], False),
-        (False, "Intel Xeon", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"], False),
-    ):
-        monkeypatch.setattr(linear._machine, "processor", lambda found=name: found)
-        monkeypatch.setattr(linear._machine, "made_by_amd", lambda found=by_amd: found)
-        monkeypatch.setattr(linear._machine, "cpu_features", lambda found=features: found)
-        assert linear._copies_are_faster.__wrapped__() == expected
 
 
 @torch.no_grad()

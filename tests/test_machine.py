@@ -1,24 +1,93 @@
-"""What a record calls the processor that it was made on."""
+"""What a processor is called, and how one is held to less than it has."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
 from linbias import _machine
+from linbias.kernels import core
+
+LESS = ("avx2", "baseline")
 
 
-@pytest.mark.parametrize(
-    ("maker", "family", "flags", "expected"),
-    [
-        ("AuthenticAMD", 26, "avx2 avx512f", "A B Zen 5"),
-        ("AuthenticAMD", 25, "avx2 avx512f", "A B"),
-        ("GenuineIntel", 26, "avx2", "A B"),
-        ("GenuineIntel", 6, "avx2 amx_bf16", "A B with AMX"),
-    ],
-)
-def test_a_name_tells_what_the_system_hides(
-    maker: str, family: int, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, maker: str, family: int, flags: str) -> None:
     lines = (
         f"vendor_id\t: {maker}\ncpu family\t: {family}\nmodel name\t: A(R)  B\nflags\t: {flags}\n"
     )
     monkeypatch.setattr(_machine, "_cpuinfo", lambda: lines)
-    assert _machine.processor() == expected
+
+
+@pytest.mark.parametrize(
+    ("maker", "family", "flags", "name", "kind"),
+    [
+        ("AuthenticAMD", 26, "avx2 avx512f avx512_bf16", "A B Zen 5", "AMD Zen 5"),
+        ("AuthenticAMD", 25, "avx2 avx512f avx512_bf16", "A B", "AMD Zen 4"),
+        ("AuthenticAMD", 25, "avx2", "A B", "AMD with AVX2"),
+        ("AuthenticAMD", 27, "avx512f avx512_bf16", "A B", "AMD with AVX-512 and bfloat16"),
+        ("GenuineIntel", 26, "avx2", "A B", "Intel with AVX2"),
+        ("GenuineIntel", 6, "avx2 avx512f", "A B", "Intel with AVX-512"),
+        ("GenuineIntel", 6, "avx2 avx512f avx512_bf16 amx_bf16", "A B with AMX", "Intel with AMX"),
+        ("GenuineIntel", 6, "sse4_2", "A B", "Intel without AVX2"),
+    ],
+)
+def test_a_name_tells_what_the_system_hides(
+    maker: str, family: int, flags: str, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LINBIAS_MAX_CPU_TARGET", raising=False)
+    pretend(monkeypatch, maker, family, flags)
+    assert _machine.processor() == name
+    assert _machine.kind() == kind
+
+
+def test_a_processor_is_held_to_less_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "AuthenticAMD", 25, "avx2 fma f16c avx512f avx512_bf16")
+    for most, kind, width in (
+        ("baseline", "AMD without AVX2", 0),
+        ("avx2", "AMD with AVX2", 3),
+        ("avx512", "AMD with AVX-512", 4),
+        ("avx512_amx", "AMD Zen 4", 5),
+    ):
+        monkeypatch.setenv("LINBIAS_MAX_CPU_TARGET", most)
+        assert _machine.kind() == kind
+        assert len(_machine.cpu_features()) == width
+        assert len(_machine.limits()) == (0 if most == "avx512_amx" else 4)
+    monkeypatch.setenv("LINBIAS_MAX_CPU_TARGET", "avx3")
+    with pytest.raises(ValueError, match=r"LINBIAS_MAX_CPU_TARGET must be one of .*, got 'avx3'"):
+        _machine.most()
+
+
+@pytest.mark.parametrize("most", LESS)
+def test_everything_that_computes_is_held_to_it(most: str) -> None:
+    if most not in core.targets():
+        pytest.skip(f"this processor has no {most}")
+    program = """if True:
+        import os
+        from linbias import _machine
+        os.environ |= _machine.limits()
+        import torch
+        from linbias.kernels import core
+        print(core.target(), core.targets()[0], torch.backends.cpu.get_cpu_capability())
+        print(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LINBIAS_MAX_CPU_TARGET": most},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    capability = {"avx2": "AVX2", "baseline": "DEFAULT"}[most]
+    assert done.stdout.split() == [most, most, capability, "False"]
+
+
+def test_a_kind_that_does_not_exist_is_refused_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import linbias.cpu"],
+        env={**os.environ, "LINBIAS_MAX_CPU_TARGET": "AVX2"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert "LINBIAS_MAX_CPU_TARGET must be one of ('baseline', 'avx2'," in done.stderr

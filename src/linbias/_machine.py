@@ -9,8 +9,29 @@ from pathlib import Path
 
 PACKAGES = ("linbias", "numpy", "torch", "jax", "transformers", "accelerate", "datasets", "triton")
 
-# Of the many flags, those for which kernels are compiled apart.
-_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+# Kinds of processors: the core's CPU targets, each with what it has beyond the one before, of the many flags of a processor those
+# for which kernels are compiled apart, and with what holds oneDNN, PyTorch, MKL and XLA to it.
+_KINDS = {
+    "baseline": ((), ("SSE41", "default", "SSE4_2", "SSE4_2")),
+    "avx2": (("avx2", "fma", "f16c"), ("AVX2", "avx2", "AVX2", "AVX2")),
+    "avx512": (("avx512f",), ("AVX512_CORE", "avx512", "AVX512", "AVX512")),
+    "avx512_bf16": (("avx512_bf16",), ("AVX512_CORE_BF16", "avx512", "AVX512_E3", "AVX512")),
+    "avx512_amx": (("amx_bf16",), ()),
+}
+_ARM = ("asimd", "sve")
+_WORDS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 and bfloat16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "asimd": "NEON",
+}
+_LIMITS = (
+    "ONEDNN_MAX_CPU_ISA={}",
+    "ATEN_CPU_CAPABILITY={}",
+    "MKL_ENABLE_INSTRUCTIONS={}",
+    "XLA_FLAGS=--xla_cpu_max_isa={}",
+)
 
 
 def processor() -> str:
@@ -24,15 +45,54 @@ def processor() -> str:
 
 
 def cpu_features() -> list[str]:
-    """The instruction sets that matter here and are present, as far as the system tells."""
+    """The instruction sets that matter here, are present, as far as the system tells, and not beyond `most`."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     flags = match[1].split() if match else []
-    return [feature for feature in _FEATURES if feature in flags]
+    kinds = list(_KINDS.values())[: list(_KINDS).index(most() or "avx512_amx") + 1]
+    allowed = [feature for features, _ in kinds for feature in features]
+    return [feature for feature in (*allowed, *_ARM) if feature in flags]
+
+
+def most() -> str | None:
+    """The kind of processor that this one is to act as, where it has more: the environment's LINBIAS_MAX_CPU_TARGET.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
+    kind = os.environ.get("LINBIAS_MAX_CPU_TARGET") or None
+    if kind is not None and kind not in _KINDS:
+        raise ValueError(f"LINBIAS_MAX_CPU_TARGET must be one of {(*_KINDS,)}, got {kind!r}")
+    return kind
+
+
+def limits() -> dict[str, str]:
+    """The environment in which other libraries use no more than `most`, if they have not been loaded."""
+    kind = most()
+    values = _KINDS[kind][1] if kind else ()
+    return dict(
+        line.format(value).split("=", 1) for line, value in zip(_LIMITS, values, strict=False)
+    )
 
 
 def made_by_amd() -> bool:
     """Whether the processor is one of AMD's, as far as the system tells."""
     return "AuthenticAMD" in (_cpuinfo() or platform.processor())
+
+
+def kind() -> str:
+    """What decides which code is fast here, in words: "AMD Zen 4", "Intel with AMX", "AMD with AVX2"."""
+    makers = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
+    maker = next((name for mark, name in makers.items() if mark in _cpuinfo()), "processor")
+    features = cpu_features()
+    family = re.search(r"^cpu family\s*:\s*(\d+)$", _cpuinfo(), re.MULTILINE)
+    if maker == "AMD" and "avx512_bf16" in features and family:
+        return {"25": "AMD Zen 4", "26": "AMD Zen 5"}.get(
+            family[1], "AMD with AVX-512 and bfloat16"
+        )
+    for feature, words in _WORDS.items():
+        if feature in features:
+            return f"{maker} with {words}"
+    return f"{maker} without AVX2"
 
 
 def num_cores() -> int:

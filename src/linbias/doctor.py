@@ -24,7 +24,8 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
         progress: Called with the name of each step that takes a while, before it.
 
     Returns:
-        `machine` (processor, cores, threads and how they wait, instruction sets, devices), `versions`, `parts` and
+        `machine` (processor, its kind and how models read linear layers on it, cores, threads and how they wait, instruction
+        sets, the core's CPU target, devices), `versions`, `parts` and
         `implementations`. In the last two, None stands for "works" and a string says why not; an
         implementation is asked for a plain causal call on every device.
     """
@@ -35,8 +36,10 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
     progress("asking every implementation")
     machine: dict[str, Any] = {
         "processor": _machine.processor(),
+        "kind": _machine.kind(),
         "cores": _machine.num_cores(),
         "instruction sets": _machine.cpu_features(),
+        "core's target": core.target() or "not compiled",
         "devices": ["cpu"],
     }
     devices = machine["devices"]
@@ -53,6 +56,10 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices
             }
+    if parts.get("linbias.lm", "not asked") is None:
+        from linbias.models.linear import ways_in_words
+
+        machine["linear layers"] = ways_in_words()
     if parts.get("linbias.jax", "not asked") is None:
         implementations |= _of_jax(devices)
     return {

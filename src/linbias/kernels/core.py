@@ -9,8 +9,11 @@ The fields, their shapes and types stand in csrc/include/linbias/attention.h, an
 count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
 """
 
+from linbias import _machine
 from linbias._checks import Problem
 from linbias._dispatch import Abilities
+
+_machine.most()  # which csrc/dispatch.cpp reads, too; a kind that does not exist is refused here
 
 WHY_MISSING: str | None = None
 try:

@@ -1,10 +1,10 @@
-"""Linear layers in the faster of the ways that PyTorch has: on AMD's processors oneDNN, in one step with bias and GELU.
+"""Linear layers in the faster of the ways that PyTorch has, on the kinds of processors where that was measured (`MEASURED`).
 
 PyTorch multiplies float32 matrices by MKL, which is made for Intel's processors; its oneDNN, which multiplies its
-bfloat16 ones after a pass that fills in the bias, is at home on both. On Intel's only bfloat16 goes other ways: one row, a
-generated token, as the product of a matrix and a vector, which reads weights as they lie faster than oneDNN's, which wants them
-packed; and of several rows those with a GELU after them, in one step. Models that `prepack` has seen read all through oneDNN,
-on any processor.
+bfloat16 ones after a pass that fills in the bias, is at home on AMD's with AVX-512 too, in one step with bias and GELU. On Intel's with a
+matrix unit only bfloat16 goes other ways: one row, a generated token, as the product of a matrix and a vector, which reads weights
+as they lie faster than oneDNN's, which wants them packed; and of several rows those with a GELU after them, in one step. Elsewhere
+PyTorch's own layers run. Models that `prepack` has seen read all through oneDNN, on any processor.
 Only reading without gradients changes, and training and `torch.compile` meet PyTorch's own layers. docs/kernels.md has the figures.
 Whichever way, what a layer returns is memory that the layer before gave back (`keep_freed_memory`).
 """
@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,16 +101,49 @@ def _faster_way() -> Any:
     return _forward_row if _rows_are_faster() else None
 
 
+class Ways(NamedTuple):
+    """What one kind of processor gains by; each was measured on it (docs/kernels.md).
+
+    Attributes:
+        layers: All large layers go through oneDNN.
+        rows: One row by bfloat16 weights goes as a matrix and a vector.
+        copies: One row by a prepacked weight goes as four.
+    """
+
+    layers: bool = False
+    rows: bool = False
+    copies: bool = False
+
+
+MEASURED = {
+    "AMD Zen 4": Ways(layers=True, copies=True),
+    "AMD Zen 5": Ways(layers=True),
+    "Intel with AMX": Ways(rows=True),
+}
+
+
+def _ways() -> Ways:
+    """Those of this processor: none on a kind that nobody measured."""
+    return MEASURED.get(_machine.kind(), Ways())
+
+
+def ways_in_words() -> str:
+    """The row of `MEASURED` that holds here, for `linbias doctor`."""
+    ways = MEASURED.get(_machine.kind())
+    if ways is None:
+        return "as PyTorch reads them: no other way was measured faster on this kind of processor"
+    words = ("through oneDNN", "a bfloat16 row as a vector", "a prepacked row as four")
+    return ", ".join(said for said, holds in zip(words, ways, strict=True) if holds)
+
+
 @functools.cache
 def _is_faster() -> bool:
-    return _machine.made_by_amd() and torch.backends.mkl.is_available() and _has_onednn()
+    return _ways().layers and torch.backends.mkl.is_available() and _has_onednn()
 
 
 @functools.cache
 def _rows_are_faster() -> bool:
-    return (
-        "avx512_bf16" in _machine.cpu_features() and not _machine.made_by_amd() and _has_onednn()
-    )
+    return _ways().rows and _has_onednn()
 
 
 @functools.cache
@@ -229,9 +262,7 @@ def read_prepacked(
 
 @functools.cache
 def _copies_are_faster() -> bool:
-    """On a Zen 4, where this was measured. On a Xeon copies cost time, on a Zen 5 nobody measured them, and oneDNN has other kernels without AVX-512."""
-    is_zen_5 = "Zen 5" in _machine.processor()
-    return _machine.made_by_amd() and "avx512f" in _machine.cpu_features() and not is_zen_5
+    return _ways().copies
 
 
 def is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -251,6 +282,8 @@ def is_plain(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 @functools.cache
 def _types() -> tuple[torch.dtype, ...]:
-    """Those that oneDNN has fast products for on this processor."""
+    """Those that oneDNN has fast products for: it may be held to less than the processor has."""
     has_bfloat16 = "avx512_bf16" in _machine.cpu_features()
-    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+    if has_bfloat16 and _has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (torch.float32, torch.bfloat16)
+    return (torch.float32,)
