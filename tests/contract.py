@@ -76,6 +76,15 @@ def rows(quick: str | Callable[..., bool], *values: tuple) -> list:
     ]
 
 
+def spread(step: int, *values: tuple) -> list:
+    """Rows of a test, of which `make test` runs every `step`-th: each value of each part, not each with each."""
+    named = [tuple(map(str, value)) for value in values]
+    quick = named[::step]
+    for every, some in zip(zip(*named, strict=True), zip(*quick, strict=True), strict=True):
+        assert set(every) == set(some), set(every) - set(some)
+    return rows(lambda *value: tuple(map(str, value)) in quick, *values)
+
+
 def long_rows(cases: Sequence[Case]) -> list:
     """Cases as rows of a test, of which those that repeat parts of others are `thorough`."""
     return rows(lambda case: case.name not in REPEATED, *((case,) for case in cases))

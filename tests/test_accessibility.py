@@ -55,6 +55,7 @@ def test_a_table_that_is_cut_says_so_and_can_be_scrolled_by_keyboard(visit, repo
     assert table.locator("th[scope=row]").first.bounding_box()["x"] >= 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_explorer_breaks_no_rule(visit, explorer_file, theme):
     # Its policy lets no other script run, and so not axe either.

@@ -249,6 +249,7 @@ def test_dropout_of_one_module_is_applied() -> None:
     assert not torch.equal(model(x).logits, model(x).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_it_learns_and_compiles_as_before() -> None:
     (whole, by_module), x = pair(bloom), tokens(2, 9)

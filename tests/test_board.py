@@ -93,6 +93,7 @@ def test_an_engine_that_answers_has_times_memory_and_error(run):
     assert any(set(row.get("versions", {})) == {"pip"} for row in rows)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("engine", "why"),
     [
@@ -136,6 +137,7 @@ def test_what_has_a_row_is_not_measured_again(run):
     assert [row for row in run("good", "slow") if row not in first][-1]["engine"] == "slow"
 
 
+@pytest.mark.processes
 def test_what_is_measured_again_takes_the_place_of_its_old_row_alone(run):
     first = run("good", "crashing", lengths=(64, 65))
     rows = run("good", lengths=(65,), again=True, rounds=1)
@@ -144,6 +146,7 @@ def test_what_is_measured_again_takes_the_place_of_its_old_row_alone(run):
     assert len(by_engine(rows, 65)["good"]["read_s"]) == 1
 
 
+@pytest.mark.processes
 def test_an_engine_is_not_asked_at_the_next_length_without_hope(run):
     rows = run("good", "slow", "crashing", "refusing", lengths=(64, 65))
     last = by_engine(rows, 65)

@@ -110,6 +110,7 @@ def test_a_text_needs_fewer_keys_than_the_weights_say(writer, tmp_path):
     assert wrong.exit_code == 2 and "--plot: must end in .svg or .png, got" in wrong.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("piped", [False, True])
 def test_a_text_is_scored_in_one_pass(writer, piped):
     folder, text = writer
@@ -137,6 +138,7 @@ def test_json_of_a_pass(writer):
     assert found["windows"] == expected.windows and found["uncertified"] == 0
 
 
+@pytest.mark.processes
 def test_a_stream_goes_on_until_it_is_told_to_end(writer):
     folder, _ = writer
     words = ["generate", folder, "--stream", "--prompt", "Ein ", "--temperature", 0]
@@ -181,6 +183,7 @@ def test_a_model_that_fills_gaps_is_refused(tmp_path):
         assert result.exit_code == 2 and "model must be causal" in result.stderr
 
 
+@pytest.mark.processes
 def test_a_pipe_that_ends_inside_a_character(writer):
     command = [sys.executable, "-m", "linbias", "evaluate", writer[0], "--stream", "--corpus", "-"]
     ended = subprocess.run(command, input=b"abc\xc3", capture_output=True, check=False)

@@ -36,7 +36,21 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
+# Their examples take several seconds each.
+THOROUGH = ("docs/jax.md", "docs/guides/endless-texts.md", "linbias.jax.context_parallel")
+
+
+def quick(values, name):
+    """Rows of a test, of which `make test` leaves those of `THOROUGH` out."""
+    return [
+        pytest.param(
+            value, id=name(value), marks=[pytest.mark.thorough] * (name(value) in THOROUGH)
+        )
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize("name", quick(MODULES, str))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_docstring_examples_run(name, tmp_path):
     module = importlib.import_module(name)
@@ -99,7 +113,7 @@ def name(document):
 WITH_PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
+@pytest.mark.parametrize("document", quick(WITH_PYTHON, name))
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # x-transformers
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):

@@ -675,6 +675,7 @@ def test_it_is_no_wider_than_a_phone(visit, run_file, width):
         assert 0 <= box["x"] <= box["x"] + box["width"] <= width
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_breaks_no_rule_of_accessibility(visit, run_file, theme):
     panel = open_model(visit, run_file, color_scheme=theme, bypass_csp=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from contract import rows
 from documents import ROOT
 from small_models import build, tokens
 
@@ -60,7 +61,9 @@ def test_the_tables_say_what_the_records_say(
     assert f"--plan {PLAN}`" in text and "slides" not in text
 
 
-@pytest.mark.parametrize("position", ["alibi", "forget", "cable", "rotary"])
+@pytest.mark.parametrize(
+    "position", rows("forget rotary", *((n,) for n in ("alibi", "forget", "cable", "rotary")))
+)
 def test_what_is_left_unread_is_what_no_row_sees(runs: Any, position: str) -> None:
     from extrapolation import TILE, read_near_to_far
 

@@ -41,11 +41,10 @@ CONTRACT = [
     *((implementation, case) for implementation in ("cpu", "dense") for case in short()),
     *(("cpu", by_name(name)) for name in ("long", "long-range-per-head")),
 ]
-QUICK = """blocked-no-queries blocked-no-keys blocked-slopes-mixed blocked-directional blocked-empty-range
-blocked-start-past-the-keys blocked-range-per-head-dropout blocked-long-past-the-keys
+QUICK = """blocked-no-queries blocked-slopes-mixed blocked-range-per-head-dropout blocked-long-past-the-keys
 cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache cpu-range-per-head-dropout cpu-long dense-T-above-S dense-slopes-per-batch
 dense-directional dense-start-symmetric dense-range-per-head-dropout"""
-QUICK_NARROW = """dense-symmetric-bfloat16 blocked-range-per-head-symmetric-float64 blocked-gaps-asymmetric-bfloat16
+QUICK_NARROW = """dense-symmetric-bfloat16 blocked-gaps-asymmetric-bfloat16
 cpu-symmetric-float64 cpu-dropout-float16 cpu-filled-cache-bfloat16"""
 NARROW = [
     ("dense", "symmetric", "bfloat16"),
@@ -180,7 +179,9 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation, query_star
 @pytest.mark.parametrize(
     ("implementation", "shape"),
     rows(
-        lambda implementation, shape: (implementation == "dense") == (len(shape) in (1, 4)),
+        lambda implementation, shape: (
+            (implementation == "dense") == (len(shape) in (1, 4)) and shape != (9, 13)
+        ),
         *product(("dense", "blocked"), ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13))),
     ),
 )

@@ -576,6 +576,7 @@ print(to_give, large_pages_mb() - before)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="large pages are Linux's")
 def test_prepacked_weights_lie_in_large_pages() -> None:
     """In a process of its own, where no memory is used again that lies in them already."""

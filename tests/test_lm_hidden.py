@@ -331,6 +331,7 @@ def span_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(SPANS, corpus, tmp_path_factory)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [pytest.param(MASKED, marks=pytest.mark.thorough), SPANS],

@@ -58,6 +58,7 @@ def test_a_processor_is_held_to_less_than_it_has(monkeypatch: pytest.MonkeyPatch
         _machine.most()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("most", LESS)
 def test_everything_that_computes_is_held_to_it(most: str) -> None:
     if most not in core.targets():

@@ -123,6 +123,7 @@ def test_numbers_that_count_on_are_no_packing() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo, where a graph breaks
 def test_a_compiled_model_reads_packed_batches() -> None:
     """Where a text starts is data: the graph breaks there, and the numbers are the same."""

@@ -268,6 +268,7 @@ def test_a_saved_model_comes_back_by_the_auto_classes(tmp_path: Path) -> None:
     assert model(ids, decoder_input_ids=said).logits.shape[-1] == VOCAB + 3
 
 
+@pytest.mark.thorough
 def test_seq2seq_trainer_and_collator_train_it(tmp_path: Path) -> None:
     byte_tokenizer().save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # which pads on the left

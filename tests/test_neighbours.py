@@ -106,6 +106,7 @@ wait(lambda found: found == before)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
 def test_the_team_has_more_threads_than_cores_and_ends() -> None:
     from linbias.torch import addresses

@@ -47,6 +47,7 @@ def test_killed_run_ends_like_an_unbroken_one(
         assert torch.equal(ours["state"][index]["momentum_buffer"], state["momentum_buffer"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "full_at",
     [

@@ -206,6 +206,7 @@ def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> Non
     assert (round(bits, 3), round(2**bits, 2)) == (golden["valid_loss_base2"], golden["valid_ppl"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not ORIGINAL.exists(), reason="no ../shared/golden/fairseq")
 def test_first_steps_lose_what_those_of_the_original_lose(tmp_path: Path) -> None:
     """The same blocks in the same order; only the initial weights and dropout are other draws."""

@@ -1,8 +1,8 @@
 """`linbias.torch.attention_points`: its implementations against the definition, which stands here once more in NumPy."""
 
-import itertools
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import linbias.torch
 from budget import assert_within_budget
 from cases import round_to
+from contract import spread
 from linbias._checks import TOLERANCE
 from linbias.kernels import core
 from linbias.torch import points, points_blocked, points_cpu
@@ -20,6 +21,7 @@ from linbias.torch.geometry import along_a_curve
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 NEAR_TO_FAR = {"blocked": points_blocked, "cpu": points_cpu}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+METRICS = ("euclidean", "manhattan")
 attention_points = linbias.torch.attention_points
 
 
@@ -39,6 +41,9 @@ class Case:
     slopes: tuple[float, ...] = (2.0, 0.25, 0.0)
     D: int = 5
     E: int = 7
+
+    def __str__(self) -> str:
+        return self.name
 
     def make(self, dtype: str) -> dict[str, np.ndarray]:
         """q, k, v, dout and dlse, slopes and points: float64 arrays whose values fit the dtype."""
@@ -182,9 +187,9 @@ def numpy(results):
     return {name: x.detach().double().numpy() for name, x in results.items()}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "dtype", "implementation"), spread(7, *product(CASES, DTYPES, IMPLEMENTATIONS))
+)
 def test_it_computes_the_definition(case, dtype, implementation):
     arrays = case.make(dtype)
     truth = by_hand(arrays, case, np.longdouble if dtype == "float64" else np.float64)
@@ -278,9 +283,10 @@ def test_a_repeated_call_gives_the_same_bits_on_any_number_of_threads(implementa
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
-@pytest.mark.parametrize("global_tokens", [0, 2])
-@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
+@pytest.mark.parametrize(
+    ("implementation", "global_tokens", "metric"),
+    spread(3, *product(NEAR_TO_FAR, (0, 2), METRICS)),
+)
 def test_gradients_agree_with_finite_differences(
     metric, global_tokens, implementation, monkeypatch
 ):
@@ -318,9 +324,9 @@ def lost(implementation, q, k, v, places, slopes, tolerance, **options):
     return -torch.expm1(lse - full), results.visited, whole.visited
 
 
-@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
-@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
-@pytest.mark.parametrize("A", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("implementation", "metric", "A"), spread(5, *product(NEAR_TO_FAR, METRICS, (1, 2, 3)))
+)
 def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(
     A, metric, implementation, monkeypatch
 ):
@@ -338,12 +344,13 @@ def test_what_is_left_unread_comes_close_to_the_tolerance_and_not_beyond(
     assert 2.0**-10 / 4 < share.max() <= 2.0**-10 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("metric", ["euclidean", "manhattan"])
-@pytest.mark.parametrize("global_tokens", [0, 1])
+KINDS = ("random", "large far away", "one large key", "large values", "one far out", *PLACES)
+
+
 @pytest.mark.parametrize(
-    "kind", ["random", "large far away", "one large key", "large values", "one far out", *PLACES]
+    ("implementation", "kind", "global_tokens", "metric"),
+    spread(5, *product(NEAR_TO_FAR, KINDS, (0, 1), METRICS)),
 )
-@pytest.mark.parametrize("implementation", NEAR_TO_FAR)
 def test_the_probability_left_unread_is_at_most_the_tolerance(
     implementation, kind, global_tokens, metric
 ):
@@ -419,7 +426,7 @@ def test_no_array_grows_with_the_square_of_the_points():
 @pytest.mark.parametrize("A", [1, 2, 3])
 def test_the_curve_goes_from_neighbour_to_neighbour(A):
     side = {1: 64, 2: 16, 3: 8}[A]
-    grid = torch.tensor(list(itertools.product(range(side), repeat=A)), dtype=torch.float64)
+    grid = torch.tensor(list(product(range(side), repeat=A)), dtype=torch.float64)
     grid = grid[torch.randperm(len(grid))]
     steps = grid[along_a_curve(grid)].diff(dim=0).abs().sum(1)
     # The cells of the curve do not fall on those of the grid: few steps go to a diagonal neighbour or the next but one.
@@ -551,7 +558,7 @@ def test_the_points_of_global_tokens_are_not_read():
 
 def bias_of_croma(num_heads: int, side: int) -> torch.Tensor:
     """[H, side^2, side^2], as its code makes it: pair by pair, of patches counted row by row."""
-    patches = list(itertools.product(range(side), range(side)))
+    patches = list(product(range(side), range(side)))
     first = 2 ** (-8 / num_heads)  # a power of two heads
     slopes = [first ** (h + 1) for h in range(num_heads)]
     return torch.tensor(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import linbias.torch
+from contract import rows
 from linbias import near_to_far
 from linbias.kernels import core
 from positions import (
@@ -117,9 +118,9 @@ def test_gradients_by_positions_equal_central_differences(call: Placed):
 @pytest.mark.parametrize("call", PLACED, ids=str)
 def test_near_to_far_equals_the_definition(call: Placed):
     out, lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
-    for rows, keys in ((2, 3), (16, 1)):
+    for tile, keys in ((2, 3), (16, 1)):
         visit = near_to_far.attention(
-            *call.arrays, **call.given, tolerance=2.0**-53, rows=rows, keys=keys
+            *call.arrays, **call.given, tolerance=2.0**-53, rows=tile, keys=keys
         )
         np.testing.assert_allclose(visit.out, out, atol=1e-12)
         np.testing.assert_allclose(visit.lse, lse, atol=1e-12)
@@ -166,8 +167,12 @@ def _missing(x, q, k, slope, tolerance, sides, keys=8):
     ).max()
 
 
-@pytest.mark.parametrize("sides", (1, 2))
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "sides"),
+    rows(
+        "gates-1 plateaus-2 bursts-1 unix-times-2 one-place-2 jump-1", *product(PATTERNS, (1, 2))
+    ),
+)
 def test_near_to_far_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
     """All keys alike and along the queries: what is left out is what the bound says of it."""
     q, k = np.full((24, 4), 0.5), np.full((N, 4), 0.5)
@@ -180,6 +185,7 @@ def test_near_to_far_leaves_out_no_more_than_it_says_where_the_bound_is_attained
     assert max(shares) > 0.3, "the bound says more than it must"
 
 
+@pytest.mark.thorough
 def test_near_to_far_leaves_out_no_more_than_it_says_under_attack():
     """A climb over positions, keys and queries towards what loses most, from random beginnings."""
     rng = np.random.default_rng(11)
@@ -329,6 +335,7 @@ def test_torch_auto_with_dropout_and_under_transforms():
         torch.testing.assert_close(found, linbias.torch.attention(*arrays, positions=x))
 
 
+@pytest.mark.thorough
 def test_torch_compiled_with_every_gradient():
     compiled = torch.compile(linbias.torch.attention, fullgraph=True, backend="aot_eager")
     for name in ("gates-chunk", "left-padding", "queries-between"):

@@ -115,6 +115,7 @@ def test_numbers_may_vary_from_call_to_call(option, dynamic):
 
 
 # With masks of one size each, which then meets a length that is a symbol, or of the length.
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", first_of(("asymmetric", "causal")))
 @pytest.mark.parametrize(
     "mask", first_of((None, "attn_mask of one size", "attn_mask", "key_padding_mask"))

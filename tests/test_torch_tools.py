@@ -51,6 +51,7 @@ class Call(torch.nn.Module):
 LENGTH = torch.export.Dim("length", min=2, max=4096)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     (

@@ -445,6 +445,7 @@ def test_unfuse(make: Any) -> None:
     assert torch.equal(fused(ids, attention_mask=mask).logits, expected)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_fused_model_compiles_to_one_graph() -> None:
     _, fused = pair(mpt)

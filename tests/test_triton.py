@@ -133,8 +133,7 @@ PLACED_CALLS = (*PLACED, *across_blocks(40, 150))
 @pytest.mark.parametrize(
     ("call", "dtype"),
     rows(
-        "equal-stamps-hidden-float32 range-per-head-float32 queries-beyond-float32 long-sides-of-rows-float32"
-        " long-per-head-float32 long-forgets-bfloat16 long-between-float32",
+        "equal-stamps-hidden-float32 range-per-head-float32 queries-beyond-float32",
         *product(PLACED_CALLS, ("float32",)),
         *((c, "bfloat16") for c in PLACED_CALLS if c.name.startswith("long")),
     ),
@@ -185,9 +184,7 @@ def test_tails_are_those_of_one_scan_over_all_keys(pattern, little_tiles, monkey
                 assert found[side, b, h, block] == pytest.approx(sums[edges[side]], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "sides"), rows("bursts-2 gates-1", *product(patterns(150), (1, 2)))
-)
+@pytest.mark.parametrize(("pattern", "sides"), rows("gates-1", *product(patterns(150), (1, 2))))
 def test_the_mass_that_is_missing_at_given_positions_lies_just_below_the_tolerance(
     pattern, sides, little_tiles
 ):
@@ -283,6 +280,7 @@ def test_decoding_from_a_cache(case, dtype, bounded, little_tiles):
     check_decoding("triton", case if case.H == 4 else little(case), dtype, bounded)
 
 
+@pytest.mark.thorough
 def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""
     q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 512, 16), torch.randn(1, 2, 512, 16)
@@ -320,7 +318,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize(  # decoding, and forward
-    ("T", "placed"), rows("2-farthest 20-cut", *product((2, 37), UNREAD), (20, "cut"))
+    ("T", "placed"), rows("2-farthest", *product((2, 37), UNREAD), (20, "cut"))
 )
 def test_positions_on_a_device_may_be_anything(T, placed, little_tiles, monkeypatch):
     """No one reads them there before the kernels do, which clamp them; `little_tiles` refuses stray addresses."""
@@ -347,7 +345,7 @@ GAPS = {1_000_003: torch.float32, 2**30 - 53: torch.bfloat16, 37 - 2**30: torch.
 
 @pytest.mark.parametrize(  # decoding, and forward
     ("T", "gap"),
-    rows(f"2-{37 - 2**30} 20-{2**30 - 53}", *product((2, 37), GAPS), (20, 2**30 - 53)),
+    rows(f"2-{37 - 2**30}", *product((2, 37), GAPS), (20, 2**30 - 53)),
 )
 def test_a_gap_between_queries_and_keys_changes_lse_only(T, gap, little_tiles):
     """All keys lose the same to it, however large, so that weights and gradients stay."""
