@@ -18,13 +18,18 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.dev  ## the tests, two at a time, in 3 to 5 minutes; `make check` adds those that start processes and those that ask more
 	$(PYTEST) -m 'not processes and not thorough'
 
-check: $(VENV)/.dev  ## what CI runs: format, lint, types, the core's own test, every test
+# Those that look at the processor, on this one as if it had less: LINBIAS_MAX_CPU_TARGET=avx2 make test runs all so.
+LESS := $(PYTEST) -m 'not processes and not thorough' tests/test_machine.py tests/test_linear.py tests/test_blocks.py tests/test_cpu.py tests/test_decoding.py
+
+check: $(VENV)/.dev  ## what CI runs: format, lint, types, the core's own test, every test, some as an older processor runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 	$(MAKE) core-test
 	$(PYTEST)
+	LINBIAS_MAX_CPU_TARGET=avx2 $(LESS)
+	LINBIAS_MAX_CPU_TARGET=baseline $(LESS)
 
 core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every target, a model of the matrix unit too, and no warnings
 	$(BIN)/cmake -S . -B build/test -DLINBIAS_TEST=ON -DLINBIAS_WERROR=ON -DLINBIAS_EMULATE_AMX=ON

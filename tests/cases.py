@@ -376,7 +376,7 @@ def long(cases: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
 # Long cases whose parts others have too: tests that go through every long case leave these to `make check`.
 REPEATED = frozenset(
     """long-range long-chunk long-chunk-symmetric long-extreme-logits far-key-aligned
-    long-equal-scores""".split()
+    long-equal-scores long-right-padding long-per-batch long-directional""".split()
 )
 
 

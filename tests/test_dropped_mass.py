@@ -178,7 +178,8 @@ def summands_of_jax(q, k, v, tolerance):
     return jax_blocked._forward(inputs)[2][1:3]
 
 
-@pytest.mark.parametrize(("first", "end"), rows("4-20", (0, 4), (4, 20)))
+@pytest.mark.thorough
+@pytest.mark.parametrize(("first", "end"), ((0, 4), (4, 20)))
 def test_the_bound_in_jax_allows_for_rounding(first, end):
     for seed in range(first, end):
         arrays = [x.swapaxes(1, 2) for x in large_scores(seed, 2)]

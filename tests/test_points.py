@@ -408,6 +408,7 @@ class LargestArray(TorchDispatchMode):
         return results
 
 
+@pytest.mark.thorough
 def test_no_array_grows_with_the_square_of_the_points():
     N = 5000
     q, k, v = torch.randn(3, 1, 2, N, 4)
