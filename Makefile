@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon first-hour wheels docs clean
+.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon macos first-hour wheels docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -79,14 +79,26 @@ docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for a
 first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
 	$(PYTHON) tests/first_hour.py
 
-neon:  ## compile the core and its test for 64-bit Arm, and run it under qemu-user where that is installed
-	test -x build/zig/bin/python || $(PYTHON) -m venv build/zig
-	build/zig/bin/python -m pip install --quiet ziglang
-	build/zig/bin/python -m ziglang c++ -target aarch64-linux-musl -static -std=c++20 -O3 -Wall -Wextra -Werror \
-	  -Wno-psabi -Icsrc/include -Icsrc -DLINBIAS_TARGET_baseline csrc/boxes.cpp csrc/dispatch.cpp \
-	  csrc/parallel.cpp csrc/target_baseline.cpp csrc/*_test.cpp -o build/attention_test_neon
+# Zig's clang compiles for systems that are not here. Where the language leaves a choice, it takes what CMakeLists.txt takes.
+ZIG := build/zig/bin/python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -Wall -Wextra -Werror -Wno-psabi -Icsrc/include -Icsrc
+BASELINE_CORE := -DLINBIAS_TARGET_baseline csrc/boxes.cpp csrc/dispatch.cpp csrc/parallel.cpp csrc/target_baseline.cpp
+
+neon: build/zig/bin/python  ## compile the core and its test for 64-bit Arm, and run it under qemu-user where that is installed
+	$(ZIG) -target aarch64-linux-musl -static $(BASELINE_CORE) csrc/*_test.cpp -o build/attention_test_neon
 	@if command -v qemu-aarch64 > /dev/null; then qemu-aarch64 build/attention_test_neon; \
 	else echo "build/attention_test_neon is compiled but not run: there is no qemu-aarch64 (Debian: qemu-user)"; fi
+
+macos: build/zig/bin/python  ## compile the core, its test and the modules for Python for macOS on Arm, where they are not run
+	$(ZIG) -target aarch64-macos $(BASELINE_CORE) csrc/*_test.cpp -o build/attention_test_macos
+	headers=$$($< -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
+	nanobind=$$($< -c 'import nanobind; print(nanobind.source_dir() + "/..")') && \
+	$(ZIG) -target aarch64-macos -shared -undefined dynamic_lookup -fvisibility=hidden -fno-strict-aliasing \
+	  -isystem $$headers -isystem $$nanobind/include -isystem $$nanobind/ext/robin_map/include \
+	  $$nanobind/src/nb_combined.cpp bindings/*.cpp -o build/linbias_macos.so
+
+build/zig/bin/python:
+	$(PYTHON) -m venv build/zig
+	$@ -m pip install --quiet ziglang nanobind
 
 wheels:  ## build the sdist and the wheels into dist/, and check them on every Python that is here (CONTRIBUTING.md: Release)
 	$(PYTHON) release/wheels.py

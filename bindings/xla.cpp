@@ -263,7 +263,7 @@ void run_backward(const xla::CallFrame& frame) {
 }
 
 xla::Error* fail(const xla::CallFrame& frame, xla::ErrorCode code, const char* message) {
-  xla::ErrorArguments arguments{sizeof(xla::ErrorArguments), nullptr, message, code};
+  xla::ErrorArguments arguments{{sizeof(xla::ErrorArguments), nullptr}, message, code};
   return frame.functions->create_error(&arguments);
 }
 
@@ -272,7 +272,7 @@ template <void (*body)(const xla::CallFrame&)>
 xla::Error* handler(xla::CallFrame* frame) noexcept {
   if (frame->extension != nullptr && frame->extension->kind == xla::ExtensionKind::metadata) {
     xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(frame->extension)->metadata;
-    metadata.version = {sizeof(xla::Version), nullptr, xla::interface_major, xla::interface_minor};
+    metadata.version = {{sizeof(xla::Version), nullptr}, xla::interface_major, xla::interface_minor};
     metadata.traits = 0;
     return nullptr;
   }

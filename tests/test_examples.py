@@ -1,11 +1,14 @@
 """Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/test_flax.py.)"""
 
+import ast
 import importlib.util
+import io
 import json
 import math
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +50,56 @@ def test_every_example_is_tested():
         "embed_many",
         "slide",
     }
+
+
+def run_cell(source, names):
+    """What a notebook shows below a cell: what it prints, and the words in the picture that its last line makes."""
+    tree = ast.parse(source)
+    last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(tree, "tour.ipynb", "exec"), names)
+        shown = last and eval(compile(last, "tour.ipynb", "eval"), names)
+    picture = ""
+    if hasattr(shown, "_repr_svg_"):
+        picture = shown._repr_svg_()
+    elif shown is not None:
+        picture = shown._repr_mimebundle_()[0]["image/svg+xml"]
+    return printed.getvalue(), words(picture)
+
+
+def words(picture):
+    return re.findall(r"<text[^>]*>([^<]*)", picture)
+
+
+def kept(cell):
+    """The same, as the file has it."""
+    printed = "".join(text for output in cell["outputs"] for text in output.get("text", ()))
+    pictures = [output.get("data", {}).get("image/svg+xml", ()) for output in cell["outputs"]]
+    return printed, words("".join(line for picture in pictures for line in picture))
+
+
+def without_numbers(printed, drawn):
+    """The form of what is measured; a picture of other numbers has more or fewer of them."""
+    number = r"\d[\d.]*"
+    return re.sub(number, "#", printed), {re.sub(number, "#", word) for word in drawn}
+
+
+@pytest.mark.thorough
+def test_the_tour_shows_what_its_code_computes():
+    text = (EXAMPLES / "tour.ipynb").read_text(encoding="utf-8")
+    # The explorer's state takes a megabyte; without it, this would stand before its picture and be an error.
+    assert "vnd.jupyter.widget" not in text
+    names, num_shown = {}, 0
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            source, expected = "".join(cell["source"]), kept(cell)
+            small = re.sub(r"STEPS = \d+", "STEPS = 2", source)
+            found = run_cell(small.replace("limit_tokens=8192", "limit_tokens=1024"), names)
+            if "results" in source:
+                expected, found = without_numbers(*expected), without_numbers(*found)
+            assert found == expected, source
+            num_shown += any(expected)
+    assert num_shown == 14
 
 
 @pytest.mark.parametrize("variant", ("symmetric", "none"))

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -24,6 +25,19 @@ def test_there_is_a_wheel_for_every_python():
     promised = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
     assert users == promised
     assert PROJECT["project"]["requires-python"] == ">=3.11,<3.14"
+
+
+def test_workflows_call_targets_of_the_makefile_on_the_oldest_and_the_newest_python():
+    makefile = (ROOT / "Makefile").read_text()
+    workflow = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    calls = [step["run"] for step in steps if step.get("run", "").startswith("make ")]
+    targets = re.findall(r" ([a-z][\w-]*)(?= |$)", "\n".join(calls), re.MULTILINE)
+    assert {"check", "neon", "macos", "wheels"} <= set(targets)
+    assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+    promised = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    oldest, newest = workflow["jobs"]["check"]["strategy"]["matrix"]["python"]
+    assert oldest == f"3.{promised[0]}" and int(newest.removeprefix("3.")) >= int(promised[-1])
 
 
 def test_wheels_hold_every_target_that_is_compiled():
