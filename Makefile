@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints.txt
 OUTPUT ?= output/extrapolate
 
-.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon macos first-hour wheels docs clean
+.PHONY: run test attack mutants check core-test fix bench board gpu sanitize neon macos first-hour wheels debian docs clean
 
 run: $(VENV)/.run  ## train short, test long on this machine: a report in a few minutes
 	$(BIN)/linbias extrapolate --output $(OUTPUT)
@@ -103,26 +103,33 @@ build/zig/bin/python:
 wheels:  ## build the sdist and the wheels into dist/, and check them on every Python that is here (CONTRIBUTING.md: Release)
 	$(PYTHON) release/wheels.py
 
+debian:  ## make other goals in another Debian, with its Python and its compiler, as root: make debian SUITE=sid GOALS='run test'
+	$(PYTHON) release/debian.py $(SUITE) make $(GOALS)
+
 clean:
 	rm -rf $(VENV) build dist output
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-	  { echo "linbias needs Python 3.11 to 3.13, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+# The last file that venv writes. What it had begun, and did not end, is made anew.
+$(VENV)/bin/activate:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "linbias needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) -V 2>&1): make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV)
+
+INSTALL := $(BIN)/python -m pip install --quiet $(CONSTRAINTS)
+STOPPED := { echo "The install into $(VENV) stopped for the reason above. Once there is room on the disk and in /tmp (12 GB are enough) or" \
+  "the network is back, the same make goes on; rm -r $(VENV) begins anew." >&2; exit 1; }
 
 CXX_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/include/linbias/* bindings/*)
 SOURCES := CMakeLists.txt $(CXX_SOURCES)
 
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
+$(VENV)/.run: $(VENV)/bin/activate pyproject.toml constraints.txt $(SOURCES)
 	@echo "installing linbias[lm] into $(VENV), which compiles its core: some minutes, once"
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[lm]'
+	@$(INSTALL) --editable '.[lm]' || $(STOPPED)
 	touch $@
 
 # labml-nn asks for torchvision and torchtext, which its attention does not use and which must match torch's
 # build: installed without its dependencies, it needs only what is here already.
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what tests and documentation need besides, linbias[dev], into $(VENV): some minutes, once"
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) 'linbias[dev]'
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --no-deps labml-nn labml
+	@$(INSTALL) 'linbias[dev]' && $(INSTALL) --no-deps labml-nn labml || $(STOPPED)
 	touch $@

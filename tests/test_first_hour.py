@@ -1,6 +1,7 @@
 """The first hour (first_hour.py) in environments that hold what pyproject.toml declares, as links to what is installed here."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -85,15 +86,77 @@ def test_a_build_needs_no_framework_and_leaves_nothing_in_the_checkout():
     assert [override["if"] for override in kept] == [{"state": "editable"}]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="make")
-def test_make_says_which_python_is_needed(tmp_path):
-    old = tmp_path / "python3"
-    old.write_text('#!/bin/sh\ncase "$1" in -V) echo Python 3.9.1;; *) exit 1;; esac\n')
-    old.chmod(0o755)
-    done = subprocess.run(
-        ["make", "-s", f"PYTHON={old}", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "linbias needs Python 3.11 to 3.13" in done.stderr
-    assert "Python 3.9.1" in done.stderr
+# A Python that does as it is told, and notes what it was asked.
+TOLD = """#!/bin/sh
+echo "$*" >> "$0.log"
+case "$*" in
+  -V) echo Python 3.9.1;;
+  "-c import sys"*) exit {status};;
+  "-m venv"*) {venv};;
+  "-m pip"*) {pip};;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run make with such a Python, for an environment in tmp_path; returns what it said, and what Python was asked."""
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    python, venv = tmp_path / "python3", tmp_path / "venv"
+    log = tmp_path / "python3.log"
+
+    def run(goal, status=0, pip="true", venv_ends="true"):
+        bin = (
+            f"mkdir -p {venv}/bin && touch {venv}/pyvenv.cfg && ln -sf {python} {venv}/bin/python"
+        )
+        made = f"{bin} && {venv_ends} && touch {venv}/bin/activate"
+        python.write_text(TOLD.format(status=status, venv=made, pip=pip))
+        python.chmod(0o755)
+        for asked in (log, venv / "bin/python.log"):
+            asked.unlink(missing_ok=True)
+        words = ["make", "-s", f"PYTHON={python}", f"VENV={venv}", f"{venv}/{goal}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        asked = "".join(
+            path.read_text() for path in (log, venv / "bin/python.log") if path.exists()
+        )
+        return done.returncode == 0, done.stderr, asked
+
+    return run
+
+
+def test_make_says_which_python_is_needed(make):
+    went, words, asked = make(".run", status=1)
+    assert not went and "venv" not in asked
+    assert "linbias needs Python 3.11 or later, and " in words
+    assert "is Python 3.9.1: make PYTHON=" in words
+
+
+def test_make_begins_a_half_made_environment_anew(make, tmp_path):
+    went, _, asked = make(".run", venv_ends="false")
+    assert not went and "--clear" not in asked
+    assert (tmp_path / "venv/bin/python").exists()
+    went, words, asked = make(".run")
+    assert went, words
+    assert f"-m venv --clear {tmp_path}/venv" in asked
+
+
+def test_make_clears_no_folder_but_an_environment(make, tmp_path):
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv/letter.txt").touch()
+    _, _, asked = make("bin/activate")
+    assert f"-m venv {tmp_path}/venv" in asked
+
+
+@pytest.mark.parametrize(("done", "goal", "fails"), [("bin/activate", ".run", "--editable"), (".run", ".dev", "dev")])  # fmt: skip
+def test_make_goes_on_with_an_install_that_stopped(make, tmp_path, done, goal, fails):
+    assert make(done)[0]
+    full = f'case "$*" in *{fails}*) echo "[Errno 28] No space left on device" >&2; exit 1;; esac'
+    went, words, _ = make(goal, pip=full)
+    assert not went and not (tmp_path / "venv" / goal).exists()
+    assert "No space left on device\nThe install into " in words
+    assert "make goes on" in words
+    went, words, asked = make(goal)
+    assert went, words
+    assert fails in asked and "-m venv" not in asked
+    assert make(goal)[2] == ""  # nothing is left to do
