@@ -8,8 +8,8 @@ The compiler is Zig's clang from the package index: it brings the headers and sy
 so that a wheel built on any Linux runs on all that `GLIBC` names or newer. Then `auditwheel` reads what the wheel asks of its
 system, and release/smoke.py runs in fresh environments of every Python, where no compiler can be found.
 
-An interpreter that this machine lacks is named, and what it would have built or checked is left out; with --all that is
-an error. A release needs --all: CONTRIBUTING.md.
+An interpreter that this machine lacks is named, and what it would have built or checked is left out; with --need 3.12 that
+is an error. With --check dist/*.whl nothing is built: another machine, or another Debian (release/debian.py), has other Pythons.
 """
 
 import argparse
@@ -30,7 +30,10 @@ WORK = ROOT / "build/wheels"
 GLIBC = "2.17"  # of 2012: the oldest that wheels are tagged for
 TARGETS = ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_amx")
 # Which Python builds which wheel, and which Pythons must run it.
-BUILDS = {"3.11": ("cp311-cp311", ["3.11"]), "3.12": ("cp312-abi3", ["3.12", "3.13"])}
+BUILDS = {
+    "3.11": ("cp311-cp311", ["3.11"]),
+    "3.12": ("cp312-abi3", ["3.12", "3.13", "3.14", "3.15"]),
+}
 SDIST = {
     *("CMakeLists.txt", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "PKG-INFO"),
     *("pyproject.toml", "csrc", "bindings", "src"),
@@ -41,35 +44,41 @@ MOST_MEGABYTES = 4.0  # 1.6 today
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
-    parser.add_argument("--all", action="store_true", help="a Python that is not here is an error")
+    parser.add_argument("--need", nargs="*", default=[], help="Pythons that must be here")
+    parser.add_argument(
+        "--check", nargs="+", type=Path, help="wheels to check, instead of building"
+    )
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for old in arguments.output.glob("linbias-*"):
-        old.unlink()
     pythons = {user: find_python(user) for _, users in BUILDS.values() for user in users}
+    built = arguments.check or build(pythons, arguments.output)
+    for tag, users in BUILDS.values():
+        for wheel in (path for path in built if tag in path.name):
+            check_contents(wheel)
+            for user in users:
+                if pythons[user]:
+                    check_install(pythons[user], wheel)
+    missing = [python for python, path in pythons.items() if path is None]
+    if missing:
+        print(f"not here, and neither built with nor checked: Python {', '.join(missing)}")
+    sys.exit(bool({*missing} & {*arguments.need}))
+
+
+def build(pythons: dict[str, str | None], output: Path) -> list[Path]:
+    """The sdist, and from it the wheels whose Python is here."""
+    output.mkdir(parents=True, exist_ok=True)
+    for old in output.glob("linbias-*"):
+        old.unlink()
     tools = make_tools()
-    sdist = build_sdist(tools, arguments.output)
-    missing = []
-    for version, (tag, users) in BUILDS.items():
-        if pythons[version] is None:
-            missing.append(
-                f"python{version} to build {tag}, which python{' and '.join(users)} run"
-            )
-            continue
-        wheel = build_wheel(tools, pythons[version], version, sdist, arguments.output)
-        assert tag in wheel.name, wheel.name
-        check_contents(wheel)
-        for user in users:
-            if pythons[user] is None:
-                missing.append(f"python{user} to check {wheel.name}")
-            else:
-                check_install(pythons[user], wheel)
-    for path in sorted(arguments.output.glob("linbias-*")):
+    sdist = build_sdist(tools, output)
+    wheels = []
+    for version, (tag, _) in BUILDS.items():
+        if python := pythons[version]:
+            wheels.append(build_wheel(tools, python, version, sdist, output))
+            assert tag in wheels[-1].name, wheels[-1].name
+    for path in (sdist, *wheels):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        print(f"{digest}  {path.name}  {path.stat().st_size / 1e6:.2f} MB")
-    for words in missing:
-        print(f"missing: {words}")
-    sys.exit(bool(missing and arguments.all))
+        print(f"{digest}  {path.name}  {path.stat().st_size / 1e6:.2f} MB", flush=True)
+    return wheels
 
 
 def find_python(version: str) -> str | None:
@@ -83,7 +92,9 @@ def find_python(version: str) -> str | None:
     )
     for python in filter(None, candidates):
         # A name on the path may be a stand-in for what is not installed.
-        done = subprocess.run([python, "-c", "import venv"], capture_output=True, check=False)
+        done = subprocess.run(
+            [python, "-c", "import ensurepip, venv"], capture_output=True, check=False
+        )
         if done.returncode == 0:
             return str(python)
     return None

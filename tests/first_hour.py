@@ -93,11 +93,7 @@ def check_part(part: str, works: bool, doctor: str) -> None:
     assert re.fullmatch(
         r"linbias\S* needs .+ not installed: pip install 'linbias\[\w+\]'", needed
     ), needed
-    assert needed in doctor or part in (
-        "linbias.jax.flax",
-        "linbias.models",
-        "linbias.plots",
-    ), needed
+    assert needed in doctor or part in ("linbias.models", "linbias.plots"), needed
 
 
 def linbias_says(words: str, status: int = 0) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import linbias
-import linbias.jax.flax
+import linbias.jax
 import linbias.plots
 import linbias.torch
 from linbias import _checks, _dispatch
@@ -249,7 +249,6 @@ LENGTHS = torch.tensor([0, 3])
         functools.partial(linbias.torch.visited, X, X, X),
         functools.partial(linbias.jax.attention, *[X.numpy()] * 3),
         functools.partial(linbias.jax.attention_weights, *[X.numpy()] * 2),
-        linbias.jax.flax.attention_fn,
     ],
     ids=lambda function: getattr(function, "func", function).__module__,
 )  # fmt: skip

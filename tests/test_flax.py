@@ -5,22 +5,30 @@ import re
 from itertools import product
 from pathlib import Path
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
-from flax.linen.attention import dot_product_attention, make_attention_mask, make_causal_mask
 
 import linbias
-import linbias.jax.flax as flax_module
 from contract import rows
 from linbias.jax.call import prepare
-from linbias.jax.flax import attention_fn, mha_alibi
 from linbias.torch import MultiheadAttention
 from linbias.variants import VARIANTS, is_causal, variant_slopes
+
+pytest.importorskip("flax", reason="Flax has no release for every Python")
+
+import flax.linen
+from flax import nnx
+from flax.linen.attention import (
+    dot_product_attention,
+    make_attention_mask,
+    make_causal_mask,
+)
+
+import linbias.jax.flax as flax_module
+from linbias.jax.flax import attention_fn, mha_alibi
 
 SEEDS = Path(__file__).resolve().parents[2] / "shared" / "seeds"
 B, T, H, WIDTH = 2, 7, 4, 8
@@ -285,6 +293,8 @@ def test_the_seed_documents_numbers():
 Q = np.zeros((B, T, H, 2), np.float32)
 EARLIER = np.tri(T, k=-1, dtype=bool).T
 MESSAGES = [
+    (lambda: attention_fn(left=[0.5]), TypeError, "there is no argument left; say slopes$"),
+    (lambda: attention_fn(right=[0.5]), TypeError, "there is no argument right; say right_slopes$"),
     (lambda: attention_fn("both"), ValueError, "variant must be one of .*, got 'both'"),
     (lambda: attention_fn("causal", right_slopes=[1.0] * H), ValueError, "right_slopes contradicts variant 'causal'"),
     (lambda: attention_fn("directional")(*[Q[:, :, :3]] * 3), ValueError, "needs an even num_heads, got 3"),

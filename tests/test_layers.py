@@ -188,7 +188,6 @@ def test_each_front_end_loads_its_own_framework_only():
 def test_public_names():
     """The contract of DESIGN section 4."""
     import linbias.jax
-    import linbias.jax.flax
     import linbias.torch
 
     assert {"slopes", "bias", "attention", "explain"} <= set(linbias.__all__)
@@ -212,7 +211,6 @@ def test_public_names():
     }
     assert set(linbias.jax.__all__) == {"attention", "attention_weights", "bias", "merge"}
     assert linbias.jax.context_parallel.__all__ == ["attention", "needed_halo"]
-    assert callable(linbias.jax.flax.attention_fn) and callable(linbias.jax.flax.mha_alibi)
 
 
 @pytest.mark.parametrize("name", ["labml", "chapter", "chapter_torch", "fairseq", "flash_attn"])

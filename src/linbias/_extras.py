@@ -1,5 +1,9 @@
 """The parts of linbias that need more than the base install, and how an error says so."""
 
+import re
+import sys
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 
 # A part, the extra that brings what it needs, and the packages that it imports at once.
@@ -25,17 +29,56 @@ def missing(part: str) -> tuple[str, ...]:
 
 
 def require(part: str) -> None:
-    """Raise, with the line that installs them, unless the packages of a part are there.
+    """Raise, with the line that installs them, unless the packages of a part are there, and new enough.
 
     Raises:
         ModuleNotFoundError: One is not installed.
+        ImportError: One is older than pyproject.toml allows.
     """
     lacking = missing(part)
+    install = f"pip install 'linbias[{PARTS[part][0]}]'"
     if lacking:
         words = f"{', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed"
-        raise ModuleNotFoundError(
-            f"{part} needs {words}: pip install 'linbias[{PARTS[part][0]}]'", name=lacking[0]
-        )
+        for package in lacking:
+            until = _asked_of(package)[1]
+            if until and _numbers(until) <= sys.version_info:
+                words += (
+                    f"; {package} had no release for Python {until} when this linbias was made"
+                )
+                install = f"take an older Python, or try pip install {package}"
+        raise ModuleNotFoundError(f"{part} needs {words}: {install}", name=lacking[0])
+    for package in PARTS[part][1]:
+        oldest, found = _asked_of(package)[0], _version(package)
+        if oldest and found and _numbers(found) < _numbers(oldest):
+            words = f"{package} {oldest} or later, and {found} is installed"
+            raise ImportError(f"{part} needs {words}: {install}", name=package)
+
+
+@cache
+def _asked_of(package: str) -> tuple[str, str]:
+    """What pyproject.toml says of a package, from where it was installed to: the oldest version, and the Python from which on there is none."""
+    try:
+        requirements = metadata.requires("linbias") or []
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        requirements = []
+    for words in requirements:
+        if asked := re.match(rf"{package}>=([\d.]+)", words):
+            until = re.search(r'python_version < "([\d.]+)"', words)
+            return asked[1], until[1] if until else ""
+    return "", ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13 of "2.13.0a0+git": enough to compare what is released."""
+    release = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def _is_installed(package: str) -> bool:

@@ -14,6 +14,7 @@ PARTS = {
     "linbias.torch": "linbias.torch",
     "linbias.lm": "linbias.lm.extrapolation",
     "linbias.jax": "linbias.jax",
+    "linbias.jax.flax": "linbias.jax.flax",
 }
 
 
