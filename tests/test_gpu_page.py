@@ -38,12 +38,13 @@ def test_a_claim_is_what_the_records_say(gpu):
         timed("triton", 2.0, work_kept=0.25),
         timed("flex", 5.0),
         timed("sdpa flash, no bias", 1.5),
-        timed("flex", 700.0, "causal-40960"),
+        timed("triton", 700.0, "causal-40960"),
         timed("graph: triton, key_bound", 0.5, "decode-65536"),
         timed("graph: flex", 2.0, "decode-65536"),
         timed("triton, key_bound", 4.0, "decode-65536"),
     ]
     claims = gpu.page.claims(lines, [4096, 16384])
+    assert sum("at 4,096 tokens" in claim for claim in claims) == 2
     sizes = "bfloat16, batch 1, 32 heads of 128, 4,096 keys, random normal"
     place = "On an Some GPU: "
     assert claims[1] == (
@@ -73,7 +74,8 @@ def test_the_page_of_a_run_that_was_cut_says_how_far_it_came(gpu, tmp_path):
     ]
     lines = [*rates, timed("triton", 2.0, work_kept=0.25), left_out]
     records = tmp_path / "records.jsonl"
-    others, own = '{"case": "of another run"}\n', "".join(json.dumps(x) + "\n" for x in lines)
+    others = json.dumps(timed("triton", 9.0, machine="Another GPU")) + "\n"
+    own = "".join(json.dumps(x) + "\n" for x in lines)
     records.write_text(others + own + '{"case": "cut in the mi')
     options = SimpleNamespace(records=records, start=len(others))
     text = gpu.page.page(
@@ -84,7 +86,7 @@ def test_the_page_of_a_run_that_was_cut_says_how_far_it_came(gpu, tmp_path):
     # A quarter of the product takes 0.25 ms at the rate that the device reaches, and the copy 0.1.
     assert "| triton | 2.000 (1.800 to 2.200) | 1.00 | 8.00 | - |" in text
     assert "| flash_attn | left out: ImportError: none / here | - | - | - |" in text
-    assert "another" not in text
+    assert "Another" not in text
 
 
 def test_the_page_of_a_run_without_records_can_be_read(gpu):

@@ -90,7 +90,7 @@ def comparisons(subject: str, lines: Iterable[Line]) -> list[str]:
                 for x in group
                 if "p50_ms" in x and x["implementation"].startswith(GRAPH) == bool(prefix)
             ]
-            own = next((x for x in timed if is_own(x)), None)
+            own = next((x for x in timed if is_ours(x["implementation"])), None)
             if own is None:
                 continue
             sizes = [own["dtype"], f"batch {own['B']}", f"{own['H']} heads of {own['D']}"]
@@ -101,15 +101,11 @@ def comparisons(subject: str, lines: Iterable[Line]) -> list[str]:
                 f"{x['p50_ms'] / own['p50_ms']:.2f} times as fast as "
                 + x["implementation"].removeprefix(GRAPH)
                 for x in timed
-                if not is_own(x)
+                if not is_ours(x["implementation"])
             ]
             took = f"takes {own['p50_ms']:.3f} ms: {', '.join(others) or 'no peer ran'}"
             said.append(f"{subject} ({', '.join(sizes)}) {took}")
     return said
-
-
-def is_own(line: Line) -> bool:
-    return is_ours(line["implementation"]) or line["implementation"] == "blocked"
 
 
 def outcomes(subject: str, stage: str, lines: list[Line]) -> str:

@@ -25,6 +25,8 @@ def compare_tiles(T: int, H: int, D: int, options: argparse.Namespace) -> None:
         mode = BACKWARD if kernel != "forward" else FORWARD
         case = Case(f"tiles-{kernel}-{T}", q, k, v, by_definition(slopes), modes=(mode,))
 
+        case.enter(mode)
+
         def run(sizes: Sizes, case: Case = case, mode: str = mode) -> Any:
             with forced(sizes):  # backward as well
                 return case.call(ours(*case.leaves, slopes), mode)

@@ -26,7 +26,7 @@ AGAIN = 75
 ROWS = 8  # the last ones, which are compared with float64
 ALLOWED_ERROR = 2e-2  # of the largest number, for 16 bits
 # How names begin: those of ours, of which one that fails is a failure of its stage, and those of calls captured as graphs.
-OURS, GRAPH = "triton", "graph: "
+OURS, GRAPH = ("triton", "blocked"), "graph: "
 OTHERWISE = (
     ", no bias"  # how names of what computes something else end: they stand there for scale
 )
@@ -60,6 +60,11 @@ class Case:
         (B, H, T, D), (G, S) = self.q.shape, self.k.shape[1:3]
         sizes = {"B": B, "H": H, "G": G, "T": T, "S": S, "D": D, "dtype": str(self.q.dtype)[6:]}
         return {"case": self.name, **sizes, "inputs": self.inputs}
+
+    def enter(self, mode: str) -> None:
+        """Say which mode the next calls are of: gradients are taken, or not."""
+        for x in self.leaves:
+            x.requires_grad_(mode == BACKWARD)
 
     def call(self, function: Call, mode: str, dout: Tensor | None = None) -> Any:
         """Out, or the gradients of q, k and v."""
@@ -106,8 +111,7 @@ def measure(case: Case, makers: Makers, options: argparse.Namespace) -> None:
         gone |= left_out_before(fields, options)
         if is_measured(fields, options):
             continue
-        for x in case.leaves:
-            x.requires_grad_(mode == BACKWARD)
+        case.enter(mode)
         functions: dict[str, Call] = {}
         for name in [name for name in makers if name not in gone]:
             with left_out_if_it_fails(fields, name, gone, options):
