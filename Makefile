@@ -53,7 +53,7 @@ board: $(VENV)/.dev  ## engines that people deploy on CPUs, side by side on ALiB
 	$(BIN)/python benchmarks/board/board.py
 	$(BIN)/python benchmarks/board/report.py
 
-gpu: $(VENV)/.dev  ## on a CUDA device: the contract, the sanitizer and the benchmark of the Triton kernels, in 10 minutes
+gpu: $(VENV)/.dev  ## on a CUDA device: the contract of the Triton kernels, and what they take beside peers, as one page in 9 minutes
 	$(BIN)/python benchmarks/bench_gpu.py
 
 # Two widths of vectors, and the matrix unit's code as plain C++, which the sanitizers see through; races do not depend on the width.

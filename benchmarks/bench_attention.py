@@ -202,7 +202,16 @@ def trained_inputs(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model trained here, reading its own corpus."""
     from linbias.data.corpus import load_corpus
-    from linbias.models import LinbiasForCausalLM, positions
+    from linbias.models import LinbiasForCausalLM
+
+    model = LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None].to(device)
+    return inputs_of(model, ids)
+
+
+def inputs_of(model: torch.nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of each layer of a model that reads these tokens."""
+    from linbias.models import positions
 
     caught = []
 
@@ -210,8 +219,6 @@ def trained_inputs(
         caught.append((q, k, v))
         return linbias.torch.attention(q, k, v, *args, **kwargs)
 
-    model = LinbiasForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    ids = torch.from_numpy(load_corpus("stdlib").test[:length].astype("int64"))[None].to(device)
     positions.attention = catch
     with torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)

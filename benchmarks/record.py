@@ -82,12 +82,12 @@ def memory_bytes(peak: bool = False) -> int:
 def spread(times: list[float]) -> dict[str, float]:
     """p20, p50 and p80."""
     if len(times) < 2:
-        return dict.fromkeys(("p20_ms", "p50_ms", "p80_ms"), round(times[0], 3))
+        return dict.fromkeys(("p20_ms", "p50_ms", "p80_ms"), round(times[0], 4))
     fifths = statistics.quantiles(times, n=5, method="inclusive")
     return {
-        "p20_ms": round(fifths[0], 3),
-        "p50_ms": round(statistics.median(times), 3),
-        "p80_ms": round(fifths[3], 3),
+        "p20_ms": round(fifths[0], 4),
+        "p50_ms": round(statistics.median(times), 4),
+        "p80_ms": round(fifths[3], 4),
     }
 
 
@@ -139,5 +139,7 @@ def _commit() -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
+    if not git("rev-parse", "HEAD"):  # a copy of the files alone
+        return "unknown"
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src")
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")

@@ -36,14 +36,18 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile(
-    "ci", derandomize=True, max_examples=25, deadline=None, database=None
-)
-hypothesis.settings.register_profile("night", max_examples=2000, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+try:  # what checks the kernels on a GPU does without
+    import hypothesis
+except ModuleNotFoundError:
+    pass
+else:
+    hypothesis.settings.register_profile(
+        "ci", derandomize=True, max_examples=25, deadline=None, database=None
+    )
+    hypothesis.settings.register_profile("night", max_examples=2000, deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +74,8 @@ def poisoned_memory():
     """Fill every tensor that PyTorch leaves uninitialised with NaN: a hole in an output then shows."""
     import torch
 
-    torch.use_deterministic_algorithms(True)
+    # Only what is asked for here: on a GPU PyTorch may do other things in no fixed order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)

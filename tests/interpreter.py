@@ -32,6 +32,12 @@ def repaired() -> Iterator[None]:
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     patch_lang = interpreter._patch_lang
     call, multiply, cast = executor.__call__, builder.create_dot, builder.cast_impl
+    patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch_lang_tensor(tensor, scope)
+        # Triton 3.6 takes an array of one number for that number, which NumPy 2.5 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def run(self, *arguments, **options):
         arrays.take((*arguments, *options.values()))
@@ -66,6 +72,7 @@ def repaired() -> Iterator[None]:
 
     with (
         mock.patch.object(interpreter, "_interpreter", guarded),
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
         mock.patch.object(executor, "__call__", run),
         mock.patch.multiple(builder, create_dot=create_dot, cast_impl=cast_impl,
                             create_fp_ext=cast_impl, create_fp_trunc=cast_impl),
