@@ -10,7 +10,7 @@
 
 namespace linbias::xla {
 
-constexpr int interface_major = 0, interface_minor = 1;  // of JAX 0.7, the oldest that is supported
+constexpr int interface_major = 0, interface_minor = 1;  // of JAX 0.7, older than the oldest that is supported
 
 enum class Stage : int { execute = 3 };
 enum class ErrorCode : int { invalid_argument = 3, resource_exhausted = 8, internal = 13 };
