@@ -217,7 +217,8 @@ def placed_trip_count(
     excess = excess_of(bound, row_max, row_sum, log_share)
     x = tl.load(X + wide(here) * stride)
     needed = tl.max(most_needed(excess, slope, xq, x, present, slack, SIDE), 0)
-    near = tl.minimum(needed, PREVIEW_BITS - tl.load(TAILS + here // KEYS))
+    # A constant before an array would be one for the interpreter of Triton 3.7.
+    near = tl.minimum(needed, -tl.load(TAILS + here // KEYS) + PREVIEW_BITS)
     needed = tl.where(first_time, near, needed)
     one, none = tl.arange(0, 1), tl.zeros((1,), tl.float32)
     asked = search(
