@@ -50,7 +50,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     pythons = {user: find_python(user) for _, users in BUILDS.values() for user in users}
-    built = arguments.check or build(pythons, arguments.output)
+    built = [wheel.resolve() for wheel in arguments.check or ()] or build(
+        pythons, arguments.output
+    )
     for tag, users in BUILDS.values():
         for wheel in (path for path in built if tag in path.name):
             check_contents(wheel)

@@ -529,7 +529,7 @@ def resident_mb(x: torch.Tensor) -> float:
 def lies_in_memory(folder: Path) -> bool:
     """Whether files of a folder have no disk to which their pages could go."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    kinds = {place: kind for place, kind in mounts if folder.is_relative_to(place)}
+    kinds = {place: kind for place, kind in [("/", ""), *mounts] if folder.is_relative_to(place)}
     return kinds[max(kinds, key=len)] in ("tmpfs", "ramfs")
 
 

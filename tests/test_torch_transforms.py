@@ -13,7 +13,7 @@ from contract import rows
 from linbias.torch.constant import constant
 
 # PyTorch's own forward mode, when it is first used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 
 NEAR_TO_FAR = ("blocked", "cpu")
 NO_TANGENT = "attention: {} has no forward-mode derivative; implementation='dense' has it"

@@ -6,6 +6,7 @@ Nothing that is loaded is executed: weights are safetensors, or pickles read wit
 """
 
 import copy
+import errno
 import io
 import json
 import pickle
@@ -429,9 +430,11 @@ def _check_inside(folder: Path, path: Path) -> None:
     if root.parent.name == "snapshots":
         root = root.parent.parent
     try:
-        found = path.resolve()
-    except (OSError, RuntimeError) as error:  # before Python 3.13 a loop is a RuntimeError
-        raise ValueError(f"{path.name} must be a file, got a loop of links") from error
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # of which resolve() says nothing from Python 3.13 on
+            raise ValueError(f"{path.name} must be a file, got a loop of links") from error
+    found = path.resolve()
     if not found.is_relative_to(root):
         raise ValueError(f"{path.name} must lie in the folder, got a link to {str(found)!r}")
 
