@@ -50,7 +50,11 @@ else:
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what nobody asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):  # a browser is many processes
+            item.add_marker(pytest.mark.processes)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
