@@ -24,7 +24,7 @@ SUBJECTS = [
     (f"cpu {core.target()}", "decode, key_bound", DECODE, 10),
     ("torch blocked", "forward", LARGE_BLOCKS, 6),
     ("torch blocked", "forward", replace(LARGE_BLOCKS, placed=True), 6),
-    ("jax blocked", "forward", LARGE_BLOCKS, 6),
+    pytest.param("jax blocked", "forward", LARGE_BLOCKS, 6, marks=pytest.mark.thorough),
     ("near_to_far", "forward", replace(SETTING, dtype="float64", num_chains=4), 10),
     ("near_to_far", "forward", replace(SETTING, dtype="float64", num_chains=4, placed=True), 10),
 ]

@@ -130,6 +130,7 @@ def test_an_engine_that_cannot_be_installed_is_a_row(run):
     assert len(run("absent", "good")) == len(rows)  # said once
 
 
+@pytest.mark.thorough
 def test_what_has_a_row_is_not_measured_again(run):
     first = run("good", "crashing")
     assert run("good", "crashing") == first

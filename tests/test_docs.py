@@ -37,8 +37,19 @@ MODULES = sorted(
 )
 
 
-# Their examples take several seconds each.
-THOROUGH = ("docs/jax.md", "docs/guides/endless-texts.md", "linbias.jax.context_parallel")
+# Their examples take seconds each.
+THOROUGH = (
+    "docs/coming-from.md",
+    "docs/exercises.md",
+    "docs/guides/endless-texts.md",
+    "docs/guides/existing-models.md",
+    "docs/guides/many-machines.md",
+    "docs/guides/train-short.md",
+    "docs/jax.md",
+    "linbias.jax.context_parallel",
+    "linbias.jax.flax",
+    "linbias.lm.extrapolation",
+)
 
 
 def quick(values, name):

@@ -132,6 +132,7 @@ def test_without_a_slope_every_key_is_read(implementation, T):
     np.testing.assert_allclose(lse, truth, rtol=1e-14)
 
 
+@pytest.mark.thorough
 def test_without_a_slope_jax_reads_every_key():
     (q, k, v), _ = attained("equal", 70, 1000, 1)
     heads_second = [np.float32(x).swapaxes(1, 2) for x in (q, k, v)]

@@ -630,6 +630,7 @@ def test_texts_of_all_kinds_leave_the_page_usable(visit, model_folder, tmp_path,
     assert all(token.strip("\0\r\n") for token in panel.locator(".token").all_inner_texts())
 
 
+@pytest.mark.thorough
 def test_the_command_puts_models_and_results_into_the_page(text_file, model_folder, tmp_path):
     training = TrainSettings({"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}, steps=1)  # fmt: skip
     settings = ExtrapolateSettings(methods=("alibi", "rotary"), train_lengths=(16,), test_lengths=(32,), max_bytes=20_000, limit_tokens=64, training=training)  # fmt: skip

@@ -41,9 +41,9 @@ CONTRACT = [
     *((implementation, case) for implementation in ("cpu", "dense") for case in short()),
     *(("cpu", by_name(name)) for name in ("long", "long-range-per-head")),
 ]
-QUICK = """blocked-no-queries blocked-slopes-mixed blocked-range-per-head-dropout blocked-long-past-the-keys
-cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache cpu-range-per-head-dropout cpu-long dense-T-above-S dense-slopes-per-batch
-dense-directional dense-start-symmetric dense-range-per-head-dropout"""
+QUICK = """blocked-no-queries blocked-slopes-mixed blocked-range-per-head-dropout
+cpu-T-below-S cpu-slopes-mixed cpu-asymmetric-per-batch cpu-filled-cache cpu-range-per-head-dropout dense-T-above-S dense-slopes-per-batch
+dense-directional dense-range-per-head-dropout"""
 QUICK_NARROW = """dense-symmetric-bfloat16 blocked-gaps-asymmetric-bfloat16
 cpu-symmetric-float64 cpu-dropout-float16 cpu-filled-cache-bfloat16"""
 NARROW = [
@@ -73,7 +73,7 @@ def test_dropped_mass_is_at_most_the_tolerance(name):
     check_certificate_holds(JaxSubject("blocked"), by_name(name), 1e-2)
 
 
-@pytest.mark.parametrize(("q_size", "k_size"), rows("1e-25-100.0 1e-22-1000.0", *VANISHING))
+@pytest.mark.parametrize(("q_size", "k_size"), rows("1e-22-1000.0", *VANISHING))
 def test_keys_count_although_squares_of_entries_vanish(q_size, k_size):
     arrays, slope, scale = far_block(q_size, k_size)
     out = attention(
@@ -179,9 +179,7 @@ def test_keys_outside_the_key_range_may_hold_anything(implementation, query_star
 @pytest.mark.parametrize(
     ("implementation", "shape"),
     rows(
-        lambda implementation, shape: (
-            (implementation == "dense") == (len(shape) in (1, 4)) and shape != (9, 13)
-        ),
+        lambda implementation, shape: implementation == "dense" and len(shape) in (1, 4),
         *product(("dense", "blocked"), ((13,), (9, 13), (4, 1, 1), (2, 4, 9, 13))),
     ),
 )
@@ -207,6 +205,7 @@ def test_a_mask_hides_what_it_hides_in_the_definition(implementation, shape):
         np.testing.assert_allclose(found.swapaxes(1, 2), truth, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_mask_of_numbers_is_added_to_the_scores_and_learns():
     """As the bias of `jax.nn.dot_product_attention` is, beside the linear one, with -inf for what it hides."""
     q, k, v = random(2, 9, 4, 8)
@@ -371,6 +370,7 @@ def test_parts_of_the_keys_merge_to_the_whole_with_its_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_merge_does_not_read_what_an_empty_part_holds():
     outs = jnp.array([[jnp.nan], [2.0]]).reshape(2, 1, 1, 1, 1)
     out, lse = merge(outs, jnp.array([-jnp.inf, 0.5]).reshape(2, 1, 1, 1))
@@ -383,6 +383,7 @@ def test_merge_says_what_does_not_fit():
             merge(outs, lses)
 
 
+@pytest.mark.thorough
 def test_bias_is_that_of_the_definition_and_differentiable():
     slopes = linbias.slopes(6)
     for T, S, right, start in ((5, 5, None, None), (3, 7, np.inf, None), (4, 6, 0.25, 1)):

@@ -30,9 +30,9 @@ def arguments(call: Placed, dtype=np.float64):
     return [*arrays, jnp.asarray(slopes, np.float64 if dtype == np.float64 else np.float32)]
 
 
-QUICK = """gates-dense equal-stamps-hidden-dense range-per-head-dense queries-between-dense no-keys-dense
-gates-cpu equal-stamps-hidden-cpu left-padding-cpu range-per-head-cpu asymmetric-cpu nothing-in-range-cpu queries-between-cpu no-keys-cpu
-gates-blocked left-padding-blocked"""
+QUICK = """range-per-head-dense queries-between-dense
+gates-cpu equal-stamps-hidden-cpu left-padding-cpu range-per-head-cpu asymmetric-cpu queries-between-cpu no-keys-cpu
+gates-blocked"""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_equals_the_definition_with_every_gradient(call: Placed, implementation)
 @pytest.mark.parametrize(
     ("name", "implementation"),
     rows(
-        "unix-times-cpu two-ages-dense left-padding-cpu",
+        "unix-times-cpu two-ages-dense",
         *product(("unix-times", "two-ages", "gate-that-forgets-all", "left-padding"), ALL),
     ),
 )
@@ -87,13 +87,8 @@ def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implement
             np.testing.assert_allclose(found.astype(float), expected, atol=budget)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    rows(
-        "uint32 float32",
-        *((n,) for n in ("int32", "uint32", "int16", "int64", "uint64", "float32")),
-    ),
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ("int32", "uint32", "int16", "int64", "uint64", "float32"))
 def test_integers_are_exact_also_where_they_are_traced(dtype):
     """Up to 2^31, where float32 counts in steps of 128; 64 bits only as arrays of NumPy."""
     rng, large = np.random.default_rng(0), 2**31 - 100 if dtype[-2:] in ("32", "64") else 0
@@ -122,6 +117,7 @@ def test_a_place_of_numpy_goes_with_one_of_jax():
         np.testing.assert_allclose(attention(q, k, v, **given), expected, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_weights_are_those_of_the_definition():
     with jax.enable_x64(True):
         for call in PLACED:
@@ -160,12 +156,10 @@ PATTERNS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("implementation", "pattern", "causal"),
-    rows(
-        "cpu-stamps-True",
-        *product(("blocked", "cpu"), PATTERNS, (True, False)),
-    ),
+    list(product(("blocked", "cpu"), PATTERNS, (True, False))),
 )
 def test_near_to_far_in_long_rows_equals_the_definition_with_every_gradient(
     implementation, pattern, causal
@@ -213,6 +207,7 @@ def forward(inputs):
     return out, lse, results.num_steps
 
 
+@pytest.mark.thorough
 def test_steep_heads_leave_what_is_far_and_others_do_not():
     """Of eight bands: the distance counts, not how many keys lie between."""
     q, k, v = random(1, 2048, 2, 16)
@@ -232,9 +227,7 @@ def test_steep_heads_leave_what_is_far_and_others_do_not():
     assert steps([0.5, np.inf], x, **hidden) == [[2, 0], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "sides"), rows("even-2 stamps-1 bursts-2", *product(PATTERNS, (1, 2)))
-)
+@pytest.mark.parametrize(("pattern", "sides"), rows("stamps-1", *product(PATTERNS, (1, 2))))
 def test_what_is_left_out_holds_no_more_than_the_tolerance_where_the_bound_is_attained(
     pattern, sides
 ):
@@ -271,7 +264,7 @@ def test_the_scan_bounds_the_sums_of_the_definition_closely():
             assert (np.asarray(found)[:100] == -np.inf).all()
 
 
-@pytest.mark.parametrize("implementation", rows("dense cpu", *((n,) for n in ALL)))
+@pytest.mark.parametrize("implementation", rows("cpu", *((n,) for n in ALL)))
 def test_traced_positions_give_what_known_ones_give(implementation):
     """Under jit, vmap and checkpoint, with gradients."""
     call = BY_NAME["queries-between"]
@@ -320,6 +313,7 @@ def test_auto_takes_the_core_on_a_cpu():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_queries_at_places_among_no_keys_have_gradients_of_zero():
     q, k, v = np.ones((1, 3, 2, 4), np.float32), *np.zeros((2, 1, 0, 2, 4), np.float32)
     for name in ALL:

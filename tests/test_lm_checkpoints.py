@@ -217,6 +217,7 @@ def test_an_unfinished_run_without_a_readable_checkpoint_says_what_to_do(
         generate(folder, "ab")
 
 
+@pytest.mark.thorough
 def test_measured_steps_that_are_damaged_are_one_error(corpus: Corpus, tmp_path: Path) -> None:
     by_seconds = replace(
         SETTINGS, steps=None, seconds=1.0

@@ -29,7 +29,12 @@ def write_files(folder: Path, texts: dict[str, bytes]) -> Path:
     return folder
 
 
-@given(st.text())
+# As st.text(), which on a new machine first spends 5 seconds on a table of all characters.
+CODES = st.integers(0, 0xD7FF) | st.integers(0xE000, 0x10FFFF)
+TEXTS = st.lists(CODES).map(lambda codes: "".join(map(chr, codes)))
+
+
+@given(TEXTS)
 def test_bytes_are_ids_and_decode_to_the_text(text: str) -> None:
     ids = byte_tokenizer().encode(text)
     assert ids.dtype == np.uint8
@@ -37,7 +42,7 @@ def test_bytes_are_ids_and_decode_to_the_text(text: str) -> None:
     assert byte_tokenizer().decode(ids) == text
 
 
-@given(st.text())
+@given(TEXTS)
 def test_any_text_survives_byte_pairs(text: str) -> None:
     assert BPE.decode(BPE.encode(text)) == text
 

@@ -32,6 +32,7 @@ def extended(unbroken: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFa
     return train_into(LONGER, corpus, Path(shutil.copytree(unbroken, folder)))
 
 
+@pytest.mark.thorough
 def test_a_finished_run_is_extended_from_its_last_step_on_the_longer_schedule(
     extended: Path, unbroken: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_finished_run_is_extended_from_its_last_step_on_the_longer_schedule(
     ]
 
 
+@pytest.mark.thorough
 def test_the_first_step_of_an_extension_has_the_learning_rate_of_its_schedule_which_is_said(
     unbroken: Path, corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +75,7 @@ def test_an_extension_that_is_interrupted_ends_like_one_that_is_not(
     assert [line["step"] for line in history(run)] == [5, 10, 12, 15, 20]
 
 
+@pytest.mark.thorough
 def test_an_unfinished_run_is_extended(corpus: Corpus, tmp_path: Path) -> None:
     interrupt(corpus, tmp_path, 7)
     train_into(LONGER, corpus, tmp_path)

@@ -375,6 +375,7 @@ def test_settings_that_a_task_does_not_have_are_refused(
         TrainSettings(task=task, steps=1, **changes)
 
 
+@pytest.mark.thorough
 def test_training_learns_and_leaves_slopes_undecayed(corpus: Corpus, tmp_path: Path) -> None:
     settings = replace(MASKED, model={**TINY, "encoder_position": "asymmetric"}, validate_steps=40)
     settings = replace(settings, steps=40, learning_rate=1e-2, save_steps=40)
@@ -387,6 +388,7 @@ def test_training_learns_and_leaves_slopes_undecayed(corpus: Corpus, tmp_path: P
     torch.testing.assert_close(slopes.detach(), torch.tensor([2**-4, 2**-8]))
 
 
+@pytest.mark.thorough
 def test_training_learns_to_write_spans(corpus: Corpus, tmp_path: Path) -> None:
     settings = replace(SPANS, model=TINY, steps=40, accumulation=1, learning_rate=1e-2)
     run = train_into(
@@ -395,6 +397,7 @@ def test_training_learns_to_write_spans(corpus: Corpus, tmp_path: Path) -> None:
     assert metrics(run)["loss"] < 3.3 and metrics(run)["validation_loss"] < 4.0  # from 5.9
 
 
+@pytest.mark.thorough
 def test_gaps_are_filled_with_what_the_model_writes(
     span_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +464,7 @@ def test_the_command_line_trains_and_scores(
         assert failed.exit_code == 2 and message in failed.stderr
 
 
+@pytest.mark.thorough
 def test_parts_of_a_batch_weigh_by_their_tokens(corpus: Corpus, tmp_path: Path) -> None:
     whole = replace(SPANS, model=TINY, accumulation=1, steps=1)
     losses = [

@@ -281,6 +281,7 @@ def test_loss_that_is_not_finite_ends_the_run(corpus: Corpus, tmp_path: Path) ->
         train(settings, corpus, tmp_path, progress=False)
 
 
+@pytest.mark.thorough
 def test_parts_of_a_batch_add_up_to_it(corpus: Corpus, tmp_path: Path) -> None:
     weights, losses = [], []
     for accumulation in (1, 3):
@@ -388,6 +389,7 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(
     assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
 
 
+@pytest.mark.thorough
 def test_progress_is_lines_where_stderr_is_no_terminal_or_nothing(
     corpus: Corpus, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +422,7 @@ def test_a_bar_shows_no_number_before_there_is_one(
     assert "nan" not in shown
 
 
+@pytest.mark.thorough
 def test_loss_curve_is_written_for_tensorboard(corpus: Corpus, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -74,6 +74,7 @@ def test_a_validation_keeps_what_a_plain_computation_gives(
     assert last["validation"]["continuation"] == greedy
 
 
+@pytest.mark.thorough
 def test_validations_leave_the_training_alone(
     validated: Path, by_characters: Corpus, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_the_learning_rate_does_not_go_below_its_floor(
     assert [line["learning_rate"] for line in history(run)] == pytest.approx(expected)
 
 
+@pytest.mark.thorough
 def test_untied_token_embeddings_do_not_decay(
     by_characters: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_untied_token_embeddings_do_not_decay(
     assert "lm_head.weight" in decayed[-1]
 
 
+@pytest.mark.thorough
 def test_epochs_are_passes_over_the_text(by_characters: Corpus, tmp_path: Path) -> None:
     per_pass = (len(by_characters.train) - 1) // 16
     settings = replace(SETTINGS, steps=None, epochs=0.5, validate_steps=0.125)

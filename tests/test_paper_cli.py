@@ -189,6 +189,7 @@ def test_an_error_is_one_line(
     assert result.stdout == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("always")
 def test_a_text_of_few_words_is_read_in_fewer_bands(
     whole_path: tuple[Path, dict], texts: list[Path], tmp_path: Path

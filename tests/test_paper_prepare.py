@@ -144,6 +144,7 @@ def zipf(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.thorough
 def test_workers_change_nothing(
     zipf: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,7 @@ def test_split_over_devices(tmp_path: Path) -> None:
     assert places.key_range.is_meta and places.is_token.is_meta and places.positions.is_meta
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_compiled_with_padding() -> None:
     model = masked_model().eval()
@@ -541,6 +542,7 @@ def test_golden_data(family: str, tmp_path: Path) -> None:
             assert_near(load(whole)(**inputs).pooler_output, expected["T17.pooler"], 2e-5)
 
 
+@pytest.mark.thorough
 @needs_released
 @torch.no_grad()
 def test_golden_data_in_bfloat16() -> None:
