@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from paper_training import GOLDEN, RECIPE
 
 
 def test_nag_takes_the_steps_of_the_original() -> None:
+    """To the last bit where PyTorch adds the squares of gradients in the original's order, which the processor decides."""
+    equal = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7)
     golden = json.loads((GOLDEN / "nag_toy.json").read_text())
     params = [torch.nn.Parameter(torch.tensor(values)) for values in golden["params0"]]
     optimizer = NAG(params, lr=golden["construct_lr"], momentum=golden["momentum"])
@@ -23,14 +26,14 @@ def test_nag_takes_the_steps_of_the_original() -> None:
         for p, gradient in zip(params, step["raw_grads"], strict=True):
             p.grad = torch.tensor(gradient)
         norm = torch.nn.utils.clip_grad_norm_(params, golden["clip_norm"])
-        assert norm.item() == step["grad_norm"]
+        equal(norm, torch.tensor(step["grad_norm"]))
         (group,) = optimizer.param_groups
         group["lr"] = step["lr"]
         optimizer.step()
         assert group["lr_old"] == step["lr_old_after"]
         for p, values, v in zip(params, step["params"], step["momentum_buffers"], strict=True):
-            assert torch.equal(p.detach(), torch.tensor(values))
-            assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.tensor(v))
+            equal(p.detach(), torch.tensor(values))
+            equal(optimizer.state[p]["momentum_buffer"], torch.tensor(v))
 
 
 def test_nag_is_nesterov_sgd_in_exact_arithmetic() -> None:
