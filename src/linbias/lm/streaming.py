@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from linbias.lm.memory import PeakMemory
+from linbias.models.cache import CACHE
 from linbias.models.window_cache import WindowCache
 
 CHUNK = 512
@@ -136,7 +137,7 @@ class StreamScorer:
 
     def _read(self, tokens: Tensor) -> None:
         logits = self.model(
-            input_ids=tokens[None], past_key_values=self.cache, use_cache=True, return_dict=True
+            input_ids=tokens[None], use_cache=True, return_dict=True, **{CACHE: self.cache}
         ).logits[0]
         if self._last is None:  # nothing predicts the first token
             before, targets = logits[:-1], tokens[1:]
@@ -236,7 +237,7 @@ def _stream(
     def read(tokens: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=model.device)
         with torch.inference_mode():
-            found = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            found = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return found.logits[:, -1].float()
 
     while tokens := list(islice(prompt, chunk)):

@@ -44,7 +44,7 @@ class BaichuanConfig(fields.CheckedConfig):
     """
 
     model_type = "baichuan"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     num_key_value_heads = property(lambda self: self.num_attention_heads)
     head_size = property(lambda self: self.hidden_size // self.num_attention_heads)
     train_length = property(lambda self: self.model_max_length)

@@ -11,17 +11,39 @@ layers of its own (`keep_beside`). A layer that does not keep all keys is an `At
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from linbias.models.places import Places
 from linbias.torch import decoding
 from linbias.torch.decoding import FEW_QUERIES
+
+# What Transformers calls a cache in arguments and outputs of a model: `cache` since 5.24, before that `past_key_values`.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward that has an argument `past_key_values` take it as `cache` too."""
+
+    @wraps(forward)
+    def with_either(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        if cache is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: give either cache or past_key_values, its older name, and not both"
+                )
+            kwargs["past_key_values"] = cache
+        return forward(self, *args, **kwargs)
+
+    return with_either
 
 
 class AttendingLayer(CacheLayerMixin):

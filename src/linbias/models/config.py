@@ -63,7 +63,7 @@ class LinbiasConfig(fields.CheckedConfig):
     """
 
     model_type = "linbias"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 256
     hidden_size: int = 192
@@ -146,6 +146,7 @@ class LinbiasSeq2SeqConfig(LinbiasConfig):
     model_type = "linbias-seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
+        "cache",
         "encoder_last_hidden_state",
     ]
 

@@ -15,10 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from linbias.models.cache import (
+    CACHE,
     attending_layer,
     decode,
     keep_beside,
     key_bound,
+    takes_cache,
     use_growing_layers,
 )
 from linbias.models.linear import read_faster
@@ -205,7 +207,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def post_init(self) -> None:
         """What Transformers does, and linear layers as this processor reads them fastest."""
@@ -224,7 +226,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor | None:
         """None for a cache that attends itself: `generate` would carry the numbers of all tokens along, which we count anyway."""
-        if attending_layer(model_kwargs.get("past_key_values"), 0) is not None:
+        if attending_layer(model_kwargs.get(CACHE), 0) is not None:
             return None
         numbers: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
         return numbers
@@ -257,6 +259,7 @@ class Decoder(DecoderPreTrainedModel):
         """The final norm, if there is one."""
         return self.norm(hidden)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -339,7 +342,7 @@ class Decoder(DecoderPreTrainedModel):
         hidden = self.after_layers(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
             hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )

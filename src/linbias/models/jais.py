@@ -53,7 +53,7 @@ class JaisConfig(fields.CheckedConfig):
     """
 
     model_type = "jais"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",

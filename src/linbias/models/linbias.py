@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from linbias.models import bidirectional, decoder
+from linbias.models.cache import CACHE, takes_cache
 from linbias.models.config import ENCODER_POSITIONS, LinbiasConfig
 from linbias.models.positions import make_gate, make_position
 
@@ -202,6 +203,7 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
             )
         super().__init__(config)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -247,7 +249,7 @@ class LinbiasForCausalLM(_WithHead, GenerationMixin):
         hidden = outputs.last_hidden_state[:, -logits_to_keep:]
         return CausalLMOutputWithPast(
             **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -20,6 +20,7 @@ from transformers.utils import can_return_tuple
 
 from linbias.models import decoder
 from linbias.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from linbias.models.cache import CACHE, takes_cache
 from linbias.models.paper_config import PaperConfig
 from linbias.models.positions import T5, Position, make_position
 
@@ -157,6 +158,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
             "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks (the tokenizer has <pad>)"
         )
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -218,7 +220,7 @@ class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

@@ -58,7 +58,7 @@ class PaperConfig(fields.CheckedConfig):
     """
 
     model_type = "linbias-paper"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     vocab_size: int = 267744
     hidden_size: int = 1024

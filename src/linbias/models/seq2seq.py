@@ -24,6 +24,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from linbias.models import decoder
+from linbias.models.cache import CACHE, takes_cache
 from linbias.models.config import LinbiasSeq2SeqConfig
 from linbias.models.linbias import (
     FeedForward,
@@ -195,7 +196,7 @@ class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
         hidden = self.after_layers(hidden)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
             hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
             cross_attentions=cross_attentions if output_attentions else None,
@@ -226,6 +227,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         """Replace it."""
         self.encoder.embed_tokens = value
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -296,7 +298,7 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         )
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
-            past_key_values=decoded.past_key_values,
+            **{CACHE: getattr(decoded, CACHE)},
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
@@ -363,6 +365,7 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
         at_start[:, 0] |= hidden.all(-1)
         return shifted.masked_fill(at_start, start)
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from linbias.definition import Float64
-from linbias.models.cache import AttendingLayer
+from linbias.models.cache import CACHE, AttendingLayer
 from linbias.models.decoder import SelfAttention
 from linbias.models.fused.family import FusedAttention
 from linbias.models.places import Places
@@ -279,7 +279,7 @@ class _Questions:
         was_training = self.model.training
         self.model.eval()
         try:
-            self.model(ids.to(self.model.device), past_key_values=self.cache, use_cache=True)
+            self.model(ids.to(self.model.device), use_cache=True, **{CACHE: self.cache})
         finally:
             self.model.train(was_training)
 

@@ -248,7 +248,7 @@ def _forward(model: Any, arguments: tuple[str, ...], *args: Any, **kwargs: Any) 
 
 def _refuse_texts(name: str, given: Mapping[str, Any]) -> None:
     """Raise a ValueError if position_ids mark several texts in a row, as `read_attention_mask` reads them."""
-    position_ids, cache = given["position_ids"], given.get("past_key_values")
+    position_ids, cache = given["position_ids"], given.get("cache", given.get("past_key_values"))
     mask, T = given.get("attention_mask"), position_ids.shape[-1]
     if T < 2 or (cache is not None and torch.compiler.is_compiling()):
         return

@@ -13,6 +13,7 @@ from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
+from linbias.models.cache import CACHE, takes_cache
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
@@ -29,6 +30,7 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
     `LinbiasMptForCausalLM` has layers with fewer heads of keys and values, and with norms.
     """
 
+    @takes_cache
     def fused_forward(
         self,
         places: Places,
@@ -182,7 +184,7 @@ FAMILY = Family(
     attention=reference.MptAttention,
     language_model=reference.MptForCausalLM,
     arguments=(
-        *("self", "hidden_states", "position_bias", "past_key_values", "attention_mask"),
+        *("self", "hidden_states", "position_bias", CACHE, "attention_mask"),
         "kwargs",
     ),
     fused={
