@@ -53,6 +53,12 @@ def settings(**changes: Any) -> LinbiasConfig:
     return LinbiasConfig(**{**small, "train_length": 48, "initializer_range": 0.3, **changes})
 
 
+def start_checkpointing(model: PreTrainedModel, **options: Any) -> None:
+    """Transformers 5.23 gave the switch another name."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)(options or None)
+
+
 def build(**changes: Any) -> LinbiasForCausalLM:
     return LinbiasForCausalLM(settings(**changes)).double().eval()
 

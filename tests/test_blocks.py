@@ -21,7 +21,7 @@ from transformers import (
 
 from linbias.models import fuse, linear, prepack, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from small_models import every_type, fast_types, needs_bfloat16, needs_onednn
+from small_models import every_type, fast_types, needs_bfloat16, needs_onednn, start_checkpointing
 
 pytestmark = needs_onednn
 SIZES = {"vocab_size": 97, "initializer_range": 0.3}
@@ -253,7 +253,7 @@ def test_dropout_of_one_module_is_applied() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_it_learns_and_compiles_as_before() -> None:
     (whole, by_module), x = pair(bloom), tokens(2, 9)
-    whole.gradient_checkpointing_enable()
+    start_checkpointing(whole)
     for model in (whole.train(), by_module.train()):
         model(x, labels=x, use_cache=False).loss.backward()
     for own, other in zip(whole.parameters(), by_module.parameters(), strict=True):

@@ -13,7 +13,16 @@ from transformers import StaticCache
 import linbias
 from linbias.models import LinbiasForCausalLM
 from linbias.models.config import POSITIONS
-from small_models import VOCAB, assert_same, build, every_block, every_position, settings, tokens
+from small_models import (
+    VOCAB,
+    assert_same,
+    build,
+    every_block,
+    every_position,
+    settings,
+    start_checkpointing,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -177,9 +186,7 @@ def test_gradient_checkpointing_leaves_gradients_equal(position: str, block: str
         model(ids, labels=ids).loss.backward()
         gradients.append([weight.grad.clone() for weight in model.parameters()])
         model.zero_grad()
-        # Newer versions of Transformers have another name for the same switch.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)()
+        start_checkpointing(model)
     for plain, checkpointed in zip(*gradients, strict=True):
         assert torch.equal(plain, checkpointed)
 

@@ -15,7 +15,7 @@ import paper_original as original
 from linbias.lm.paper.checkpoint import load
 from linbias.models import PaperConfig, PaperForCausalLM
 from linbias.models.paper_config import POSITIONS
-from small_models import assert_same, build_paper, paper_tokens
+from small_models import assert_same, build_paper, paper_tokens, start_checkpointing
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -282,9 +282,7 @@ def test_gradient_checkpointing_changes_nothing():
     model.adaptive_softmax.dropout.p = 0.0
     loss = model(ids, targets=ids).loss
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    # Transformers 5.23 renamed it.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)()
+    start_checkpointing(model)
     actual = torch.autograd.grad(model(ids, targets=ids).loss, list(model.parameters()))
     assert_all_same(actual, expected)
 

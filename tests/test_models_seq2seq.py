@@ -28,7 +28,7 @@ from linbias.models import (
     load,
 )
 from linbias.models.config import ENCODER_POSITIONS, POSITIONS
-from small_models import VOCAB, assert_same, left_padded, tokens
+from small_models import VOCAB, assert_same, left_padded, start_checkpointing, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -237,8 +237,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
     expected = gradients()
     for reentrant in (False, True):
-        enable = getattr(model, "activation_checkpointing_enable", None)  # of Transformers 5
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+        start_checkpointing(model, use_reentrant=reentrant)
         model.zero_grad()
         model(ids, labels=labels).loss.backward()
         for weight, gradient in zip(model.parameters(), expected, strict=True):

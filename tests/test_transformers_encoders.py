@@ -31,7 +31,7 @@ from linbias.models import (
 from linbias.models.encoders import bert
 from linbias.models.encoders.original import to_original, to_ours
 from linbias.models.places import read_attention_mask
-from small_models import RELEASED, assert_near, needs_released, write_folder
+from small_models import RELEASED, assert_near, needs_released, start_checkpointing, write_folder
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -206,7 +206,7 @@ def test_training_leaves_padding_out_and_checkpointing_changes_nothing() -> None
     loss.backward()
     before = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.activation_checkpointing_enable()
+    start_checkpointing(model)
     model(ids.masked_fill(mask == 0, 5), attention_mask=mask, labels=labels).loss.backward()
     for p, gradient in zip(model.parameters(), before, strict=True):
         assert torch.allclose(p.grad, gradient, atol=1e-6)

@@ -29,7 +29,7 @@ from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, loa
 from linbias.models.cache import key_bound
 from linbias.models.fused import FAMILIES, bias
 from linbias.models.places import Places
-from small_models import GREEDY, RELEASED, needs_released
+from small_models import GREEDY, RELEASED, needs_released, start_checkpointing
 
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.3}
@@ -208,7 +208,7 @@ def test_gradients_with_and_without_checkpointing(make: Any, exact_reference: No
     for checkpointing in (False, True):
         fused.zero_grad()
         if checkpointing:
-            fused.activation_checkpointing_enable()
+            start_checkpointing(fused)
         fused.train()(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
         for ours, theirs in zip(fused.parameters(), reference.parameters(), strict=True):
             assert difference(ours.grad, theirs.grad) < 2e-5
