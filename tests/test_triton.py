@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -127,7 +127,7 @@ def test_contract_where_keys_are_left_out(case, dtype, little_tiles, poisoned_me
     check(replace(case, H=heads, G=heads, left="steep"), dtype)
 
 
-PLACED_CALLS = (*PLACED, *across_blocks(40, 150))
+PLACED_CALLS = (*PLACED, *across_blocks(24, 100))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ PLACED_CALLS = (*PLACED, *across_blocks(40, 150))
     rows(
         "range-per-head-float32",
         *product(PLACED_CALLS, ("float32",)),
-        *((c, "bfloat16") for c in PLACED_CALLS if c.name.startswith("long")),
+        *((c, "bfloat16") for c in PLACED_CALLS if c.name in ("long-even", "long-per-head")),
     ),
 )
 def test_keys_at_given_positions(call, dtype, little_tiles, poisoned_memory):
@@ -185,7 +185,7 @@ def test_tails_are_those_of_one_scan_over_all_keys(pattern, little_tiles, monkey
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("pattern", "sides"), rows("gates-1", *product(patterns(150), (1, 2))))
+@pytest.mark.parametrize(("pattern", "sides"), [*zip(patterns(150), cycle((1, 2)), strict=False)])
 def test_the_mass_that_is_missing_at_given_positions_lies_just_below_the_tolerance(
     pattern, sides, little_tiles
 ):
@@ -229,7 +229,7 @@ def drawn(seed: int) -> tuple[Case, Sizes]:
     return case, tiles
 
 
-@pytest.mark.parametrize("seed", rows("1 2 3", *((n,) for n in range(18))))
+@pytest.mark.parametrize("seed", rows("1 2 3", *((n,) for n in range(9))))
 def test_drawn_cases_are_right_to_a_few_roundings(seed, little_tiles, poisoned_memory):
     """A wrong key or row shows; the budget, which knows no large scores and nothing rounded on the way, is for named cases."""
     case, tiles = drawn(seed)
