@@ -273,7 +273,11 @@ def positions_table(
         cells = [f"{r['p50_ms']:,.0f}" if r else "-" for r in found]
         lines.append(f"| {words} | " + " | ".join(cells) + " |")
     kept = [last[next(iter(names)), case]["work_kept"] for case in columns]
-    lines.append("| of the work, linbias does | " + " | ".join(f"{k:.0%}" for k in kept) + " |")
+    lines.append(
+        "| pairs of query and key that linbias computes | "
+        + " | ".join(f"{k:.0%}" for k in kept)
+        + " |"
+    )
     r = timed[-1]
     text = (
         f"Medians, {r['H']} heads of {r['D']}, {r['dtype']}; {r['machine']}, {r['threads']} threads, torch"

@@ -87,7 +87,7 @@ def trained(tokens, num_parameters=1_000_000):
 
 def test_a_short_training_says_what_it_cannot_show():
     said = findings.scope([trained(250_000, 500_000), trained(250_000)])
-    assert "have 1.00 M parameters and read 0.5 tokens for each of them" in said
+    assert "have 1.00 M parameters and read 0.5 tokens for each parameter" in said
     assert "It cannot show which method is best after a full training" in said
     assert findings.scope([trained(20_000_000)]) is None
     assert findings.scope([]) is None

@@ -34,7 +34,7 @@ NAMES = {
     "fastembed": "fastembed",
     "vllm": "vLLM",
 }
-LOST = "Lost: what the best other takes, in what linbias takes"
+LOST = "Lost: time (memory) of the best other / that of linbias"
 MODELS = {
     "bloom-560m": "BLOOM-560m",
     "mpt": "MPT (12 layers)",
@@ -142,7 +142,7 @@ def verdict(machines: Sequence[Sequence[Row]]) -> str:
 
 def goals(machines: Sequence[Sequence[Row]]) -> str:
     """What is asked of linbias, and the least that each machine gave, with the place; in bold where that is too little."""
-    lines = ["| What another engine takes, in what linbias takes | asked | " + " | ".join(map(machine, machines)) + " |"]  # fmt: skip
+    lines = ["| Time (memory) of another engine / that of linbias: above 1, linbias is ahead | goal | " + " | ".join(map(machine, machines)) + " |"]  # fmt: skip
     lines.append("|---" * (len(machines) + 2) + "|")
     for goal in GOALS:
         for dtype in ("float32", "bfloat16"):

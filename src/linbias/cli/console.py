@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
 def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
     """What to do after Ctrl-C. A training says whether it has a checkpoint; the others keep all that was done."""
     if command == "train" and not str(interrupt):
-        return " Nothing new was saved: the same command starts as this one did."
+        return " Nothing new was saved: the same command starts again from step 0."
     return " The same command continues from here." if command in _RESUMABLE else ""
 
 

@@ -130,7 +130,7 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
     parameters = max(training.metrics.num_parameters for training in trainings)
     return (
         f"This was a short training of small models: they have {parameters / 1e6:.2f} M parameters and read {read:.2g} "
-        f"tokens for each of them, where about {_FULL_TRAINING} are usual. It can show whose loss rises beyond the "
+        f"tokens for each parameter, where about {_FULL_TRAINING} are usual. It can show whose loss rises beyond the "
         "training length. It cannot show which method is best after a full training, or in a large model."
     )
 

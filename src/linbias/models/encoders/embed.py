@@ -275,7 +275,9 @@ def _load_tokenizer(files: Files) -> PreTrainedTokenizerBase:
         ) from error
     # Without files, Transformers makes up a tokenizer that knows its special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ValueError(f"embed: folder must hold a tokenizer, got {files.name!r} without words")
+        raise ValueError(
+            f"embed: folder must hold a tokenizer, and {files.name!r} has no vocabulary file"
+        )
     return tokenizer
 
 
