@@ -2,7 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,13 +20,35 @@ from linbias.torch.operator import Inputs, without_autocast
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
 
-# What `context_parallel.use` puts in the place of a call over whole sequences, innermost last.
+# What `context_parallel.use` puts in the place of calls over whole sequences: of all threads here, and under this key in what
+# PyTorch keeps for a thread, and for those that run backward for it.
 in_pieces: list[Any] = []
+_OF_THREAD = "linbias.in_pieces"
+
+
+def pieces_here() -> Any:
+    """What `context_parallel.use` puts in the place of this thread's calls, of the innermost block; None outside of one."""
+    if not in_pieces or not torch._C._is_key_in_tls(_OF_THREAD):
+        return None
+    return torch._C._get_obj_in_tls(_OF_THREAD)
+
+
+@contextmanager
+def put_in_place(pieces: Any) -> Iterator[None]:
+    """Let this thread's calls over whole sequences be those of `pieces`."""
+    before = pieces_here()
+    in_pieces.append(pieces)
+    torch._C._stash_obj_in_tls(_OF_THREAD, pieces)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_OF_THREAD, before)
+        in_pieces.remove(pieces)
 
 
 def refuse_pieces(function: str) -> None:
     """Raise within `context_parallel.use`, where a process has a piece of the sequence only."""
-    if in_pieces:
+    if pieces_here() is not None:
         raise ValueError(
             f"{function}: a sequence in pieces on several processes (context_parallel.use) is read by linbias.torch.attention alone"
         )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from linbias import _checks
 from linbias.torch import dense, nested
-from linbias.torch.call import Options, Slopes, in_pieces, prepare, refuse_pieces, run
+from linbias.torch.call import Options, Slopes, pieces_here, prepare, refuse_pieces, run
 from linbias.torch.operator import without_autocast
 
 
@@ -137,12 +137,12 @@ def attention(
             mask=mask, positions=positions, query_positions=query_positions, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
             implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
-    if in_pieces:
+    if (pieces := pieces_here()) is not None:
         if positions is not None:
             raise NotImplementedError(
                 "attention: positions are not built yet for a sequence in pieces on several processes"
             )
-        piece: Tensor | tuple[Tensor, Tensor] = in_pieces[-1](
+        piece: Tensor | tuple[Tensor, Tensor] = pieces(
             q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
             mask=mask, dropout=dropout, tolerance=tolerance, implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
