@@ -87,6 +87,30 @@ def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implement
             np.testing.assert_allclose(found.astype(float), expected, atol=budget)
 
 
+FAR = [call for call in PLACED if "far" in call.name]
+
+
+@pytest.mark.parametrize(
+    ("call", "implementation"),
+    rows(
+        "queries-far-beyond-padding-cpu queries-far-before-dense queries-far-beyond-dense",
+        *product(FAR, ALL),
+    ),
+)
+def test_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed, implementation):
+    """What all keys of a row lose alike does not round off what they differ by."""
+    out, lse = attention(
+        *arguments(call, np.float32), **call.given, implementation=implementation, return_lse=True
+    )
+    expected, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected, atol=5e-6)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), expected_lse, atol=5e-6, rtol=1e-6)
+    q, k, _, slopes = arguments(call, np.float32)
+    weights = attention_weights(q, k, slopes, **call.given)
+    expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+    np.testing.assert_allclose(weights, expected, atol=5e-6)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ("int32", "uint32", "int16", "int64", "uint64", "float32"))
 def test_integers_are_exact_also_where_they_are_traced(dtype):

@@ -29,6 +29,7 @@ from positions import (
 )
 
 LONG = across_blocks(140, 700)
+FAR = tuple(call for call in PLACED if "far" in call.name)
 BY_NAME = {call.name: call for call in PLACED}
 
 
@@ -239,6 +240,19 @@ def test_torch_narrow_results_lose_nothing_to_large_positions(name, implementati
 def test_torch_near_to_far_loses_no_digits_in_float32(call: Placed, implementation):
     """Also a billion from 0: where a key stands counts from the tile that reads it."""
     check_torch(call, implementation, torch.float32, 2.0**-17)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
+@pytest.mark.parametrize("call", FAR, ids=str)
+def test_torch_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed, implementation):
+    """What all keys of a row lose alike does not round off what they differ by."""
+    check_torch(call, implementation, torch.float32, 2.0**-17)
+    weights = {
+        dtype: linbias.torch.attention_weights(q, k, slopes, **given).detach().double()
+        for dtype in (torch.float32, torch.float64)
+        for (q, k, _, slopes), given in (arguments(call, dtype),)
+    }
+    np.testing.assert_allclose(weights[torch.float32], weights[torch.float64], atol=2.0**-17)
 
 
 @pytest.mark.parametrize("sides", (1, 2))

@@ -121,6 +121,7 @@ class Problem:
     mask: bool = False  # a mask hides further keys
     added: bool = False  # the mask holds numbers, which are added to the scores
     positions: bool = False  # keys stand at real numbers
+    query_positions: bool = False  # and queries do, instead of at keys
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -232,6 +233,7 @@ def check(
         mask=mask is not None,
         added=mask is not None and mask.dtype in FLOATS,
         positions=positions is not None,
+        query_positions=query_positions is not None,
         **asked,
     )
 

@@ -6,7 +6,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from linbias import _checks
-from linbias.jax import dense
+from linbias.jax import dense, places
 from linbias.jax.call import (
     ArrayLike,
     Options,
@@ -207,4 +207,6 @@ def attention_weights(
         query_positions=query_positions,
     )
     B, T, H, _ = spec_on_mesh(inputs.q)
-    return on_its_mesh(lambda x: dense.attention_weights(x)[0], inputs, P(B, H, T, None))
+    return on_its_mesh(
+        lambda x: dense.attention_weights(places.stand_near(x)[0])[0], inputs, P(B, H, T, None)
+    )

@@ -5,7 +5,7 @@ from typing import Literal, Never, Unpack, overload
 from torch import Tensor
 
 from linbias import _checks
-from linbias.torch import dense, nested
+from linbias.torch import dense, nested, places
 from linbias.torch.call import Options, Slopes, pieces_here, prepare, refuse_pieces, run
 from linbias.torch.operator import without_autocast
 
@@ -207,7 +207,7 @@ def attention_weights(
     if unknown:
         _checks.refuse_unknown("attention_weights", unknown, attention_weights)
     refuse_pieces("attention_weights")
-    inputs, _ = prepare(
+    inputs, problem = prepare(
         "attention_weights",
         q,
         k,
@@ -223,4 +223,6 @@ def attention_weights(
         query_positions=query_positions,
     )
     with without_autocast(inputs.q.device):
+        if problem.query_positions:
+            inputs, _ = places.stand_near(inputs)
         return dense.attention_weights(inputs)[0]
