@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
-from linbias.definition import Array, Options, flatten_batch, real_arrays, stand
+from linbias.definition import Array, Options, flatten_batch, flatten_places, real_arrays, stand
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -104,12 +104,12 @@ def attention(
         for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
     ]
     ranges, starts, places, query_places = (
-        None if x is None else flatten_batch(_checks.as_array("attention", name, x), batch)
-        for name, x in (
-            ("key_range", key_range),
-            ("query_start", query_start),
-            ("positions", positions),
-            ("query_positions", query_positions),
+        None if x is None else flatten(_checks.as_array("attention", name, x), batch)
+        for name, x, flatten in (
+            ("key_range", key_range, flatten_batch),
+            ("query_start", query_start, flatten_batch),
+            ("positions", positions, flatten_places),
+            ("query_positions", query_positions, flatten_places),
         )
     )
     problem = _checks.check(
@@ -135,7 +135,9 @@ def attention(
     if starts is not None:
         _checks.check_query_start_values("attention", starts)
     if places is not None:
-        _checks.check_position_values("attention", problem, places, query_places, ranges, starts)
+        _checks.check_position_values(
+            "attention", problem, places, query_places, ranges, starts, depth=2
+        )
     out, lse = _run(
         problem, arrays, sides, ranges, starts, (places, query_places), wide, num_threads
     )
@@ -222,7 +224,7 @@ def _run(
 
 def _stand_near(
     standing: dict[str, Array],
-    sides: tuple[Array, Array | None],
+    sides: tuple[Array | None, Array | None],
     ranges: Array,
     place: Array,
 ) -> tuple[Array, Array]:

@@ -283,7 +283,7 @@ def _check_places(
     if all(x is None or _is_known(x) for x in given):
         x, *others = (None if x is None else np.asarray(x) for x in given)
         assert x is not None
-        _checks.check_position_values(function, problem, x, *others)
+        _checks.check_position_values(function, problem, x, *others, depth=4)
 
 
 def _is_known(array: ArrayLike) -> bool:

@@ -31,9 +31,11 @@ ArrayLike = Array | np.ndarray[Any, Any]
 def in_parts(
     positions: ArrayLike, query_positions: ArrayLike | None
 ) -> tuple[Array, Array | None]:
-    """[B, S] or [B, H, S], and [B, T] or [B, H, T] -> [B, 1 or H, S, parts], and [B, 1 or H, T, parts]."""
+    """[S], [B, S] or [B, H, S], and alike for T -> [B or 1, 1 or H, S, parts], and [B or 1, 1 or H, T, parts]."""
     given = [
-        x[:, None] if x.ndim == 2 else x for x in (positions, query_positions) if x is not None
+        x if x.ndim == 3 else x[None, None] if x.ndim == 1 else x[:, None]
+        for x in (positions, query_positions)
+        if x is not None
     ]
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         parts = [jnp.asarray(x).astype(jnp.float64)[..., None] for x in given]

@@ -326,7 +326,7 @@ def _check_positions(
         if all(x is None or values is not None for x, values in zip(given, known, strict=True)):
             x, xq, ranges, starts = known
             assert x is not None
-            _checks.check_position_values(function, problem, x, xq, ranges, starts)
+            _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

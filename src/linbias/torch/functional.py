@@ -97,10 +97,10 @@ def attention(
             with T = S, zeros.
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
-        positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of
-            keys: where keys stand; outside the range they may be anything. Differences are formed in float64. None: key s
-            at s. Values are checked on the CPU and in eager mode.
-        query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
+        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64 or integers within 2^53 of 0,
+            never falling within the range of keys: where keys stand; outside the range they may be anything. Differences are
+            formed in float64. None: key s at s. Values are checked on the CPU and in eager mode.
+        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
             stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only, instead of every key for its norm. A promise, not checked;

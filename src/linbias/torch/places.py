@@ -16,10 +16,8 @@ def stand(
 ) -> tuple[Tensor, Tensor]:
     """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
     T, S = problem.T, problem.S
-    x, xq = (
-        x[:, None] if x is not None and x.dim() == 2 else x for x in (positions, query_positions)
-    )
-    assert x is not None
+    x = _of_rows(positions, problem.B)
+    xq = None if query_positions is None else _of_rows(query_positions, problem.B)
     start = S - T if query_start is None else query_start[:, None, None]
     place = torch.arange(T, device=x.device) + start
     if key_range is not None:
@@ -34,6 +32,13 @@ def stand(
         place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
         xq = x.gather(2, place) if S else x.new_zeros(place.shape)
     return x, xq
+
+
+def _of_rows(x: Tensor, B: int) -> Tensor:
+    """[n], [1 or B, n] or [1 or B, H, n] -> [B, 1 or H, n]."""
+    if x.dim() < 3:
+        x = x[None, None] if x.dim() == 1 else x[:, None]
+    return x if x.shape[0] == B else x.expand(B, -1, -1)
 
 
 def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
