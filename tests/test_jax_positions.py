@@ -160,6 +160,30 @@ def test_positions_of_one_row_serve_all_with_their_gradients(lead, implementatio
         np.testing.assert_allclose(ours, theirs.sum(0).reshape(y.shape), atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "implementation"), rows("queries-between-cpu queries-far-beyond-dense queries-between-blocked", *product(("queries-between", "queries-far-beyond"), ALL)))  # fmt: skip
+def test_gradients_by_query_positions_alone(name, implementation):
+    call = BY_NAME[name]
+    given = dict(call.given)
+    with jax.enable_x64(True):
+        arrays, xq = arguments(call), jnp.asarray(given.pop("query_positions"))
+
+        def run(xq):
+            return attention(
+                *arrays,
+                query_positions=xq,
+                **given,
+                implementation=implementation,
+                return_lse=True,
+            )
+
+        (out, lse), pull = jax.vjp(run, xq)
+        dout, dlse = jnp.sin(out), jnp.cos(lse)
+        (found,) = pull((dout, dlse))
+    expected = backward(call, dout.swapaxes(1, 2), dlse.swapaxes(1, 2)).dquery_positions
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, atol=1e-11)
+
+
 def test_stamps_that_float32_made_alike_are_warned_of():
     q, k, v = random(1, 3, 2, 4)
     x = 1.7e9 + np.arange(3.0)[None]

@@ -387,6 +387,30 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
     assert torch.autograd.gradgradcheck(run, places)
 
 
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
+@pytest.mark.parametrize("name", ("queries-between", "queries-far-beyond"))
+def test_torch_gradients_by_query_positions_alone(name, implementation):
+    """Nothing else asks for gradients."""
+    call = BY_NAME[name]
+    arrays, given = arguments(call)
+    arrays = [x.detach() for x in arrays]
+    given = {n: x.detach() if torch.is_tensor(x) else x for n, x in given.items()}
+    given["query_positions"].requires_grad_()
+    out, lse = linbias.torch.attention(
+        *arrays, **given, implementation=implementation, return_lse=True
+    )
+    assert out.requires_grad and lse.requires_grad
+    dout, dlse = np.sin(out.detach().numpy()), np.cos(lse.detach().numpy())
+    torch.autograd.backward((out, lse), (torch.tensor(dout), torch.tensor(dlse)))
+    expected = backward(call, dout, dlse).dquery_positions
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(given["query_positions"].grad, expected, atol=1e-11)
+    alone = linbias.torch.attention(*arrays, **given, implementation=implementation)
+    (found,) = torch.autograd.grad(alone, given["query_positions"], torch.tensor(dout))
+    expected = backward(call, dout, 0 * dlse).dquery_positions
+    np.testing.assert_allclose(found, expected, atol=1e-11)
+
+
 def test_torch_others_say_that_positions_are_not_built(monkeypatch):
     x = torch.ones(1, 2, 4, 4)
     positions = torch.zeros(1, 4)

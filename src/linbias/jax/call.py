@@ -281,9 +281,9 @@ def _check_places(
     """Check the values of positions where all that tells which of them count is known."""
     given = positions, query_positions, key_range, query_start
     if all(x is None or _is_known(x) for x in given):
-        x, *others = (None if x is None else np.asarray(x) for x in given)
+        x, xq, ranges, starts = (None if x is None else np.asarray(x) for x in given)
         assert x is not None
-        _checks.check_position_values(function, problem, x, *others, depth=4)
+        _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def _is_known(array: ArrayLike) -> bool:
