@@ -1,6 +1,7 @@
 """What the processes of `test_context_parallel` run: attention and models on their piece of a sequence."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import linbias.models
+import linbias.torch
 import small_models
 from linbias.models import LinbiasForMaskedLM
 from linbias.torch import context_parallel
@@ -128,6 +130,20 @@ def not_linbias() -> None:
     config = AutoConfig.for_model("bloom", vocab_size=61, hidden_size=32, n_layer=1, n_head=2)
     with context_parallel.use():
         AutoModelForCausalLM.from_config(config)(torch.tensor([[1, 2, 3]]))
+
+
+def attend_in_two_threads(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whole sequences of this process alone: before a block, and within one by another thread; and what the block's own gets."""
+    q = torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(seed))
+    alone, own = linbias.torch.attention(q, q, q), []
+    with context_parallel.use():
+        own.append(linbias.torch.attention(q, q, q))
+        with ThreadPoolExecutor(1) as other:
+            beside = other.submit(linbias.torch.attention, q, q, q).result()
+            other.submit(linbias.torch.attention_weights, q, q).result()
+        own.append(linbias.torch.attention(q, q, q))
+    assert torch.equal(*own)
+    return alone, beside, own[0]
 
 
 def attend_packed(

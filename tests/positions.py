@@ -56,6 +56,11 @@ def _between(x: np.ndarray, start: int, T: int) -> np.ndarray:
     return (padded[..., p + 1] + padded[..., p + 2]) / 2
 
 
+def _far(last: np.ndarray, T: int) -> np.ndarray:
+    """Positions of T queries, far beyond `last` [..., 1], the first of them near it."""
+    return last + np.array([0.25, *(1000.3 + np.arange(1, T))])
+
+
 GATES = -np.log(1 / (1 + np.exp(-np.random.default_rng(1).normal(4, 1.5, (B, H, 11)))))
 SIDES = {"causal": False, "right_slopes": np.array([0.3, 0.0, INF, 1.0])}
 SIDES_OF_ROWS = {"causal": False, "right_slopes": np.outer([1.0, 2.0], [0.3, 0.0, 0.7, 1.0])}
@@ -95,6 +100,16 @@ PLACED = (
            {"query_positions": _between(STAMPS, 5, 6), **HIDING}),
     Placed("queries-beyond", 13, 11, STAMPS, options={"query_start": np.array([-1, -1]),
            "query_positions": _between(STAMPS, -1, 13), "causal": False}),
+    # So far from all keys that float32 would round their differences away.
+    Placed("queries-far-beyond", 4, 11, STAMPS, options={"query_start": np.array([10, 20]),
+           "query_positions": _far(STAMPS[:, -1:], 4)}),
+    Placed("queries-far-beyond-padding", 4, 11, _padded(_rising(6, B, H, 11), (2, 8), (0, 11)),
+           np.ones((B, H)) * [[0.5], [2.0]], {"key_range": np.array([[2, 8], [0, 11]]), "query_start": np.array([7, 10]),
+           "query_positions": _far(np.full((B, H, 1), 40.0), 4), **SIDES_OF_ROWS}),
+    Placed("queries-far-before", 4, 11, PER_HEAD, options={"query_start": np.array([-4, -9]),
+           "query_positions": -_far(np.zeros((B, H, 1)), 4)[..., ::-1], **SIDES}),
+    Placed("queries-far-beyond-hidden", 4, 11, STAMPS, [INF, INF, 0.5, 0.0],
+           {"query_start": np.array([10, 11]), "query_positions": _far(STAMPS[:, -1:], 4), **HIDING}),
 )  # fmt: skip
 
 

@@ -294,6 +294,14 @@ def test_models_that_cannot_read_pieces(function: str, words: str) -> None:
         assert words in str(one.wait()[0])
 
 
+def test_a_block_is_a_matter_of_its_thread(four: Ranks) -> None:
+    for rank, (alone, beside, own) in enumerate(four.run("pieces:attend_in_two_threads", [(rank,) for rank in range(4)])):  # fmt: skip
+        assert torch.equal(beside, alone)
+        assert torch.allclose(own, alone, atol=1e-5) == (rank == 0), (
+            "only the first piece has no keys before it"
+        )
+
+
 @pytest.mark.parametrize("position", ["rotary", "sinusoidal", "none"])
 def test_other_positions_are_refused(position: str) -> None:
     with Ranks(1) as one:

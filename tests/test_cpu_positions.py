@@ -75,6 +75,16 @@ def test_numpy_arrays_take_positions(call: Placed):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("call", [call for call in PLACED if "far" in call.name], ids=str)
+def test_numpy_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed):
+    q, k, v, slopes = call.arrays
+    narrow = [x.astype(np.float32) for x in (q, k, v)]
+    out, lse = cpu.attention(*narrow, slopes, **call.given, return_lse=True)
+    expected_out, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out, expected_out, atol=5e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=5e-6, rtol=1e-6)
+
+
 def test_far_keys_are_left_out_by_where_they_stand():
     case = next(case for case in PLACED_CASES if case.name == "gates-long")
     inputs = make_inputs(case, "float32")

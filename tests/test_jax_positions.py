@@ -87,6 +87,30 @@ def test_narrow_results_lose_nothing_to_large_positions_of_numpy(name, implement
             np.testing.assert_allclose(found.astype(float), expected, atol=budget)
 
 
+FAR = [call for call in PLACED if "far" in call.name]
+
+
+@pytest.mark.parametrize(
+    ("call", "implementation"),
+    rows(
+        "queries-far-beyond-padding-cpu queries-far-before-dense queries-far-beyond-dense",
+        *product(FAR, ALL),
+    ),
+)
+def test_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed, implementation):
+    """What all keys of a row lose alike does not round off what they differ by."""
+    out, lse = attention(
+        *arguments(call, np.float32), **call.given, implementation=implementation, return_lse=True
+    )
+    expected, expected_lse = linbias.attention(*call.arrays, **call.given, return_lse=True)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected, atol=5e-6)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), expected_lse, atol=5e-6, rtol=1e-6)
+    q, k, _, slopes = arguments(call, np.float32)
+    weights = attention_weights(q, k, slopes, **call.given)
+    expected = linbias.attention_weights(*call.arrays[:2], call.arrays[3], **call.given)
+    np.testing.assert_allclose(weights, expected, atol=5e-6)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ("int32", "uint32", "int16", "int64", "uint64", "float32"))
 def test_integers_are_exact_also_where_they_are_traced(dtype):
@@ -115,6 +139,59 @@ def test_a_place_of_numpy_goes_with_one_of_jax():
     for places in ((x, jnp.asarray(x)), (jnp.asarray(x), x), (jnp.asarray(x), jnp.asarray(x))):
         given = dict(zip(PLACES, places, strict=True))
         np.testing.assert_allclose(attention(q, k, v, **given), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("lead", "implementation"), rows("()-dense (1,)-cpu", *product(((), (1,), (1, 2)), ALL)))  # fmt: skip
+def test_positions_of_one_row_serve_all_with_their_gradients(lead, implementation):
+    q, k, v = random(3, 6, 2, 4)
+    x = np.cumsum(np.random.default_rng(0).random((*lead, 6)), -1).astype(np.float32)
+    xq = x + np.float32(1e-3)
+
+    def run(x, xq):
+        out = attention(q, k, v, positions=x, query_positions=xq, implementation=implementation)
+        return jnp.sin(3 * out).sum()
+
+    loss, gradients = jax.value_and_grad(run, (0, 1))(jnp.asarray(x), jnp.asarray(xq))
+    heads = (3, 2, 6) if lead == (1, 2) else (3, 6)
+    of_rows = [jnp.broadcast_to(y, heads) for y in (x, xq)]
+    expected, of_each = jax.value_and_grad(run, (0, 1))(*of_rows)
+    assert loss == pytest.approx(float(expected), rel=1e-6)
+    for ours, theirs, y in zip(gradients, of_each, (x, xq), strict=True):
+        np.testing.assert_allclose(ours, theirs.sum(0).reshape(y.shape), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "implementation"), rows("queries-between-cpu queries-far-beyond-dense queries-between-blocked", *product(("queries-between", "queries-far-beyond"), ALL)))  # fmt: skip
+def test_gradients_by_query_positions_alone(name, implementation):
+    call = BY_NAME[name]
+    given = dict(call.given)
+    with jax.enable_x64(True):
+        arrays, xq = arguments(call), jnp.asarray(given.pop("query_positions"))
+
+        def run(xq):
+            return attention(
+                *arrays,
+                query_positions=xq,
+                **given,
+                implementation=implementation,
+                return_lse=True,
+            )
+
+        (out, lse), pull = jax.vjp(run, xq)
+        dout, dlse = jnp.sin(out), jnp.cos(lse)
+        (found,) = pull((dout, dlse))
+    expected = backward(call, dout.swapaxes(1, 2), dlse.swapaxes(1, 2)).dquery_positions
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, atol=1e-11)
+
+
+def test_stamps_that_float32_made_alike_are_warned_of():
+    q, k, v = random(1, 3, 2, 4)
+    x = 1.7e9 + np.arange(3.0)[None]
+    with pytest.warns(UserWarning, match="attention: positions are float32") as found:
+        attention(q, k, v, positions=jnp.asarray(x, jnp.float32))
+    assert [warning.filename for warning in found] == [__file__]
+    attention(q, k, v, positions=x)
+    jax.jit(lambda x: attention(q, k, v, positions=x))(jnp.asarray(x, jnp.float32))
 
 
 @pytest.mark.thorough
@@ -348,7 +425,7 @@ def test_with_symbols_for_lengths_dense_runs_and_blocked_says_why_not():
 MESSAGES = [
     (dict(positions=[0.0] * 4), TypeError, "positions must be a jax.Array or numpy.ndarray, got list"),
     (dict(positions=jnp.zeros((1, 4), jnp.bfloat16)), TypeError, "positions must be float32, float64 or integers, .*got bfloat16"),
-    (dict(positions=np.zeros((1, 5))), ValueError, r"positions must have shape \[B, S\] = \[1, 4\] or \[B, H, S\] = \[1, 2, 4\], got \[1, 5\]"),
+    (dict(positions=np.zeros((1, 5))), ValueError, r"positions must have shape \[S\] = \[4\], \[B, S\] = \[1, 4\] or \[B, H, S\] = \[1, 2, 4\], got \[1, 5\]"),
     (dict(positions=jnp.array([[0.0, 1, 3, 2]])), ValueError, r"positions must not fall, got 2.0 after 3.0 at \[0, 3\]"),
     (dict(positions=np.array([[0.0, 1, np.nan, 2]])), ValueError, r"positions must be numbers within 2\^53 of 0, got nan at \[0, 2\]"),
     (dict(positions=np.zeros((1, 4)), query_start=np.array([1])), ValueError, "query 3 of batch row 0 would stand at key 4 of 4; say where with query_positions"),

@@ -9,7 +9,7 @@ import torch
 
 import linbias.torch
 from contract import rows
-from linbias import near_to_far
+from linbias import cpu, near_to_far
 from linbias.kernels import core
 from positions import (
     PLACED,
@@ -29,6 +29,7 @@ from positions import (
 )
 
 LONG = across_blocks(140, 700)
+FAR = tuple(call for call in PLACED if "far" in call.name)
 BY_NAME = {call.name: call for call in PLACED}
 
 
@@ -79,6 +80,85 @@ def test_batch_axes_are_those_of_the_call():
         np.testing.assert_array_equal(out[1, 2], alone)
         gradients = linbias.attention_backward(q, q, k, v, positions=x)
         assert gradients.dpositions.shape == shape
+
+
+ONE_ROW = ((), (1,), (1, H))
+
+
+def of_one_row(
+    lead: tuple[int, ...],
+) -> tuple[list[np.ndarray], list[np.ndarray], tuple[int, ...]]:
+    """q, k and v of three rows; positions [*lead, n] of keys and queries; and their shape where each row has its own."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(3, heads, 7, D)) for heads in (H, G, G)]
+    x = np.cumsum(rng.random((*lead, 7)), -1)
+    return arrays, [x, x + 1e-3], (3, H, 7) if len(lead) == 2 else (3, 7)
+
+
+@pytest.mark.parametrize("lead", ONE_ROW, ids=str)
+def test_positions_of_one_row_serve_all(lead):
+    (q, k, v), places, shape = of_one_row(lead)
+    own = [np.broadcast_to(x, shape) for x in places]
+    names = ("positions", "query_positions")
+    for function in (linbias.attention, cpu.attention):
+        out, expected = (
+            function(q, k, v, **dict(zip(names, x, strict=True))) for x in (places, own)
+        )
+        np.testing.assert_array_equal(out, expected)
+    found, of_rows = (
+        linbias.attention_backward(q, q, k, v, **dict(zip(names, x, strict=True)))[-2:]
+        for x in (places, own)
+    )
+    for ours, theirs, x in zip(found, of_rows, places, strict=True):
+        np.testing.assert_allclose(ours, theirs.sum(0).reshape(x.shape), atol=1e-12)
+    # Batch axes of the call have 1 in the place of each.
+    if lead == (1,):
+        several = [x.reshape(3, 1, *x.shape[1:]) for x in (q, k, v)]
+        out = linbias.attention(*several, positions=places[0][None])
+        np.testing.assert_array_equal(out[:, 0], linbias.attention(q, k, v, positions=places[0]))
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
+@pytest.mark.parametrize("lead", ONE_ROW, ids=str)
+def test_torch_positions_of_one_row_serve_all_with_their_gradients(lead, implementation):
+    arrays, places, shape = of_one_row(lead)
+    q, k, v = map(torch.tensor, arrays)
+    found = []
+    for stands in (places, [np.broadcast_to(x, shape) for x in places]):
+        leaves = [torch.tensor(x).requires_grad_() for x in stands]
+        out = linbias.torch.attention(
+            q, k, v, positions=leaves[0], query_positions=leaves[1], implementation=implementation
+        )
+        (3 * out).sin().sum().backward()
+        found.append((out.detach(), *(x.grad for x in leaves)))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(ours, theirs.sum(0).view(ours.shape))
+
+
+def test_stamps_that_float32_made_alike_are_warned_of():
+    """Seconds since 1970, one apart: float32 counts them in steps of 128."""
+    q = np.ones((2, 3, 4), np.float32)
+    x = 1.7e9 + np.arange(3.0)
+    words = r"attention: positions are float32, .* neighbours are alike, 1700000000.0 both; .* give float64 or int64 .*, or subtract the first stamp"
+    tensor = torch.tensor(q)[None]
+    for call in (
+        lambda x: linbias.attention(q, q, q, positions=x),
+        lambda x: cpu.attention(q, q, q, positions=x),
+        lambda x: linbias.torch.attention(tensor, tensor, tensor, positions=torch.tensor(x)),
+    ):
+        with pytest.warns(UserWarning, match=words) as found:
+            call(x.astype(np.float32))
+        assert [warning.filename for warning in found] == [__file__]
+        # Nothing is said of other types, of what may well be alike, and of what is never read.
+        call(x)
+        call(x.astype(np.int64))
+        call(np.float32([2.0**24, 2.0**24, 2.0**25]))
+    linbias.attention(
+        q, q, q, positions=np.float32([0, 2e9, 2e9]), key_range=[0, 2], query_start=0
+    )
+    with pytest.warns(UserWarning, match="query_positions are float32"):
+        linbias.attention(q, q, q, positions=x * 0, query_positions=np.float32(x), query_start=2)
 
 
 @pytest.mark.parametrize("call", PLACED, ids=str)
@@ -241,6 +321,19 @@ def test_torch_near_to_far_loses_no_digits_in_float32(call: Placed, implementati
     check_torch(call, implementation, torch.float32, 2.0**-17)
 
 
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
+@pytest.mark.parametrize("call", FAR, ids=str)
+def test_torch_queries_far_from_all_keys_lose_no_digits_in_float32(call: Placed, implementation):
+    """What all keys of a row lose alike does not round off what they differ by."""
+    check_torch(call, implementation, torch.float32, 2.0**-17)
+    weights = {
+        dtype: linbias.torch.attention_weights(q, k, slopes, **given).detach().double()
+        for dtype in (torch.float32, torch.float64)
+        for (q, k, _, slopes), given in (arguments(call, dtype),)
+    }
+    np.testing.assert_allclose(weights[torch.float32], weights[torch.float64], atol=2.0**-17)
+
+
 @pytest.mark.parametrize("sides", (1, 2))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_torch_blocked_leaves_out_no_more_than_it_says_where_the_bound_is_attained(pattern, sides):
@@ -292,6 +385,30 @@ def test_torch_gradients_by_positions_are_right_to_second_order():
     places = given["positions"], given["query_positions"]
     assert torch.autograd.gradcheck(run, places)
     assert torch.autograd.gradgradcheck(run, places)
+
+
+@pytest.mark.parametrize("implementation", ("dense", "sdpa", "blocked", "cpu"))
+@pytest.mark.parametrize("name", ("queries-between", "queries-far-beyond"))
+def test_torch_gradients_by_query_positions_alone(name, implementation):
+    """Nothing else asks for gradients."""
+    call = BY_NAME[name]
+    arrays, given = arguments(call)
+    arrays = [x.detach() for x in arrays]
+    given = {n: x.detach() if torch.is_tensor(x) else x for n, x in given.items()}
+    given["query_positions"].requires_grad_()
+    out, lse = linbias.torch.attention(
+        *arrays, **given, implementation=implementation, return_lse=True
+    )
+    assert out.requires_grad and lse.requires_grad
+    dout, dlse = np.sin(out.detach().numpy()), np.cos(lse.detach().numpy())
+    torch.autograd.backward((out, lse), (torch.tensor(dout), torch.tensor(dlse)))
+    expected = backward(call, dout, dlse).dquery_positions
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(given["query_positions"].grad, expected, atol=1e-11)
+    alone = linbias.torch.attention(*arrays, **given, implementation=implementation)
+    (found,) = torch.autograd.grad(alone, given["query_positions"], torch.tensor(dout))
+    expected = backward(call, dout, 0 * dlse).dquery_positions
+    np.testing.assert_allclose(found, expected, atol=1e-11)
 
 
 def test_torch_others_say_that_positions_are_not_built(monkeypatch):

@@ -194,7 +194,7 @@ REFUSED = [
     (dict(global_tokens=2), dict(points=P[:4]), r"attention_points: points must have shape \[N, A\] = \[5, A\]"),
     (dict(implementation="sdpa"), dict(points=P), "attention_points: implementation must be one of"),
     (dict(metric="cosine"), dict(points=P), "metric must be one of"),
-    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[B, S\] = \[2, 5\]"),
+    (dict(), dict(positions=torch.zeros(2, 6)), r"positions must have shape \[S\] = \[5\], \[B, S\] = \[2, 5\]"),
 ]  # fmt: skip
 
 

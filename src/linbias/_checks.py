@@ -121,6 +121,7 @@ class Problem:
     mask: bool = False  # a mask hides further keys
     added: bool = False  # the mask holds numbers, which are added to the scores
     positions: bool = False  # keys stand at real numbers
+    query_positions: bool = False  # and queries do, instead of at keys
     lse: bool = False  # lse is asked for
     gradients: bool = False  # the result will be differentiated
     slope_gradients: bool = False  # by slopes, too
@@ -232,6 +233,7 @@ def check(
         mask=mask is not None,
         added=mask is not None and mask.dtype in FLOATS,
         positions=positions is not None,
+        query_positions=query_positions is not None,
         **asked,
     )
 
@@ -265,16 +267,17 @@ def _check_mask(function: str, mask: Described, full: tuple[int, ...], device: s
 def _check_positions(
     function: str, name: str, array: Described, full: tuple[int, ...], device: str
 ) -> None:
-    """Positions have the shape of all heads, or of all but the heads, a type that is fine enough, and lie where q does."""
+    """Positions are those of all heads and rows, or shared by heads or by all, in a type that is fine enough, and lie where q does."""
     if array.dtype not in POSITION_TYPES:
         raise TypeError(
             f"{function}: {name} must be float32, float64 or integers, which tell far positions apart, got {array.dtype}"
         )
     B, H, n = full
-    if not has_shape(array, (B, n), full):
+    if not has_shape(array, (n,), (1, n), (B, n), (1, H, n), full):
         last = "S" if name == "positions" else "T"
         raise ValueError(
-            f"{function}: {name} must have shape [B, {last}] = {[B, n]} or [B, H, {last}] = {[B, H, n]}, got {array}"
+            f"{function}: {name} must have shape [{last}] = {[n]}, [B, {last}] = {[B, n]} or [B, H, {last}] = {[B, H, n]},"
+            f" got {array}"
         )
     if array.device != device:
         raise ValueError(f"{function}: {name} is on {array.device} but q is on {device}")
@@ -310,7 +313,7 @@ def check_points(
 ) -> int:
     """points is [N, A] or [B, N, A], with A = 1, 2 or 3; return the number of tokens that stand nowhere."""
     if len(points.shape) not in (2, 3) or not has_shape(
-        points, (N, points.shape[-1]), (B, N, points.shape[-1])
+        points, (N, points.shape[-1]), (1, N, points.shape[-1]), (B, N, points.shape[-1])
     ):
         raise ValueError(
             f"{function}: points must have shape [N, A] = [{N}, A] or [B, N, A] = [{B}, {N}, A], got {list(points.shape)}"
@@ -459,26 +462,31 @@ def check_position_values(
     query_positions: np.ndarray | None,
     ranges: np.ndarray | None,
     starts: np.ndarray | None,
+    depth: int = 3,
 ) -> None:
     """Positions do not fall within a range of keys, and each query stands between the keys before and after it.
 
-    The shapes are those that `check` allows; None stands for what a call leaves open.
+    The shapes are those that `check` allows; None stands for what a call leaves open. depth: calls from the user's line to here.
     """
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
+    positions = np.atleast_2d(positions)
+    query_positions = None if query_positions is None else np.atleast_2d(query_positions)
     # Heads and batch rows that have no range or position of their own are looked at once: [B or 1, H or 1, ...].
     ranges = np.array([[0, S]]) if ranges is None else ranges
     ranges = ranges[:, None] if ranges.ndim == 2 else ranges.repeat(H // max(1, G), axis=1)
     first, end = ranges[..., :1], ranges[..., 1:]
     x = positions[:, None] if positions.ndim == 2 else positions
-    if not _in_order(x):
+    if not _in_order(x) or x.dtype == np.float32:
         inside = (np.arange(S) >= first) & (np.arange(S) < end)
         known = _finite(function, "positions", positions, inside)
-        falls = inside[..., 1:] & inside[..., :-1] & (known[..., 1:] < known[..., :-1])
-        for b, h, s in _first(falls):
+        pairs = inside[..., 1:] & inside[..., :-1]
+        for b, h, s in _first(pairs & (known[..., 1:] < known[..., :-1])):
             raise ValueError(
                 f"{function}: positions must not fall, got {known[b, h, s + 1]} after {known[b, h, s]}"
                 f" at {_index(positions, b, h, s + 1)}"
             )
+        if x.dtype == np.float32:
+            _warn_of_alike(function, "positions", known, pairs, depth)
     starts = end[..., 0].max(1, initial=0) - T if starts is None else starts
     place = (starts[:, None] + np.arange(T))[:, None]
     if query_positions is None:
@@ -491,6 +499,8 @@ def check_position_values(
             )
         return
     xq = _finite(function, "query_positions", query_positions, np.ones((1, 1, T), bool))
+    if query_positions.dtype == np.float32:
+        _warn_of_alike(function, "query_positions", xq, np.bool_(True), depth)
     if not S:
         return
     before, after = np.minimum(place, end - 1), np.maximum(place + 1, first)
@@ -509,6 +519,22 @@ def check_position_values(
                 f"{function}: query_positions must be {words}, got {x_of}"
                 f" at {_index(query_positions, b, h, t)} where key {k_of} stands at {s_of}"
             )
+
+
+def _warn_of_alike(
+    function: str,
+    name: str,
+    x: npt.NDArray[np.float64],
+    used: npt.NDArray[np.bool_] | np.bool_,
+    depth: int,
+) -> None:
+    """Warn where float32 has evidently made one of different stamps: neighbours that are alike, where it counts in steps of 2 and more."""
+    for b, h, i in _first(used & (x[..., 1:] == x[..., :-1]) & (np.abs(x[..., 1:]) > 2**24)):
+        warnings.warn(
+            f"{function}: {name} are float32, which rounds to 2 and more beyond 2^24, and neighbours are alike, {x[b, h, i]} both;"
+            " if they were not, give float64 or int64 (to JAX as NumPy arrays), or subtract the first stamp from all before",
+            stacklevel=depth + 2,
+        )
 
 
 def _in_order(x: np.ndarray) -> bool:
@@ -541,7 +567,8 @@ def _finite(
 
 
 def _index(array: np.ndarray, b: int, h: int, i: int) -> list[int]:
-    """An index of [B, H, n], as an array has it that may be [B, n]."""
+    """An index of [B, H, n], as an array has it that may be [B, n], and B be 1."""
+    b = min(b, len(array) - 1)
     return [int(n) for n in ((b, i) if array.ndim == 2 else (b, h, i))]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from linbias import _checks
-from linbias.definition import Array, Options, flatten_batch, real_arrays, stand
+from linbias.definition import Array, Options, flatten_batch, flatten_places, real_arrays, stand
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -104,12 +104,12 @@ def attention(
         for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
     ]
     ranges, starts, places, query_places = (
-        None if x is None else flatten_batch(_checks.as_array("attention", name, x), batch)
-        for name, x in (
-            ("key_range", key_range),
-            ("query_start", query_start),
-            ("positions", positions),
-            ("query_positions", query_positions),
+        None if x is None else flatten(_checks.as_array("attention", name, x), batch)
+        for name, x, flatten in (
+            ("key_range", key_range, flatten_batch),
+            ("query_start", query_start, flatten_batch),
+            ("positions", positions, flatten_places),
+            ("query_positions", query_positions, flatten_places),
         )
     )
     problem = _checks.check(
@@ -135,7 +135,9 @@ def attention(
     if starts is not None:
         _checks.check_query_start_values("attention", starts)
     if places is not None:
-        _checks.check_position_values("attention", problem, places, query_places, ranges, starts)
+        _checks.check_position_values(
+            "attention", problem, places, query_places, ranges, starts, depth=2
+        )
     out, lse = _run(
         problem, arrays, sides, ranges, starts, (places, query_places), wide, num_threads
     )
@@ -172,13 +174,17 @@ def _run(
             starts = ranges[..., 1].max(1, initial=0) - T
     if starts is not None:
         starts = np.ascontiguousarray(starts, dtype=np.int64)
-    x, xq = None, None
+    x, xq, bias = None, None, np.zeros((), wide)
     places, query_places = placed
     if places is not None:
         of_heads = np.array([0, S]) if ranges is None else ranges.repeat(H // max(1, G), axis=1)
         from_keys = np.full(B, S - T) if starts is None else starts
         of_heads = np.broadcast_to(of_heads, (B, H, 2))
         standing = stand(places, query_places, of_heads, from_keys, T)
+        if query_places is not None and S:
+            standing["query_positions"], bias = _stand_near(
+                standing, (left, right), of_heads, from_keys[:, None, None] + np.arange(T)
+            )
         x, xq = (np.ascontiguousarray(standing[n]) for n in ("positions", "query_positions"))
     out = np.empty((B, H, T, problem.E), wide)
     row_max, log_sum = np.empty((2, B, H, T), wide)
@@ -213,7 +219,26 @@ def _run(
         visited_tiles=visited.shape[2],
     )
     core.forward(call, results)
-    return out, row_max + log_sum
+    return out, row_max + log_sum - bias.astype(wide)
+
+
+def _stand_near(
+    standing: dict[str, Array],
+    sides: tuple[Array | None, Array | None],
+    ranges: Array,
+    place: Array,
+) -> tuple[Array, Array]:
+    """`linbias.torch.places.stand_near`: query positions near the keys [B, H, T], and the bias that all keys of a row lack."""
+    xq, (first, end) = standing["query_positions"], np.split(ranges, 2, -1)
+    left, right = (np.inf if side is None else side[..., None].astype(float) for side in sides)
+    before = place < first
+    beyond = ~before & ((place >= end - 1) | np.isinf(right))
+    own_key = np.minimum(standing["own_key"], standing["positions"].shape[-1] - 1)
+    nearest = np.take_along_axis(standing["positions"], own_key, -1)
+    away = np.where(before, nearest - xq, xq - nearest)
+    slope = np.where(before, right, left)
+    bias = away * np.where(np.isinf(slope) | ~(before | beyond), 0.0, slope)
+    return np.where(before | beyond, nearest, xq), bias
 
 
 def _computed_in(dtypes: list[np.dtype[Any]]) -> np.dtype[Any]:

@@ -206,9 +206,10 @@ def attention(
             None: the last query stands at the last key of the range (where heads have their own, of that which ends last).
         mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides.
-        positions: [..., S] or [..., H, S], float32, float64 or integers within 2^53 of 0, never falling within the range
-            of keys: where keys stand; outside the range they may be anything. None: key s at s.
-        query_positions: [..., T] or [..., H, T], likewise, each between those of the keys before and after it: where queries
+        positions: [..., S] or [..., H, S], or [S] for all batch rows (as 1 in the place of every batch axis is), float32, float64
+            or integers within 2^53 of 0, never falling within the range of keys: where keys stand; outside the range they may be
+            anything. None: key s at s.
+        query_positions: [..., T], [..., H, T] or [T], likewise, each between those of the keys before and after it: where queries
             stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         num_heads: H, where the heads lie side by side in the last axis: q [..., T, H * D], k [..., S, G * D] and
             v [..., S, G * E].
@@ -381,8 +382,12 @@ def _position_gradients(
         of_keys += (own * of_queries[..., None]).sum(-2)
 
     def as_given(gradient: Float64, given: npt.ArrayLike) -> Float64:
-        shared = np.ndim(given) == len(inputs.batch) + 1  # by all heads
-        return inputs.restore(gradient.sum(1) if shared else gradient)
+        shape, batch = np.shape(given), inputs.batch
+        shared = len(shape) <= len(batch) + 1  # by all heads
+        gradient = inputs.restore(gradient.sum(1) if shared else gradient)
+        if gradient.shape == shape:
+            return gradient
+        return gradient.sum(tuple(range(len(batch)))).reshape(shape)  # and by all batch rows
 
     return (
         None if positions is None else as_given(of_keys, positions),
@@ -547,12 +552,12 @@ def prepare(
         for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
     ranges, starts, places, query_places = (
-        None if x is None else flatten_batch(_checks.as_array(function, name, x), batch)
-        for name, x in (
-            ("key_range", key_range),
-            ("query_start", query_start),
-            ("positions", positions),
-            ("query_positions", query_positions),
+        None if x is None else flatten(_checks.as_array(function, name, x), batch)
+        for name, x, flatten in (
+            ("key_range", key_range, flatten_batch),
+            ("query_start", query_start, flatten_batch),
+            ("positions", positions, flatten_places),
+            ("query_positions", query_positions, flatten_places),
         )
     )
     if mask is not None:
@@ -696,6 +701,15 @@ def flatten_batch(array: Array, batch: tuple[int, ...]) -> Array:
     if array.shape[: len(batch)] != batch:
         return array
     return array.reshape(math.prod(batch), *array.shape[len(batch) :])
+
+
+def flatten_places(array: Array, batch: tuple[int, ...]) -> Array:
+    """`flatten_batch`, but one axis alone, or 1 in the place of every batch axis, stands for all batch rows."""
+    if array.ndim == 1:
+        return array[None]
+    if batch and array.ndim > len(batch) and array.shape[: len(batch)] == (1,) * len(batch):
+        return array.reshape(1, *array.shape[len(batch) :])
+    return flatten_batch(array, batch)
 
 
 def _flatten_mask(mask: Array, batch: tuple[int, ...]) -> Array:

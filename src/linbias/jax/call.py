@@ -131,7 +131,13 @@ def run(
         lse = jnp.zeros((problem.B, problem.T, problem.H), inputs.left.dtype)
         return jnp.zeros((*lse.shape, problem.E), inputs.q.dtype), lse
     q_spec = spec_on_mesh(inputs.q)[:3]
-    return on_its_mesh(chosen.attention, inputs, (P(*q_spec, None), P(*q_spec)))
+
+    def attend(inputs: Inputs) -> tuple[Array, Array]:
+        near, bias = places.stand_near(inputs)
+        out, lse = chosen.attention(near)
+        return out, lse if bias is None else lse - bias
+
+    return on_its_mesh(attend, inputs, (P(*q_spec, None), P(*q_spec)))
 
 
 def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -> Any:
@@ -141,11 +147,9 @@ def on_its_mesh(function: Callable[[Inputs], Any], inputs: Inputs, specs: Any) -
     """
     mesh = jax.typeof(inputs.q).sharding.mesh
     if not mesh.explicit_axes:
-        return function(places.stand(inputs))
+        return function(inputs)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.sharding.auto_axes(lambda x: function(places.stand(x)), out_sharding=specs)(
-            inputs
-        )
+        return jax.sharding.auto_axes(function, out_sharding=specs)(inputs)
 
 
 def spec_on_mesh(q: Array) -> tuple[Any, ...]:
@@ -277,9 +281,9 @@ def _check_places(
     """Check the values of positions where all that tells which of them count is known."""
     given = positions, query_positions, key_range, query_start
     if all(x is None or _is_known(x) for x in given):
-        x, *others = (None if x is None else np.asarray(x) for x in given)
+        x, xq, ranges, starts = (None if x is None else np.asarray(x) for x in given)
         assert x is not None
-        _checks.check_position_values(function, problem, x, *others)
+        _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def _is_known(array: ArrayLike) -> bool:

@@ -6,7 +6,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from linbias import _checks
-from linbias.jax import dense
+from linbias.jax import dense, places
 from linbias.jax.call import (
     ArrayLike,
     Options,
@@ -97,12 +97,12 @@ def attention(
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part. Floating point: added to the scores, as the `bias` of
             `jax.nn.dot_product_attention`. Keys that it hides must still be finite, unless it hides them from every query.
             `blocked` takes bool; `dense` takes both, and is differentiable in the numbers.
-        positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of keys:
-            where keys stand; outside the range they may be anything. None: key s at s. JAX
+        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64 or integers within 2^53 of 0,
+            never falling within the range of keys: where keys stand; outside the range they may be anything. None: key s at s. JAX
             arrays are float32 or int32 unless jax_enable_x64: float32 counts in steps of 64 at 1e9, so that time
             stamps must be counted from one of their own before they become float32; int32 is exact. NumPy arrays, integers and float64 too, lose nothing: they are counted so in float64 first, also inside
             jit, where they are constants. An argument of jit is no NumPy array inside.
-        query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
+        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
             stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound, dropout, tolerance: As for `linbias.torch.attention`.
         dropout_key: A key of `jax.random` to draw the dropout mask from, the same for all implementations; needed if
@@ -207,4 +207,6 @@ def attention_weights(
         query_positions=query_positions,
     )
     B, T, H, _ = spec_on_mesh(inputs.q)
-    return on_its_mesh(lambda x: dense.attention_weights(x)[0], inputs, P(B, H, T, None))
+    return on_its_mesh(
+        lambda x: dense.attention_weights(places.stand_near(x)[0])[0], inputs, P(B, H, T, None)
+    )

@@ -31,9 +31,11 @@ ArrayLike = Array | np.ndarray[Any, Any]
 def in_parts(
     positions: ArrayLike, query_positions: ArrayLike | None
 ) -> tuple[Array, Array | None]:
-    """[B, S] or [B, H, S], and [B, T] or [B, H, T] -> [B, 1 or H, S, parts], and [B, 1 or H, T, parts]."""
+    """[S], [B, S] or [B, H, S], and alike for T -> [B or 1, 1 or H, S, parts], and [B or 1, 1 or H, T, parts]."""
     given = [
-        x[:, None] if x.ndim == 2 else x for x in (positions, query_positions) if x is not None
+        x if x.ndim == 3 else x[None, None] if x.ndim == 1 else x[:, None]
+        for x in (positions, query_positions)
+        if x is not None
     ]
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         parts = [jnp.asarray(x).astype(jnp.float64)[..., None] for x in given]
@@ -68,6 +70,36 @@ def stand(inputs: Inputs) -> Inputs:
     return replace(
         inputs, positions=x, query_positions=jnp.broadcast_to(xq, (B, H, *xq.shape[2:]))
     )
+
+
+def stand_near(inputs: Inputs) -> tuple[Inputs, Array | None]:
+    """`stand`; queries that see keys on one side alone stand at the nearest of these, and [B, T, H] is the bias that all keys lack.
+
+    Softmax does not see what all scores of a row have in common, which in a narrow type would round off what they differ by.
+    """
+    given, inputs = inputs.query_positions, stand(inputs)
+    x, xq, S = inputs.positions, inputs.query_positions, inputs.k.shape[1]
+    if given is None or x is None or xq is None or S == 0:
+        return inputs, None
+    (B, T, H, _), G = inputs.q.shape, inputs.k.shape[2]
+    start = jnp.full(1, S - T) if inputs.query_start is None else inputs.query_start
+    place = (start[:, None] + jnp.arange(T))[:, None]
+    limits = jnp.array([[[0, S]]])
+    if inputs.key_range is not None:
+        limits = jnp.repeat(inputs.key_range, H // max(1, G), axis=1)
+    first, end = limits[..., :1], limits[..., 1:]
+    left = inputs.left[..., None]
+    right = jnp.full_like(left, jnp.inf) if inputs.right is None else inputs.right[..., None]
+    before = place < first
+    beyond = ~before & ((place >= end - 1) | jnp.isinf(right))
+    own_key = jnp.broadcast_to(jnp.clip(place, first, end - 1).clip(0, S - 1), (B, H, T))
+    nearest = jnp.take_along_axis(x, own_key[..., None], axis=2, mode="clip")
+    away = jnp.where(before, -1, 1) * (xq - nearest).sum(-1)
+    slope = jnp.where(before, right, left)
+    # Of a side that an infinite slope hides, the query's own key is seen at most.
+    bias = away * jnp.where(jnp.isinf(slope) | ~(before | beyond), 0, slope)
+    xq = jnp.where((before | beyond)[..., None], nearest, xq)
+    return replace(inputs, query_positions=xq), bias.astype(inputs.left.dtype).swapaxes(1, 2)
 
 
 def distance(xq: Array, x: Array) -> Array:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from linbias.models.packing import Packing, find_packing
-from linbias.torch.call import in_pieces
+from linbias.torch.call import pieces_here
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def read_attention_mask(
     B, T = new_tokens.shape[:2]
     if not torch.compiler.is_compiling():
         num_cached = int(num_cached)
-    if in_pieces:
-        in_pieces[-1].expect(position_ids)
+    if (pieces := pieces_here()) is not None:
+        pieces.expect(position_ids)
         position_ids = None
     places = _read(caller, attention_mask, new_tokens, num_cached, has_room)
     if position_ids is None:

@@ -2,7 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linbias import _checks, _dispatch
-from linbias.torch import transforms
+from linbias.torch import places, transforms
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
@@ -19,13 +20,35 @@ from linbias.torch.operator import Inputs, without_autocast
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
 
-# What `context_parallel.use` puts in the place of a call over whole sequences, innermost last.
+# What `context_parallel.use` puts in the place of calls over whole sequences: of all threads here, and under this key in what
+# PyTorch keeps for a thread, and for those that run backward for it.
 in_pieces: list[Any] = []
+_OF_THREAD = "linbias.in_pieces"
+
+
+def pieces_here() -> Any:
+    """What `context_parallel.use` puts in the place of this thread's calls, of the innermost block; None outside of one."""
+    if not in_pieces or not torch._C._is_key_in_tls(_OF_THREAD):
+        return None
+    return torch._C._get_obj_in_tls(_OF_THREAD)
+
+
+@contextmanager
+def put_in_place(pieces: Any) -> Iterator[None]:
+    """Let this thread's calls over whole sequences be those of `pieces`."""
+    before = pieces_here()
+    in_pieces.append(pieces)
+    torch._C._stash_obj_in_tls(_OF_THREAD, pieces)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_OF_THREAD, before)
+        in_pieces.remove(pieces)
 
 
 def refuse_pieces(function: str) -> None:
     """Raise within `context_parallel.use`, where a process has a piece of the sequence only."""
-    if in_pieces:
+    if pieces_here() is not None:
         raise ValueError(
             f"{function}: a sequence in pieces on several processes (context_parallel.use) is read by linbias.torch.attention alone"
         )
@@ -142,37 +165,8 @@ def prepare(
     numbers = problem.scale, problem.dropout, problem.tolerance, problem.gradients
     if positions is None:
         return Inputs(*arrays_of_call, *numbers, mask=mask), problem
-    places = _places(problem, positions, query_positions, given_range, query_start)
-    return Inputs(*arrays_of_call, *numbers, problem.slope_gradients, mask, *places), problem
-
-
-def _places(
-    problem: _checks.Problem,
-    positions: Tensor,
-    query_positions: Tensor | None,
-    key_range: Tensor | None,
-    query_start: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
-    T, S = problem.T, problem.S
-    x, xq = (
-        x[:, None] if x is not None and x.dim() == 2 else x for x in (positions, query_positions)
-    )
-    assert x is not None
-    start = S - T if query_start is None else query_start[:, None, None]
-    place = torch.arange(T, device=x.device) + start
-    if key_range is not None:
-        per_head = key_range.dim() == 3
-        group = problem.H // max(1, problem.G)
-        limits = key_range.repeat_interleave(group, 1) if per_head else key_range[:, None]
-        first, end = limits.split(1, dim=2)
-        keys = torch.arange(S, device=x.device)
-        x = torch.where((keys >= first) & (keys < end), x, 0)
-        place = torch.minimum(torch.maximum(place, first), end - 1)
-    if xq is None:
-        place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
-        xq = x.gather(2, place) if S else x.new_zeros(place.shape)
-    return x, xq
+    standing = places.stand(problem, positions, query_positions, given_range, query_start)
+    return Inputs(*arrays_of_call, *numbers, problem.slope_gradients, mask, *standing), problem
 
 
 def run(
@@ -180,9 +174,14 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Choose an implementation for a call that is prepared, and give out, or out and lse."""
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
+    bias = None
     with without_autocast(inputs.q.device):
+        if problem.query_positions:
+            inputs, bias = places.stand_near(inputs)
         out, lse = chosen.attention(inputs, return_lse)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    return out, lse if bias is None else lse - bias
 
 
 def last_end(key_range: Tensor) -> Tensor:
@@ -327,7 +326,7 @@ def _check_positions(
         if all(x is None or values is not None for x, values in zip(given, known, strict=True)):
             x, xq, ranges, starts = known
             assert x is not None
-            _checks.check_position_values(function, problem, x, xq, ranges, starts)
+            _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

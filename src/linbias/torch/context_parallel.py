@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from linbias import _checks
-from linbias.torch.call import Slopes, in_pieces
+from linbias.torch.call import Slopes, put_in_place
 from linbias.torch.halo import Group, rank_and_size
 from linbias.torch.pieces import OUT_OF_ORDER, Piece
 
@@ -187,7 +187,7 @@ def use(
     lengths: Sequence[int] | None = None,
     check: bool = True,
 ) -> Iterator[None]:
-    """Within the block `linbias.torch.attention` takes what it is given for a piece: whole models read pieces of a sequence.
+    """Within the block `linbias.torch.attention` takes what this thread gives it for a piece: whole models read pieces of a sequence.
 
     A model that attends by that function, as those of `linbias.models`, is called on each process with its piece
     (`context_parallel.shard(ids, dim=1)`) of the tokens, of the attention mask, and of labels that are already those of the
@@ -215,11 +215,8 @@ def use(
     """
     rank_and_size(group)
     piece = _InPieces(group, halo, lengths, check)
-    in_pieces.append(piece)
-    try:
+    with put_in_place(piece):
         yield
-    finally:
-        in_pieces.remove(piece)
     if not piece.num_calls:
         raise RuntimeError(
             "context_parallel.use: linbias.torch.attention must run within the block, but nothing called it: the model attends in another "

@@ -13,7 +13,7 @@ from linbias.kernels import core
 from linbias.kernels.core import FEW_QUERIES as FEW_QUERIES
 from linbias.torch import cpu
 from linbias.torch.addresses import array
-from linbias.torch.call import check_slopes, in_pieces
+from linbias.torch.call import check_slopes, pieces_here
 from linbias.torch.direct import unobserved
 from linbias.torch.operator import Inputs
 
@@ -59,7 +59,7 @@ def decode(
         or not _fit(q, k, v, keys, values, num_cached, key_bound, slopes)
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or in_pieces
+        or pieces_here() is not None
         or not unobserved(q, k, v, keys, slopes)
     ):
         return None

@@ -5,8 +5,8 @@ from typing import Literal, Never, Unpack, overload
 from torch import Tensor
 
 from linbias import _checks
-from linbias.torch import dense, nested
-from linbias.torch.call import Options, Slopes, in_pieces, prepare, refuse_pieces, run
+from linbias.torch import dense, nested, places
+from linbias.torch.call import Options, Slopes, pieces_here, prepare, refuse_pieces, run
 from linbias.torch.operator import without_autocast
 
 
@@ -97,10 +97,10 @@ def attention(
             with T = S, zeros.
         mask: Broadcasts to [B, H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides; differentiable. Only `sdpa` and `dense` take one, and read all keys.
-        positions: [B, S] or [B, H, S], float32, float64 or integers within 2^53 of 0, never falling within the range of
-            keys: where keys stand; outside the range they may be anything. Differences are formed in float64. None: key s
-            at s. Values are checked on the CPU and in eager mode.
-        query_positions: [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
+        positions: [S] for all batch rows, [B, S] or [B, H, S], where B may be 1: float32, float64 or integers within 2^53 of 0,
+            never falling within the range of keys: where keys stand; outside the range they may be anything. Differences are
+            formed in float64. None: key s at s. Values are checked on the CPU and in eager mode.
+        query_positions: [T], [B, T] or [B, H, T], likewise, each between those of the keys before and after it: where queries
             stand. None: at key p, 0 <= p < S, or the nearest to it within the range.
         key_bound: [B, G], floating point: at least the norm of every key in the range; all keys and values must be
             finite. Decoding then reads the near keys only, instead of every key for its norm. A promise, not checked;
@@ -137,12 +137,12 @@ def attention(
             mask=mask, positions=positions, query_positions=query_positions, key_bound=key_bound, dropout=dropout, tolerance=tolerance,
             implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
-    if in_pieces:
+    if (pieces := pieces_here()) is not None:
         if positions is not None:
             raise NotImplementedError(
                 "attention: positions are not built yet for a sequence in pieces on several processes"
             )
-        piece: Tensor | tuple[Tensor, Tensor] = in_pieces[-1](
+        piece: Tensor | tuple[Tensor, Tensor] = pieces(
             q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
             mask=mask, dropout=dropout, tolerance=tolerance, implementation=implementation, return_lse=return_lse,
         )  # fmt: skip
@@ -207,7 +207,7 @@ def attention_weights(
     if unknown:
         _checks.refuse_unknown("attention_weights", unknown, attention_weights)
     refuse_pieces("attention_weights")
-    inputs, _ = prepare(
+    inputs, problem = prepare(
         "attention_weights",
         q,
         k,
@@ -223,4 +223,6 @@ def attention_weights(
         query_positions=query_positions,
     )
     with without_autocast(inputs.q.device):
+        if problem.query_positions:
+            inputs, _ = places.stand_near(inputs)
         return dense.attention_weights(inputs)[0]

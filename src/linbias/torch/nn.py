@@ -251,7 +251,7 @@ class MultiheadAttention(nn.Module):
             is_causal: Hide the keys after the query; attn_mask is not read unless T != S.
             mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as labml has it. In the place of
                 attn_mask.
-            positions: [B, S] or [B, H, S] (or [S] or [H, S]), where the keys stand, as for `linbias.torch.attention`; the queries
+            positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys stand, as for `linbias.torch.attention`; the queries
                 stand at the last T of them.
             points: [B, N, A] or [N, A], where the tokens stand, as for `linbias.torch.attention_points`; those of the global
                 tokens, which are not read, may be left out. Without masks, weights and, in training, dropout.

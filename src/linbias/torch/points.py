@@ -83,7 +83,7 @@ def attention_points(
         q: [B, H, N, D], float16, bfloat16, float32 or float64, any strides.
         k: [B, G, N, D], dtype and device of q. H must be a multiple of G.
         v: [B, G, N, E], likewise.
-        points: [N, A] or [B, N, A] with A = 1, 2 or 3, real numbers within 2^100 (integers within 2^53): a tensor, or
+        points: [N, A], for all batch rows, or [B, N, A] with A = 1, 2 or 3, real numbers within 2^100 (integers within 2^53): a tensor, or
             anything that makes one. They have no gradient. Those of global tokens are not read.
         slopes: [H] or [B, H], finite and at least 0. None means `linbias.slopes(H)`; zeros mean no bias. Values, and those of points,
             are checked on the CPU and in eager mode.

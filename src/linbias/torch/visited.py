@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from linbias import _dispatch
+from linbias.torch import places
 from linbias.torch.call import Options, Slopes, prepare
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.operator import Inputs
@@ -57,6 +58,8 @@ def visited(
     inputs, problem = prepare("visited", q, k, v, slopes, **options)
     near_to_far = [module for module in asked_in_turn(problem) if hasattr(module, "operators")]
     chosen = _dispatch.choose("visited", implementation, problem, near_to_far)
+    if problem.query_positions:
+        inputs, _ = places.stand_near(inputs)
     # Decoding keeps no account of what it reads: what will be differentiated is never decoded.
     counts = chosen.operators.forward(*inputs._replace(precise=True))[3]
     first, end, tile_rows = chosen.visited_keys(inputs, counts)

@@ -1,0 +1,76 @@
+"""Where keys and queries stand that are given positions, and how queries far from all keys lose no digits."""
+
+import torch
+from torch import Tensor
+
+from linbias._checks import Problem
+from linbias.torch.operator import Inputs
+
+
+def stand(
+    problem: Problem,
+    positions: Tensor,
+    query_positions: Tensor | None,
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Where keys [B, 1 or H, S] and queries [B, 1 or H, T] stand: of what is outside the range, nothing is used."""
+    T, S = problem.T, problem.S
+    x = _of_rows(positions, problem.B)
+    xq = None if query_positions is None else _of_rows(query_positions, problem.B)
+    start = S - T if query_start is None else query_start[:, None, None]
+    place = torch.arange(T, device=x.device) + start
+    if key_range is not None:
+        per_head = key_range.dim() == 3
+        group = problem.H // max(1, problem.G)
+        limits = key_range.repeat_interleave(group, 1) if per_head else key_range[:, None]
+        first, end = limits.split(1, dim=2)
+        keys = torch.arange(S, device=x.device)
+        x = torch.where((keys >= first) & (keys < end), x, 0)
+        place = torch.minimum(torch.maximum(place, first), end - 1)
+    if xq is None:
+        place = place.clamp(0, S - 1).expand(*x.shape[:2], -1)
+        xq = x.gather(2, place) if S else x.new_zeros(place.shape)
+    return x, xq
+
+
+def _of_rows(x: Tensor, B: int) -> Tensor:
+    """[n], [1 or B, n] or [1 or B, H, n] -> [B, 1 or H, n]."""
+    if x.dim() < 3:
+        x = x[None, None] if x.dim() == 1 else x[:, None]
+    return x if x.shape[0] == B else x.expand(B, -1, -1)
+
+
+def stand_near(inputs: Inputs) -> tuple[Inputs, Tensor]:
+    """Move queries that see keys on one side alone to the nearest of these; and the bias that all keys thereby lack, [B, H, T].
+
+    Softmax does not see what all scores of a row have in common, which in a narrow type would round off what they differ by.
+    """
+    x, xq = inputs.positions, inputs.query_positions
+    assert x is not None and xq is not None, "whoever has positions has both"
+    (B, H, T, _), (G, S) = inputs.q.shape, inputs.k.shape[1:3]
+    x, xq = x.double().expand(B, H, S), xq.double().expand(B, H, T)
+    if not S:
+        return inputs, xq.new_zeros((), dtype=inputs.left.dtype)
+    start = S - T if inputs.query_start is None else inputs.query_start[:, None, None]
+    place = (torch.arange(T, device=x.device) + start).expand(B, H, T)
+    first, end = torch.zeros_like(place[..., :1]), torch.full_like(place[..., :1], S)
+    if inputs.key_range is not None:
+        first, end = inputs.key_range.repeat_interleave(H // max(1, G), 1).split(1, 2)
+    left, right = (_per_row(s, x.device) for s in (inputs.left, inputs.right))
+    before = place < first
+    beyond = ~before & ((place >= end - 1) | right.isinf())
+    nearest = x.gather(2, place.clamp(first, end - 1).clamp(0, S - 1))
+    away = torch.where(before, nearest - xq, xq - nearest)
+    slope = torch.where(before, right, left)
+    # Of a side that an infinite slope hides, the query's own key is seen at most.
+    bias = away * slope.masked_fill(slope.isinf() | ~(before | beyond), 0.0)
+    xq = torch.where(before | beyond, nearest, xq)
+    return inputs._replace(query_positions=xq), bias.to(inputs.left.dtype)
+
+
+def _per_row(slope: Tensor | None, device: torch.device) -> Tensor:
+    """[H] or [B, H] -> [1 or B, H, 1], float64; inf for None."""
+    if slope is None:
+        return torch.full((1, 1, 1), torch.inf, dtype=torch.float64, device=device)
+    return (slope if slope.dim() == 2 else slope[None])[..., None].double()
