@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -189,6 +191,18 @@ def test_a_falcon_may_have_another_activation() -> None:
     x = tokens(2, 9)
     expected = model(x).logits
     torch.testing.assert_close(fuse(model)(x).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_bfloat16
+@torch.no_grad()
+def test_types_that_differ_are_refused_as_pytorch_refuses_them() -> None:
+    layer, x = nn.Sequential(nn.Linear(8, 6, dtype=torch.bfloat16)), torch.randn(3, 8)
+    for read in (linear.read_faster, prepack):
+        read(layer)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            linear.linear_gelu(layer[0], x, "tanh")
 
 
 @torch.no_grad()
@@ -437,8 +451,8 @@ def set_data(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data + 1
 
 
-def merge_through_data(layer: nn.Linear) -> None:
-    layer.weight.data += 1  # as PEFT merges: PyTorch does not count it
+def transpose_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.T
 
 
 def set_another_weight(layer: nn.Linear) -> None:
@@ -451,29 +465,96 @@ def free_and_set_another(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(weight.clone())  # which may lie where the other lay
 
 
+# What follows PyTorch does not count.
+def merge_through_data(layer: nn.Linear) -> None:
+    layer.weight.data += 1  # as PEFT merges
+
+
+def merge_many_through_data(layer: nn.Linear) -> None:
+    torch._foreach_add_([layer.weight.data], 1.0)
+
+
+def write_through_numpy(layer: nn.Linear) -> None:
+    layer.weight.detach().numpy()[:] += 1
+
+
+def step_fused(kind: type[torch.optim.Optimizer], layer: nn.Linear) -> None:
+    with torch.enable_grad():
+        layer(torch.ones(2, 48)).sum().backward()
+    kind([layer.weight], lr=0.1, fused=True).step()  # type: ignore[call-arg]
+
+
+def write_one_number(layer: nn.Linear) -> None:
+    layer.weight.data[-1, 5] += 1
+
+
+UNCOUNTED = (
+    merge_through_data,
+    merge_many_through_data,
+    write_through_numpy,
+    partial(step_fused, torch.optim.AdamW),
+    partial(step_fused, torch.optim.SGD),
+)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize(
     "change",
     [
-        *(add_with_gradients_off, load_other_weights, set_data, merge_through_data),
-        *(set_another_weight, free_and_set_another),
+        *(add_with_gradients_off, load_other_weights, set_data, transpose_data),
+        *(set_another_weight, free_and_set_another, *UNCOUNTED, write_one_number),
     ],
 )
 @torch.no_grad()
-def test_a_weight_that_changes_after_prepacking_is_read(change: Callable[[Any], None]) -> None:
-    for row in (False, True):
-        layer, x = layer_and_inputs()
+def test_a_weight_that_changes_after_prepacking_is_read(
+    change: Callable[[Any], None], is_ours: bool
+) -> None:
+    """Whether its memory is PyTorch's or, as that of a file, another's, in which a part that changes unseen stays unseen."""
+    for rows in (3, 1):
+        torch.manual_seed(3)
+        layer, x = nn.Sequential(nn.Linear(48, 48)), torch.randn(rows, 48)
+        if not is_ours:
+            if change is write_one_number:
+                return
+            layer[0].weight.data = torch.from_numpy(layer[0].weight.detach().numpy().copy())
         prepack(layer)
         layer(x)
+        assert prepacked(layer[0])
         change(layer[0])
-        if row and change is not merge_through_data:
-            x = x[:1, :1]
         expected = nn.functional.linear(x, layer[0].weight, layer[0].bias)
         torch.testing.assert_close(layer(x), expected)
-        torch.testing.assert_close(layer(x[:1, :1]), expected[:1, :1])
         assert not prepacked(layer[0])
         prepack(layer)
         torch.testing.assert_close(layer(x), expected)
         assert prepacked(layer[0])
+
+
+@torch.no_grad()
+def test_a_weight_that_was_only_saved_stays_prepacked() -> None:
+    layer, x = layer_and_inputs()
+    prepack(layer)
+    for _ in range(2):
+        torch.save(layer.state_dict(), io.BytesIO())  # which asks for its memory as a writer does
+        layer(x)
+        assert prepacked(layer[0])
+    layer[0].weight.data.zero_()
+    torch.testing.assert_close(layer(x), layer[0].bias.expand(2, 3, 40))
+
+
+@every_type
+def test_a_prepacked_layer_is_converted_with_swapped_parameters(dtype: torch.dtype) -> None:
+    layer, x = layer_and_inputs()
+    prepack(layer)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.to(dtype)
+        layer.load_state_dict({name: x + 1 for name, x in layer.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    x = x.to(dtype)
+    with torch.no_grad():
+        expected = nn.functional.linear(x, layer[0].weight, layer[0].bias)
+        torch.testing.assert_close(layer(x), expected, rtol=0.02, atol=0.02)
 
 
 def test_a_prepacked_layer_learns_and_its_copies_read_their_own_weights() -> None:
@@ -501,17 +582,25 @@ def test_a_prepacked_layer_learns_and_its_copies_read_their_own_weights() -> Non
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
-def test_what_cannot_be_prepacked_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepacked_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     half = nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 4, device="meta")).half()
     with torch.inference_mode():
         uncounted = nn.Linear(48, 40)
     made_anew = nn.utils.weight_norm(nn.Linear(48, 40))
-    for layer in (half, uncounted, made_anew):
+    of_two = nn.Linear(48, 40)  # as quantised weights are
+    of_two.weight = nn.Parameter(TwoTensor(torch.ones(40, 48), torch.ones(40, 48)))
+    for layer in (half, uncounted, made_anew, of_two):
         prepack(layer)
         assert not any("forward" in vars(module) for module in layer.modules())
     monkeypatch.setattr(linear, "_has_onednn", lambda: False)
     layer, _ = layer_and_inputs()
     assert "forward" not in vars(prepack(layer)[0])
+    caplog.set_level("INFO", "linbias")
+    monkeypatch.setattr(linear, "_has_onednn", lambda: True)
+    prepack(nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40).half()))
+    assert caplog.messages == ["prepack: packed 1 of 2 large linear layers"]
     with pytest.raises(TypeError, match=r"prepack: model must be a torch\.nn\.Module, got str"):
         prepack("bloom")  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ The golden data of Baichuan's own code is read in `test_transformers_fused.py`, 
 BTLM there is none: they are restated from what is public.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,18 @@ def test_logits_of_padded_rows_and_generation(make: Any, plain: Any, changes: An
 def test_the_norms_of_the_head_follow_its_weights() -> None:
     model = build(BaichuanForCausalLM, normalize_head=True)
     ids = torch.randint(VOCABULARY, (1, 7))
-    model(ids)
-    model.lm_head.weight.mul_(torch.rand(VOCABULARY, 1).double() + 1)
-    assert torch.allclose(model(ids).logits[0], plain_baichuan(model, ids[0]))
+    weight, factors = model.lm_head.weight, torch.rand(VOCABULARY, 1).double() + 1
+    step = torch.optim.SGD([weight], lr=1.0, fused=True).step  # which PyTorch does not count
+
+    def learn() -> None:
+        weight.grad = torch.randn_like(weight)
+        step()
+
+    for change in (lambda: weight.mul_(factors), lambda: weight.data.mul_(factors), learn):
+        model(ids)
+        change()
+        for found in (model, copy.deepcopy(model)):
+            assert torch.allclose(found(ids).logits[0], plain_baichuan(model, ids[0]))
 
 
 @pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM, BtlmForCausalLM])

@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from linbias.models import decoder, fields
 from linbias.models.linbias import LinbiasForCausalLM
 from linbias.models.positions import Alibi
+from linbias.models.snapshot import Snapshot
 
 _BAICHUAN2_VOCABULARY = 125_696
 
@@ -165,7 +166,7 @@ class NormHead(nn.Linear):
     While the model does not train, the norms are computed once.
     """
 
-    _kept: tuple[tuple[int, int], Tensor] | None = None
+    _kept: tuple[Snapshot, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight) / self._norms().to(hidden.dtype)
@@ -173,11 +174,8 @@ class NormHead(nn.Linear):
     def _norms(self) -> Tensor:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._compute()
-        # Under inference mode a tensor has no version; nothing trains there.
-        version = 0 if self.weight.is_inference() else self.weight._version
-        state = self.weight.data_ptr(), version
-        if self._kept is None or self._kept[0] != state:
-            self._kept = state, self._compute()
+        if self._kept is None or not self._kept[0].shows(self.weight):
+            self._kept = Snapshot(self.weight), self._compute()
         return self._kept[1]
 
     def _compute(self) -> Tensor:

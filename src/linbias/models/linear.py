@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.utils import logging
 
 from linbias import _machine
 from linbias.models.prepacked import Prepacked, use_large_pages
 from linbias.torch.direct import untransformed
+
+logger = logging.get_logger(__name__)
 
 _SMALLEST = 2**18  # weights; a call of oneDNN takes 15 us longer to set out
 _KINDS = (nn.Linear, FalconLinear)  # these very classes, and none that is derived from them
@@ -41,13 +44,14 @@ def read_faster(model: nn.Module) -> None:
 def prepack_layers(model: nn.Module) -> None:
     """Keep the weights of a model's large linear layers in oneDNN's order, and read them so."""
     keep_freed_memory()
-    if _has_onednn():
-        made = []
-        for module in _large_layers(model):
-            if _is_packable(module.weight):
-                made.append(Prepacked(module.weight))
-                vars(module)[forward_name(module)] = partial(_forward_prepacked, module, made[-1])
-        use_large_pages(made)
+    layers = list(_large_layers(model))
+    made = []
+    for module in layers if _has_onednn() else []:
+        if _is_packable(module.weight):
+            made.append(Prepacked(module.weight))
+            vars(module)[forward_name(module)] = partial(_forward_prepacked, module, made[-1])
+    use_large_pages(made)
+    logger.info("prepack: packed %d of %d large linear layers", len(made), len(layers))
 
 
 def prepacked_of(module: nn.Module) -> Prepacked | None:
@@ -60,9 +64,10 @@ def prepacked_of(module: nn.Module) -> Prepacked | None:
 
 
 def _is_packable(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies it fast, it lasts (that of `torch.nn.utils.weight_norm` does not), and PyTorch counts its changes."""
+    """Whether oneDNN multiplies it fast, and its changes are seen: it lasts (that of `torch.nn.utils.weight_norm` does not), and is no
+    tensor of a kind of its own, such as a quantised one."""
     return (
-        isinstance(weight, nn.Parameter)
+        type(weight) is nn.Parameter
         and weight.device.type == "cpu"
         and weight.dtype in _types()
         and not weight.is_inference()
@@ -186,7 +191,7 @@ def _weight_for_onednn(way: Any, own: Tensor, input: Tensor) -> Tensor | None:
         return own
     if way.func is _forward_prepacked:
         prepacked: Prepacked = way.args[1]
-        return prepacked.of(own, input)
+        return prepacked.of(own)
     return None
 
 
@@ -200,7 +205,7 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 def _forward_prepacked(module: nn.Linear, prepacked: Prepacked, input: Tensor) -> Tensor:
     own, bias = _parameters(module)
     if is_plain(input, own, bias):
-        weight = prepacked.of(own, input)
+        weight = prepacked.of(own)
         if weight is not None:
             return read_prepacked(input, weight, bias)
     way: Any = _faster_way() or type(module).forward

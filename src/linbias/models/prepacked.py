@@ -9,12 +9,13 @@ The copy lies in large pages, where the system has them: finding its way through
 import ctypes
 import mmap
 import sys
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from linbias.models.snapshot import Snapshot
 
 _ROWS = 64  # of an input to order for: any number above one gives the same order, which is also the faster one for one row
 # Of Linux 5.4 and 6.1; the module mmap names neither.
@@ -23,35 +24,18 @@ _LARGE_PAGE = 2**21  # bytes; of x86, and of most other processors with pages of
 
 
 class Prepacked:
-    """One weight, and how to see that the layer's own is no longer what it was made from.
-
-    Copies and pickles of it hold nothing: a copy of a model reads its own weights.
-    """
+    """One weight. Copies and pickles of it hold nothing: a copy of a model reads its own weights."""
 
     weight: Tensor | None = None
 
     def __init__(self, own: Tensor) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(own.detach(), _ROWS)
-        self._own = weakref.ref(own)
-        self._seen = (own.data_ptr(), own._version)
-        self._first_row = own.detach()[0].clone()
         give_back_pages(own)
+        self._own = Snapshot(own)
 
-    def of(self, own: Tensor | None, input: Tensor) -> Tensor | None:
-        """The weight in oneDNN's order, or None from when on the layer's own is seen to have changed.
-
-        PyTorch counts changes, but not those through `.data`, by which adapters are merged; so inputs of several rows, such as
-        a prompt, also compare the first row.
-        """
-        if self.weight is None:
-            return None
-        has_changed = (
-            own is None
-            or self._own() is not own
-            or (own.data_ptr(), own._version) != self._seen
-            or (input.numel() > input.shape[-1] and not torch.equal(own[0], self._first_row))
-        )
-        if has_changed:
+    def of(self, own: Tensor | None) -> Tensor | None:
+        """The weight in oneDNN's order, or None from when on the layer's own has changed."""
+        if self.weight is not None and not self._own.shows(own):
             self.weight = None
         return self.weight
 

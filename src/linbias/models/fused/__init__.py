@@ -182,7 +182,7 @@ def prepack(model: Model) -> Model:
 
     Args:
         model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
-            with fewer than 262,144 weights, stay as they are, as do all where PyTorch was built without oneDNN.
+            with fewer than 262,144 weights or quantised ones, stay as they are, as do all where PyTorch was built without oneDNN.
 
     Returns:
         The model, which is changed in place; `unfuse` undoes it.
@@ -197,8 +197,9 @@ def prepack(model: Model) -> Model:
         >>> model = prepack(fuse(model))
 
     Note:
-        A change that PyTorch counts is seen at once. One that goes through `.data`, as when adapters are merged, is seen by the
-        next call with several rows, such as a prompt, and only if it alters the weight's first row: else call `prepack` again.
+        A change is seen by the next call, whoever writes: an optimizer, an adapter that is merged through `.data`. Not seen are writes of a
+        NumPy array that shared the weight's memory before, and, in a weight that is mapped from a file, those of parts through
+        `.data`: call `prepack` again after them. Python's logging says at level INFO how many layers were packed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")

@@ -84,7 +84,7 @@ class _Block:
     def run(self, x: Tensor, places: Places, cache: Any) -> Tensor | None:
         """What the block makes of x [B, T, hidden size]; None, and nothing has changed, where its modules have to run."""
         weights: list[Any] = [
-            prepacked.of(layer._parameters.get("weight"), x)
+            prepacked.of(layer._parameters.get("weight"))
             for prepacked, layer in zip(self.prepacked, self.layers, strict=True)
         ]
         if any(weight is None for weight in weights):
