@@ -152,6 +152,16 @@ def test_keys_in_parts_are_as_keys_at_once():
     assert (parts.at, parts.count, parts.largest) == (whole.at, whole.count, whole.largest)
 
 
+def test_the_ledger_keeps_its_center():
+    _, k = hostile("offset")
+    center = k[:50].mean(0)
+    kept, changed = (Dropped(0.1, x, scale=0.3) for x in (center.copy(), center))
+    center[:] = 0.0
+    for gone in (kept, changed):
+        gone.add(k[:300], first=0)
+    np.testing.assert_array_equal(kept.sums, changed.sums)
+
+
 def test_an_outlier_is_forgotten():
     q, k = hostile("random")
     usual, struck = (Dropped(0.25, np.zeros(8), scale=0.35) for _ in range(2))

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +184,75 @@ def test_a_lost_key_that_is_not_finite_is_never_passed_over(monkeypatch):
     assert layer.uncertified == before + 5
 
 
-def test_a_copy_goes_its_own_way():
+def pickled(cache: Any) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+@pytest.mark.parametrize("made_copy", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_goes_its_own_way(made_copy):
     model, ids = quiet(), words(1, 1400)
     cache = WindowCache.for_model(model, TOLERANCE)
-    read(model, ids[:, :1300], cache, [900, 398, 1, 1])
-    other = copy.deepcopy(cache)
-    read(model, words(1, 700), other, [1, 1, 698])
-    found = read(model, ids[:, 1300:], cache, [1, 1, 98])
-    expected = model(ids).logits[:, 1300:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    with torch.inference_mode():
+        read(model, ids[:, :1300], cache, [900, 398, 1, 1])
+    other, mine = made_copy(cache), words(1, 700)
+    assert made_copy(cache.layers[0]).keys is not cache.layers[0].keys
+    found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
+    for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
+        expected = model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:]
+        assert (logits - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_copy_has_its_own_dropped_keys(in_files, tmp_path, monkeypatch):
+    """Both go on from one prompt, each with a text of its own, whatever becomes of the other."""
+    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    model = quiet(num_hidden_layers=1)
+    cache, ids = fetching(model, tmp_path if in_files else None), words(3, 2100)
+    ids[1:, :700] = ids[0, :700]
+    texts = [text[None] for text in ids]
+
+    def go_on(cache: WindowCache, text: Tensor, parts: list[int]) -> None:
+        start = cache.get_seq_length()
+        found = read(model, text[:, start:], cache, parts)
+        expected = model(text[:, : start + sum(parts)]).logits[:, start:]
+        assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+    go_on(cache, texts[0], [350, 350])
+    other, third = copy.deepcopy(cache), copy.copy(cache)
+    go_on(cache, texts[0], [400, 400])
+    go_on(other, texts[1], [400, 400])
+    cache.reset()
+    go_on(other, texts[1], [100])
+    go_on(third, texts[2], [400, 400])
+    go_on(cache, texts[0], [700, 400, 100])
+    del cache
+    go_on(third, texts[2], [100])
+    assert bool(list(tmp_path.rglob("*.safetensors"))) == in_files
+    del other, third
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_with_files_is_not_pickled(tmp_path):
+    cache = fetching(quiet(num_hidden_layers=1), tmp_path)
+    with pytest.raises(ValueError, match="folder must be None for a cache that is pickled, got"):
+        pickle.dumps(cache)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
+def test_a_fork_deletes_nothing_of_its_parent(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(b"keys")
+    owned = [dropped_keys.Owned(file)]
+    child = os.fork()
+    if child == 0:
+        owned.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+    owned.clear()
+    assert not file.exists()
 
 
 def test_modes_may_change_between_calls():
