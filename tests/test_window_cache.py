@@ -169,19 +169,53 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert cache.uncertified == 0 and not list(tmp_path.rglob("*.part"))
 
 
-def test_a_lost_key_that_is_not_finite_is_never_passed_over(monkeypatch):
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
+    """It lies beyond the reach, where a finite one would weigh nothing. A value does so for rows that read dropped keys again."""
     monkeypatch.setattr(dropped_keys, "_PIECE", 100)
     gone = [dropped_keys.DroppedKeys(20.0, None, "")]
-    layer = WindowLayer([20.0], [20.0], 1e-3, "fetch", gone)
-    keys = torch.randn(1, 1, 512, 8)
-    keys[0, 0, 3] = math.nan
-    step(layer, 512, keys)
+    layer = WindowLayer([20.0], [8.0], 1e-3, "fetch", gone)
+    spoiled = torch.randn(1, 1, 512, 8)
+    spoiled[0, 0, 3] = math.nan
+    step(layer, 512, **{what: spoiled})
     for count in (500, 700, 500):
         step(layer, count)
     assert gone[0].lost_infinite
     before = layer.uncertified
+    assert before > 0
     step(layer, 5)
-    assert layer.uncertified == before + 5
+    assert layer.uncertified == before + (5 if what == "keys" else 0)
+    layer.reset()
+    for count in (512, 500, 700, 500):
+        step(layer, count)
+    assert layer.uncertified == 0 < layer.fetched and not gone[0].lost_infinite
+
+
+def test_dropped_keys_reach_as_far_as_they_must_and_no_farther(tmp_path, monkeypatch):
+    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    gone, keys = dropped_keys.DroppedKeys(100.0, tmp_path, ""), torch.randn(2, 300, 4)
+    for start in range(0, 300, 10):
+        gone.append(keys[:, start : start + 10], -keys[:, start : start + 10])
+        found = gone.read(keys.device)
+        assert min(100, start + 10) <= gone.num_keys == found[0].shape[1] < 100 + 30
+        expected = keys[:, : start + 10][:, -gone.num_keys :]
+        assert torch.equal(found[0], expected) and torch.equal(found[1], -expected)
+        assert len(list(tmp_path.iterdir())) <= 4
+    gone.clear()
+    assert gone.num_keys == 0 and not list(tmp_path.iterdir())
+
+
+def test_dropped_keys_follow_two_selections(tmp_path, monkeypatch):
+    """Of rows that lie in files, which stay as they are, and of rows that do not."""
+    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    gone, keys = dropped_keys.DroppedKeys(math.inf, tmp_path, ""), torch.randn(3, 70, 4)
+    for start in (0, 30, 60):
+        gone.append(keys[:, start : start + 30], -keys[:, start : start + 30])
+    assert len(list(tmp_path.iterdir())) == 2
+    gone.select(torch.tensor([2, 0, 0]))
+    gone.select(torch.tensor([1, 0]))
+    found = gone.read(keys.device)
+    assert torch.equal(found[0], keys[[0, 2]]) and torch.equal(found[1], -keys[[0, 2]])
 
 
 def pickled(cache: Any) -> Any:
@@ -266,22 +300,26 @@ def test_modes_may_change_between_calls():
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-def test_the_ledger_is_that_of_the_idea():
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_the_ledger_is_that_of_the_idea(scale):
     rng = np.random.default_rng(0)
-    slopes, scale, center = [0.5, 0.1, 0.03, 0.004], 0.3, rng.normal(size=(2, 2, 8))
+    slopes, center = [0.5, 0.1, 0.03, 0.004], rng.normal(size=(2, 2, 8))
     ledger = Ledger(torch.tensor(slopes), scale, torch.from_numpy(center))
     keys, q = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 4, 3, 8))
     q[0, 0, 0] *= 1e4  # beyond the grid
     lse = rng.normal(size=(2, 4, 3))
-    for counts in ([20, 0], [10, 50], [20, 0]):
+    for counts, later in (([20, 0], 0), ([10, 30], 0), ([20, 20], 2000)):
         at = list(ledger.count)
         new = [keys[:, g, at[g] : at[g] + n] for g, n in enumerate(counts)]
-        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, at, None)
-    found = ledger.bound(torch.from_numpy(q), torch.from_numpy(lse), torch.arange(60, 63))
+        oldest = [start + later for start in at]
+        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, oldest, None)
+    rows = np.array([2060, 2061, 4000])
+    found = ledger.bound(*map(torch.from_numpy, (q, lse, rows)))
     for b, h in np.ndindex(2, 4):
         gone = Dropped(float(np.float32(slopes[h])), center[b, h // 2], scale=scale)
-        gone.add(keys[b, h // 2], 0)
-        expected = gone.bound(q[b, h], lse[b, h], np.arange(60, 63))
+        gone.add(keys[b, h // 2, :30], 0)
+        gone.add(keys[b, h // 2, 30:], 2030)
+        expected = gone.bound(q[b, h], lse[b, h], rows)
         np.testing.assert_allclose(found[b, h], expected, rtol=1e-9)
 
 
@@ -400,10 +438,13 @@ def test_rows_that_are_not_finite_are_counted():
     assert layer.largest_dropped == math.inf
 
 
-def step(layer: WindowLayer, tokens: int, keys: Tensor | None = None) -> None:
+def step(
+    layer: WindowLayer, tokens: int, keys: Tensor | None = None, values: Tensor | None = None
+) -> None:
     q, k, v = torch.randn(3, 1, 1, tokens, 8)
+    k, v = k if keys is None else keys, v if values is None else values
     places = Places(torch.zeros(1, 1, dtype=torch.int64))
-    layer.attend(q, k if keys is None else keys, v, torch.tensor([2.0**-12]), None, places)
+    layer.attend(q, k, v, torch.tensor([2.0**-12]), None, places)
 
 
 def test_a_window_that_grew_does_not_vouch_for_what_left_before():
