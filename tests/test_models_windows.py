@@ -11,7 +11,7 @@ from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
 from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
 from linbias.models.jais import JaisConfig, JaisForCausalLM
-from linbias.models.windows import Windows, weights_windows
+from linbias.models.windows import Windows, _Questions, weights_windows
 from small_models import build, build_paper
 from test_transformers_fused import bloom, falcon, mpt
 
@@ -41,6 +41,7 @@ MODELS = {
     "falcon": lambda: fuse(falcon(new_decoder_architecture=True, num_kv_heads=2)),
     "mpt": lambda: fuse(mpt()),
     "mpt, norms of queries and keys": mpt_with_norms,
+    "mpt, norms of each head": lambda: mpt_with_norms(qk_ln=False, qk_gn=True),
 }
 
 
@@ -86,6 +87,50 @@ def test_no_text_leads_by_more(name):
         wild = torch.randn(1, 60, width) * 10.0 ** torch.randint(-3, 4, (1, 60, 1))
         reached = leads_of(model, given, inputs_embeds=wild.double())
         assert (reached[1:] <= given.lead[1:]).all()
+
+
+def climbed(model: Any, steps: int = 200, starts: int = 16) -> np.ndarray:
+    """[H]: by gradient steps from random hidden states, the most by which a key of the second layer leads the query's own."""
+    with torch.no_grad():
+        asked = _Questions(model)
+    module, args, kwargs = asked.calls[1]
+    norm, linear = asked.paths[1]
+    width = args[0].shape[-1] if linear is None else linear.in_features
+    heads = len(weights_windows(model).lead[1])
+    pairs = torch.randn(heads * starts, 2, width, dtype=torch.float64, requires_grad=True)
+    climber = torch.optim.Adam([pairs], lr=0.1)
+    for _ in range(steps):
+        hidden = norm(pairs.reshape(1, -1, width))
+        hidden = hidden if linear is None else linear(hidden)
+        answer = asked._ask(1, module, args, kwargs, hidden)
+        q, k = (x[0].unflatten(1, (-1, 2)) for x in (answer.q, answer.k))  # [heads, pairs, 2, D]
+        k = k.repeat_interleave(len(q) // len(k), 0)
+        lead = answer.scale * (q[:, :, 0] * (k[:, :, 1] - k[:, :, 0])).sum(-1)
+        own = lead.unflatten(1, (heads, starts)).diagonal()  # [starts, H]
+        climber.zero_grad()
+        own.sum().neg().backward()
+        climber.step()
+    return own.detach().amax(0).numpy()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_no_hidden_state_leads_by_more_and_one_leads_by_as_much(name):
+    model = made(name)
+    own_norms = name.startswith("mpt, norms")
+    if own_norms:  # the worst own key lies opposite to the query
+        block = model.transformer.blocks[1]
+        with torch.no_grad():
+            q, k, _ = block.attn.Wqkv.weight.chunk(3)
+            k.copy_(-q)
+            block.norm_1.bias.zero_()
+            block.attn.Wqkv.bias.zero_()
+            block.attn.k_ln.weight.copy_(block.attn.q_ln.weight)
+    lead = weights_windows(model).lead[1]
+    reached = climbed(model)
+    assert (reached <= lead * (1 + 1e-9)).all()
+    # The bound for norms behind the projections does not use that what they make sums to 0.
+    assert (reached > (0.85 if own_norms else 0.99) * lead).all()
 
 
 def test_a_layer_says_why_its_weights_do_not_say():

@@ -124,10 +124,11 @@ HOSTILE = (
 )
 
 
+@pytest.mark.parametrize("scale", [0.35, -0.35])
 @pytest.mark.parametrize("slope", [0.0, 2**-7, 2**-3, 1.0])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_the_ledger_never_says_less_than_what_is_missing(kind, slope):
-    scale, window = 0.35, 12  # far too short a window: nearly all of the weight is missing
+def test_the_ledger_never_says_less_than_what_is_missing(kind, slope, scale):
+    window = 12  # far too short a window: nearly all of the weight is missing
     for seed in range(3):
         q, k = hostile(kind, seed=seed)
         gone = Dropped(slope, k[:50].mean(0), scale=scale)
@@ -150,6 +151,27 @@ def test_keys_in_parts_are_as_keys_at_once():
         parts.add(k[first : first + 50], first)
     np.testing.assert_allclose(parts.sums, whole.sums, rtol=1e-12)
     assert (parts.at, parts.count, parts.largest) == (whole.at, whole.count, whole.largest)
+
+
+def test_keys_that_left_long_ago_have_decayed_by_all_of_their_distance():
+    """A query of length 0 sees the biases alone, and the ledger says what is missing to the last digit."""
+    slope, rows = 2**-7, np.array([1099, 4000])
+    gone = Dropped(slope, np.zeros(8), scale=1.0)
+    gone.add(np.ones((50, 8)), first=0)
+    gone.add(np.ones((10, 8)), first=1050)
+    left = np.concatenate([np.arange(50), np.arange(1050, 1060)])
+    truth = np.logaddexp.reduce(-slope * (rows[:, None] - left), axis=1)
+    np.testing.assert_allclose(gone.bound(np.zeros((2, 8)), np.zeros(2), rows), truth, rtol=1e-12)
+
+
+def test_the_ledger_keeps_its_center():
+    _, k = hostile("offset")
+    center = k[:50].mean(0)
+    kept, changed = (Dropped(0.1, x, scale=0.3) for x in (center.copy(), center))
+    center[:] = 0.0
+    for gone in (kept, changed):
+        gone.add(k[:300], first=0)
+    np.testing.assert_array_equal(kept.sums, changed.sums)
 
 
 def test_an_outlier_is_forgotten():

@@ -1,6 +1,7 @@
 """The growing cache by itself and in a model: what it holds, what copies share, what bounds its keys."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,11 @@ def test_it_holds_what_was_appended() -> None:
     assert layer.get_seq_length() == 210
 
 
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def pickled(layer: GrowingLayer) -> GrowingLayer:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
     with mode():

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -167,30 +169,124 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert cache.uncertified == 0 and not list(tmp_path.rglob("*.part"))
 
 
-def test_a_lost_key_that_is_not_finite_is_never_passed_over(monkeypatch):
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_a_lost_key_that_is_not_finite_is_never_passed_over(what, monkeypatch):
+    """It lies beyond the reach, where a finite one would weigh nothing. A value does so for rows that read dropped keys again."""
     monkeypatch.setattr(dropped_keys, "_PIECE", 100)
     gone = [dropped_keys.DroppedKeys(20.0, None, "")]
-    layer = WindowLayer([20.0], [20.0], 1e-3, "fetch", gone)
-    keys = torch.randn(1, 1, 512, 8)
-    keys[0, 0, 3] = math.nan
-    step(layer, 512, keys)
+    layer = WindowLayer([20.0], [8.0], 1e-3, "fetch", gone)
+    spoiled = torch.randn(1, 1, 512, 8)
+    spoiled[0, 0, 3] = math.nan
+    step(layer, 512, **{what: spoiled})
     for count in (500, 700, 500):
         step(layer, count)
     assert gone[0].lost_infinite
     before = layer.uncertified
+    assert before > 0
     step(layer, 5)
-    assert layer.uncertified == before + 5
+    assert layer.uncertified == before + (5 if what == "keys" else 0)
+    layer.reset()
+    for count in (512, 500, 700, 500):
+        step(layer, count)
+    assert layer.uncertified == 0 < layer.fetched and not gone[0].lost_infinite
 
 
-def test_a_copy_goes_its_own_way():
+def test_dropped_keys_reach_as_far_as_they_must_and_no_farther(tmp_path, monkeypatch):
+    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    gone, keys = dropped_keys.DroppedKeys(100.0, tmp_path, ""), torch.randn(2, 300, 4)
+    for start in range(0, 300, 10):
+        gone.append(keys[:, start : start + 10], -keys[:, start : start + 10])
+        found = gone.read(keys.device)
+        assert min(100, start + 10) <= gone.num_keys == found[0].shape[1] < 100 + 30
+        expected = keys[:, : start + 10][:, -gone.num_keys :]
+        assert torch.equal(found[0], expected) and torch.equal(found[1], -expected)
+        assert len(list(tmp_path.iterdir())) <= 4
+    gone.clear()
+    assert gone.num_keys == 0 and not list(tmp_path.iterdir())
+
+
+def test_dropped_keys_follow_two_selections(tmp_path, monkeypatch):
+    """Of rows that lie in files, which stay as they are, and of rows that do not."""
+    monkeypatch.setattr(dropped_keys, "_PIECE", 30)
+    gone, keys = dropped_keys.DroppedKeys(math.inf, tmp_path, ""), torch.randn(3, 70, 4)
+    for start in (0, 30, 60):
+        gone.append(keys[:, start : start + 30], -keys[:, start : start + 30])
+    assert len(list(tmp_path.iterdir())) == 2
+    gone.select(torch.tensor([2, 0, 0]))
+    gone.select(torch.tensor([1, 0]))
+    found = gone.read(keys.device)
+    assert torch.equal(found[0], keys[[0, 2]]) and torch.equal(found[1], -keys[[0, 2]])
+
+
+def pickled(cache: Any) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+@pytest.mark.parametrize("made_copy", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_goes_its_own_way(made_copy):
     model, ids = quiet(), words(1, 1400)
     cache = WindowCache.for_model(model, TOLERANCE)
-    read(model, ids[:, :1300], cache, [900, 398, 1, 1])
-    other = copy.deepcopy(cache)
-    read(model, words(1, 700), other, [1, 1, 698])
-    found = read(model, ids[:, 1300:], cache, [1, 1, 98])
-    expected = model(ids).logits[:, 1300:]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    with torch.inference_mode():
+        read(model, ids[:, :1300], cache, [900, 398, 1, 1])
+    other, mine = made_copy(cache), words(1, 700)
+    assert made_copy(cache.layers[0]).keys is not cache.layers[0].keys
+    found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
+    for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
+        expected = model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:]
+        assert (logits - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_copy_has_its_own_dropped_keys(in_files, tmp_path, monkeypatch):
+    """Both go on from one prompt, each with a text of its own, whatever becomes of the other."""
+    monkeypatch.setattr(dropped_keys, "_PIECE", 100)
+    model = quiet(num_hidden_layers=1)
+    cache, ids = fetching(model, tmp_path if in_files else None), words(3, 2100)
+    ids[1:, :700] = ids[0, :700]
+    texts = [text[None] for text in ids]
+
+    def go_on(cache: WindowCache, text: Tensor, parts: list[int]) -> None:
+        start = cache.get_seq_length()
+        found = read(model, text[:, start:], cache, parts)
+        expected = model(text[:, : start + sum(parts)]).logits[:, start:]
+        assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+    go_on(cache, texts[0], [350, 350])
+    other, third = copy.deepcopy(cache), copy.copy(cache)
+    go_on(cache, texts[0], [400, 400])
+    go_on(other, texts[1], [400, 400])
+    cache.reset()
+    go_on(other, texts[1], [100])
+    go_on(third, texts[2], [400, 400])
+    go_on(cache, texts[0], [700, 400, 100])
+    del cache
+    go_on(third, texts[2], [100])
+    assert bool(list(tmp_path.rglob("*.safetensors"))) == in_files
+    del other, third
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_with_files_is_not_pickled(tmp_path):
+    cache = fetching(quiet(num_hidden_layers=1), tmp_path)
+    with pytest.raises(ValueError, match="folder must be None for a cache that is pickled, got"):
+        pickle.dumps(cache)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
+def test_a_fork_deletes_nothing_of_its_parent(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(b"keys")
+    owned = [dropped_keys.Owned(file)]
+    child = os.fork()
+    if child == 0:
+        owned.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+    owned.clear()
+    assert not file.exists()
 
 
 def test_modes_may_change_between_calls():
@@ -204,22 +300,26 @@ def test_modes_may_change_between_calls():
     assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-def test_the_ledger_is_that_of_the_idea():
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_the_ledger_is_that_of_the_idea(scale):
     rng = np.random.default_rng(0)
-    slopes, scale, center = [0.5, 0.1, 0.03, 0.004], 0.3, rng.normal(size=(2, 2, 8))
+    slopes, center = [0.5, 0.1, 0.03, 0.004], rng.normal(size=(2, 2, 8))
     ledger = Ledger(torch.tensor(slopes), scale, torch.from_numpy(center))
     keys, q = rng.normal(size=(2, 2, 50, 8)), rng.normal(size=(2, 4, 3, 8))
     q[0, 0, 0] *= 1e4  # beyond the grid
     lse = rng.normal(size=(2, 4, 3))
-    for counts in ([20, 0], [10, 50], [20, 0]):
+    for counts, later in (([20, 0], 0), ([10, 30], 0), ([20, 20], 2000)):
         at = list(ledger.count)
         new = [keys[:, g, at[g] : at[g] + n] for g, n in enumerate(counts)]
-        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, at, None)
-    found = ledger.bound(torch.from_numpy(q), torch.from_numpy(lse), torch.arange(60, 63))
+        oldest = [start + later for start in at]
+        ledger.add(torch.from_numpy(np.concatenate(new, axis=1)), counts, oldest, None)
+    rows = np.array([2060, 2061, 4000])
+    found = ledger.bound(*map(torch.from_numpy, (q, lse, rows)))
     for b, h in np.ndindex(2, 4):
         gone = Dropped(float(np.float32(slopes[h])), center[b, h // 2], scale=scale)
-        gone.add(keys[b, h // 2], 0)
-        expected = gone.bound(q[b, h], lse[b, h], np.arange(60, 63))
+        gone.add(keys[b, h // 2, :30], 0)
+        gone.add(keys[b, h // 2, 30:], 2030)
+        expected = gone.bound(q[b, h], lse[b, h], rows)
         np.testing.assert_allclose(found[b, h], expected, rtol=1e-9)
 
 
@@ -338,10 +438,13 @@ def test_rows_that_are_not_finite_are_counted():
     assert layer.largest_dropped == math.inf
 
 
-def step(layer: WindowLayer, tokens: int, keys: Tensor | None = None) -> None:
+def step(
+    layer: WindowLayer, tokens: int, keys: Tensor | None = None, values: Tensor | None = None
+) -> None:
     q, k, v = torch.randn(3, 1, 1, tokens, 8)
+    k, v = k if keys is None else keys, v if values is None else values
     places = Places(torch.zeros(1, 1, dtype=torch.int64))
-    layer.attend(q, k if keys is None else keys, v, torch.tensor([2.0**-12]), None, places)
+    layer.attend(q, k, v, torch.tensor([2.0**-12]), None, places)
 
 
 def test_a_window_that_grew_does_not_vouch_for_what_left_before():

@@ -166,7 +166,7 @@ class Dropped:
         self.slope, self.scale = float(slope), float(scale)
         if not 0 <= self.slope < math.inf:
             raise ValueError(f"Dropped: slope must be at least 0 and finite, got {slope}")
-        self.center = np.asarray(center, np.float64)
+        self.center = np.array(center, np.float64)  # its own, whatever the caller does with theirs
         self.count = 0
         self.sums = np.full(len(GRID), -math.inf)
         self.largest = 0.0  # |k - center|

@@ -6,10 +6,15 @@ read them again.
 """
 
 import math
+import os
+import shutil
 import warnings
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn, Self
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -145,13 +150,41 @@ def chord(grid: Tensor, sums: Tensor, lengths: Tensor, largest: Tensor) -> Tenso
     return torch.where(largest.isinf(), math.inf, most)
 
 
+class Owned:
+    """A file or folder that is deleted once nobody holds it: copies hold the same one, since no file in it is ever changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        weakref.finalize(self, _delete, path, os.getpid())
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(
+            f"WindowCache: folder must be None for a cache that is pickled, got dropped keys in {self.path}"
+        )
+
+
+def _delete(path: Path, process: int) -> None:
+    if os.getpid() != process:  # a fork, whose parent still reads it
+        return
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 class DroppedKeys:
     """The keys and values that one head dropped, oldest first, as far back as any query can need them.
 
     Args:
         reach: Keys that are needed at most; older ones are forgotten. inf keeps all.
         folder: Where they are written, in files of thousands of keys; None keeps them in host memory.
-        name: Of the files.
+        name: With which the names of the files begin.
     """
 
     def __init__(self, reach: float, folder: Path | None, name: str) -> None:
@@ -159,7 +192,6 @@ class DroppedKeys:
         self.num_keys = 0
         self.lost_infinite = False  # whether a key that was forgotten was not finite
         self._pieces: list[_Piece] = []
-        self._written = 0
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Take over keys [B, n, D] and values [B, n, E]. Where they cannot be written, they stay in memory, with a warning."""
@@ -174,8 +206,8 @@ class DroppedKeys:
         piece = _Piece.of(keys, values)
         if self.folder is not None and piece.num_keys >= _PIECE:
             try:
-                piece = piece.written(self.folder / f"{self.name}-{self._written}.safetensors")
-                self._written += 1
+                # A name that no copy and no fork takes as well.
+                piece = piece.written(self.folder / f"{self.name}-{uuid4().hex}.safetensors")
             except (OSError, SafetensorError) as error:
                 warnings.warn(
                     f"WindowCache: folder must have room for dropped keys, got {self.folder} ({error}): those of head {self.name} "
@@ -189,12 +221,9 @@ class DroppedKeys:
             gone = self._pieces.pop(0)
             self.num_keys -= gone.num_keys
             self.lost_infinite |= not gone.is_finite
-            gone.delete()
 
     def clear(self) -> None:
         """Forget all."""
-        for piece in self._pieces:
-            piece.delete()
         self._pieces, self.num_keys, self.lost_infinite = [], 0, False
 
     def read(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -205,11 +234,10 @@ class DroppedKeys:
 
     def select(self, rows: Tensor) -> None:
         """Keep some batch rows, in a new order, and perhaps repeated."""
-        for piece in self._pieces:
-            piece.select(rows.cpu())
+        self._pieces = [piece.select(rows.cpu()) for piece in self._pieces]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Piece:
     """Some of the keys: here, or in a file that is never changed."""
 
@@ -217,7 +245,7 @@ class _Piece:
     values: Tensor | None
     num_keys: int
     is_finite: bool
-    file: Path | None = None
+    file: Owned | None = None
     rows: Tensor | None = None  # of the file
 
     @classmethod
@@ -235,23 +263,18 @@ class _Piece:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
-        return _Piece(None, None, self.num_keys, self.is_finite, path)
+        return _Piece(None, None, self.num_keys, self.is_finite, Owned(path))
 
     def read(self) -> tuple[Tensor, Tensor]:
         if self.file is None:
             assert self.keys is not None and self.values is not None
             return self.keys, self.values
-        found = load_file(self.file)
+        found = load_file(self.file.path)
         pair = found["keys"], found["values"]
         return pair if self.rows is None else (pair[0][self.rows], pair[1][self.rows])
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> "_Piece":
         if self.file is not None:
-            self.rows = rows if self.rows is None else self.rows[rows]
-        else:
-            assert self.keys is not None and self.values is not None
-            self.keys, self.values = self.keys[rows], self.values[rows]
-
-    def delete(self) -> None:
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
+            return replace(self, rows=rows if self.rows is None else self.rows[rows])
+        assert self.keys is not None and self.values is not None
+        return replace(self, keys=self.keys[rows], values=self.values[rows])

@@ -12,9 +12,8 @@ can weigh at most. Rows for which that is more than the tolerance are never pass
     ledger    of all keys that left, for each query head
 """
 
+import copy
 import math
-import shutil
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers import Cache, PreTrainedModel
 
 from linbias._checks import Problem
 from linbias.models.cache import AttendingLayer
-from linbias.models.dropped_keys import DroppedKeys, Ledger, chord
+from linbias.models.dropped_keys import DroppedKeys, Ledger, Owned, chord
 from linbias.models.places import Places
 from linbias.models.windows import (
     Windows,
@@ -103,6 +102,13 @@ class WindowLayer(AttendingLayer):
         self._norms: Tensor | None = None  # [G], the largest of the keys that are kept
         self._calls: dict[int, tuple[Inputs, Problem]] = {}  # by number of queries
         self.is_initialized = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the calls, which look into the pool: a copy has its own."""
+        return self.__dict__ | {"_calls": {}}
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take type, device and sizes from the first tokens."""
@@ -201,7 +207,7 @@ class WindowLayer(AttendingLayer):
         ends = self._ends if T == 1 else (self._ends[:, None] + torch.arange(T, device=k.device)).flatten()  # fmt: skip
         self.keys.index_copy_(1, ends, k.flatten(1, 2))
         self.values.index_copy_(1, ends, v.flatten(1, 2))
-        self._ends += T
+        self._ends.add_(T)
         self.counts = [n + T for n in self.counts]
         self.seen += T
 
@@ -295,8 +301,12 @@ class WindowLayer(AttendingLayer):
         self._calls = {}
         starts = torch.tensor(self.starts, device=self.keys.device)
         self._spans = torch.stack([starts, starts], -1)  # [G, 2]
-        self._ends = self._spans[:, 1]
-        self._ends += torch.tensor(self.counts, device=self.keys.device)
+        self._ends.add_(torch.tensor(self.counts, device=self.keys.device))
+
+    @property
+    def _ends(self) -> Tensor:
+        """[G]: where each head's next key goes, as a view of the spans."""
+        return self._spans[:, 1]
 
     def _moved(self, pool: Tensor, starts: list[int]) -> Tensor:
         """A pool with regions of the present capacities, and what is kept in them."""
@@ -607,6 +617,7 @@ class WindowCache(Cache):
     """
 
     layers: list[WindowLayer]
+    _folder: Owned | None = None
 
     @classmethod
     def for_model(
@@ -629,7 +640,7 @@ class WindowCache(Cache):
             on_uncertified: Where a row may miss more than the tolerance: "count" counts it; "raise" raises `Uncertified`, after
                 which the cache must be reset; "fetch" keeps the dropped keys elsewhere, as far back as the weights let any
                 query need them, and reads them again. Adaptive windows widen from there on in any case.
-            folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache; None is host memory.
+            folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache and its copies; None is host memory.
             weights: What `weights_windows(model)` gave before, which takes seconds for a large model.
 
         Raises:
@@ -665,9 +676,11 @@ class WindowCache(Cache):
                 dropped = [DroppedKeys(n, own, f"{index}-{g}") for g, n in enumerate(cap)]
             layers.append(WindowLayer(cap, fixed, tolerance, on_uncertified, dropped))
         cache = cls(layers=layers)
-        if own is not None:
-            weakref.finalize(cache, shutil.rmtree, own, ignore_errors=True)
+        cache._folder = None if own is None else Owned(own)
         return cache
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)
 
     @property
     def windows(self) -> list[list[float]]:
