@@ -51,7 +51,8 @@ class Snapshot:
 def _state(weight: Tensor) -> tuple[Any, ...]:
     """Where a weight lies, asked without a right to write there."""
     version = None if weight.is_inference() else weight._version
-    return torch._C._data_address(weight), weight.stride(), version
+    core: Any = torch._C  # whose types leave this out
+    return core._data_address(weight), weight.stride(), version
 
 
 def _sample(weight: Tensor) -> Tensor:
