@@ -1,6 +1,8 @@
 """`linbias.torch.attention_points`: its implementations against the definition, which stands here once more in NumPy."""
 
 import math
+import os
+import signal
 from dataclasses import dataclass
 from itertools import product
 
@@ -542,6 +544,10 @@ MESSAGES = [
     (dict(tolerance=1.0), ValueError, r"tolerance must be in \[0, 1\), got 1.0"),
     (dict(implementation="triton"), ValueError, "implementation must be one of .*'blocked'.*, got 'triton'"),
     (dict(causal=True), TypeError, "there is no argument causal; "),
+    (dict(mask=1), TypeError, "attention_points: there is no argument mask; there are q, k, v, points, slopes, metric, global_tokens, "),
+    (dict(attn_bias=1), TypeError, "there is no argument attn_bias; there are q, k, v, points, "),
+    (dict(is_causal=True), TypeError, "there is no argument is_causal; there are q, k, v, points, "),
+    (dict(softmax_scale=1), TypeError, "there is no argument softmax_scale; say scale"),
     (dict(coordinates=1), TypeError, "attention_points: there is no argument coordinates; "),
 ]  # fmt: skip
 
@@ -555,6 +561,38 @@ def test_what_is_wrong_is_said(arguments, kind, words):
 def test_the_points_of_global_tokens_are_not_read():
     places = at(float("nan"), 0, 1)
     assert call(places=places, global_tokens=1).isfinite().all()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, where a test has loaded it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fork_after_threads_can_call_on(dtype):
+    """PyTorch shares out operations on so many numbers among threads that a child does not have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    q, k, v, dout = torch.randn(4, 2, 4, 2000, 16).to(dtype)
+    places = torch.rand(2000, 2)
+    q.requires_grad_()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out, lse = attention_points(q, k, v, places, implementation="cpu", return_lse=True)
+        # In 16 bits PyTorch itself converts dout, between our operations.
+        return out, lse, *(torch.autograd.grad(out, q, dout) if dtype == torch.float32 else ())
+
+    expected = [x.detach().double().numpy() for x in run()]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # what waits for threads that are gone waits for ever
+        found = run()
+        torch.set_num_threads(1)  # for what follows is PyTorch's
+        same = all(
+            np.array_equal(x.detach().double(), y) for x, y in zip(found, expected, strict=True)
+        )
+        os._exit(0 if same and torch.get_num_threads() == 1 else 1)
+    torch.set_num_threads(before)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def bias_of_croma(num_heads: int, side: int) -> torch.Tensor:

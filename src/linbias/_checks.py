@@ -8,6 +8,7 @@ import difflib
 import inspect
 import math
 import numbers
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -361,10 +362,12 @@ def refuse_unknown(
     known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "function"]
     name = next(iter(unknown))
     near = difflib.get_close_matches(name, known, n=1)
+    other = OTHER_NAMES.get(name)
+    said = re.match(r"say (\w+)(?: and (\w+))?", other or "")
     if name.endswith("mask") and "mask" in known:
         advice = f"say mask, or {_PLACING}"
-    elif name in OTHER_NAMES:
-        advice = OTHER_NAMES[name]
+    elif other and (said is None or {*said.groups()} <= {*known, None}):
+        advice = other
     elif near:
         advice = f"did you mean {near[0]}?"
     else:

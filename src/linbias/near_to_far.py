@@ -176,7 +176,9 @@ def attention(
             f" got {tolerance}, {rows}, {keys}"
         )
     if "mask" in options:
-        _checks.refuse_unknown("near_to_far", {"mask": None}, attention)
+        raise TypeError(
+            "near_to_far: there is no argument mask; say key_range and query_start for padding and caches"
+        )
     inputs = prepare("near_to_far", q, k, v, slopes, **options)
     (B, H, T, _), E = inputs.q.shape, inputs.v.shape[3]
     sums = _sums(inputs)

@@ -1,6 +1,9 @@
 """Tensors and threads as the compiled core takes them: by address (linbias.kernels.core)."""
 
+import contextlib
 import ctypes
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +39,23 @@ def threads(sizes: tuple[int, int, int, int, int, int, int]) -> dict[str, Any]:
     team = TEAM if available <= _NUM_CORES else 0
     count = core.num_threads(sizes, min(available, _NUM_CORES), awake=team != 0)
     return {"num_threads": count, "team": team}
+
+
+_PROCESS = os.getpid()
+
+
+@contextlib.contextmanager
+def without_lost_threads() -> Iterator[None]:
+    """In a process that was forked off PyTorch works alone: for the threads that it had before, it would wait for ever."""
+    if os.getpid() == _PROCESS:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def array(x: Tensor, copies: list[Tensor]) -> "core.Array":

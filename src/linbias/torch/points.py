@@ -1,5 +1,6 @@
 """`attention_points`: attention over points of a line, a plane or space, whose scores fall with distance."""
 
+import contextlib
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from linbias import _checks, _dispatch
 from linbias.torch import points_blocked, points_cpu, points_dense, transforms
+from linbias.torch.addresses import without_lost_threads
 from linbias.torch.call import Slopes, as_slopes, autocast, describe, refuse_pieces
 from linbias.torch.constant import default_slopes
 from linbias.torch.geometry import PointInputs
@@ -118,15 +120,17 @@ def attention_points(
     if unknown:
         _checks.refuse_unknown(function, unknown, attention_points)
     refuse_pieces(function)
-    inputs, problem = _prepare(
-        function, (q, k, v), points, slopes, metric, global_tokens, scale, tolerance
-    )
-    turn = IMPLEMENTATIONS
-    if problem.B * problem.H * problem.T * problem.S <= _FEW_SCORES:
-        turn = IMPLEMENTATIONS[::-1]
-    chosen = _dispatch.choose(function, implementation, problem, turn)
-    with without_autocast(inputs.q.device):
-        out, lse = chosen.attention(inputs)
+    compiles = torch.compiler.is_compiling()  # which knows nothing of processes
+    with contextlib.nullcontext() if compiles else without_lost_threads():
+        inputs, problem = _prepare(
+            function, (q, k, v), points, slopes, metric, global_tokens, scale, tolerance
+        )
+        turn = IMPLEMENTATIONS
+        if problem.B * problem.H * problem.T * problem.S <= _FEW_SCORES:
+            turn = IMPLEMENTATIONS[::-1]
+        chosen = _dispatch.choose(function, implementation, problem, turn)
+        with without_autocast(inputs.q.device):
+            out, lse = chosen.attention(inputs)
     return (out, lse) if return_lse else out
 
 

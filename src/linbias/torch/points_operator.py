@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linbias.torch.addresses import without_lost_threads
 from linbias.torch.geometry import PointInputs
 
 
@@ -82,7 +83,8 @@ class PointOperators:
 
     def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
         saved, inputs = Results(*arguments[:4]), PointInputs(*arguments[4:])
-        return self._find_gradients(inputs, dout, dlse, saved)
+        with without_lost_threads():
+            return self._find_gradients(inputs, dout, dlse, saved)
 
     def _differentiate(
         self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
