@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, load, loading
 from linbias.models.loading import Files
@@ -264,13 +271,43 @@ def test_arguments(tmp_path: Path) -> None:
             {"task": "masked"},
             r"task must be one of \('causal', 'base'\) for .*linbias model, got 'masked'",
         ),
-        ({"rope": 1}, r"LinbiasConfig has no field 'rope'"),
+        ({"rope": 1}, r"LinbiasConfig has no field 'rope'$"),
+        ({"method": "t5"}, r"LinbiasConfig has no field 'method'"),
+        ({"device_map": "auto"}, r"has no field 'device_map'; device= names one device"),
+        (
+            {"revision": "main"},
+            r"has no field 'revision'; give the folder that .*snapshot_download",
+        ),
+        ({"trust_remote_code": True}, r"has no field 'trust_remote_code'; leave it out: no code"),
+        ({"torch_dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
+        (
+            {"dtype": "half", "torch_dtype": "half"},
+            r"dtype must be given once, got torch_dtype=half",
+        ),
         ({"dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
         ({"slope_scale": -1}, r"slope_scale must be None, 'interpolate' or a positive number"),
     ):
         with pytest.raises(ValueError, match=rf"load: .*{message}"):
             load(tmp_path, **arguments)
-    assert load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    for name in ("dtype", "torch_dtype"):
+        assert load(tmp_path, **{name: "bfloat16"}).dtype == torch.bfloat16
+        assert load(tmp_path, **{name: "auto"}).dtype == torch.float64
+    assert load(tmp_path, num_labels=5).config.num_labels == 5
+
+
+def test_a_missing_head_names_the_argument_that_makes_one(tmp_path: Path) -> None:
+    BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32)).save_pretrained(tmp_path)
+    message = r"lacks score.weight \(1 in all\) \(new_head=True starts them from fresh weights\)$"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, task="sequence")
+    assert load(tmp_path, task="sequence", new_head=True, num_labels=3).score.out_features == 3
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["transformer.ln_f.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks score.weight, transformer.ln_f.weight \(2 in all\)$"
+    ):
+        load(tmp_path, task="sequence")
 
 
 def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
