@@ -124,7 +124,11 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
     (tmp_path / "pickle" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     assert_same(load(tmp_path / "pickle")(ids).logits, model(ids).logits)
-    last = sorted((tmp_path / "parts").glob("*.safetensors"))[-1]
+    first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
+    name = min(load_file(first))
+    save_file(load_file(last) | {name: load_file(first)[name] + 1}, last, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} must lie in one file, got another in {last.name}"):
+        load(tmp_path / "parts")
     last.unlink()
     with pytest.raises(
         ValueError, match=r"it has not all parts that model.safetensors.index.json"
@@ -140,8 +144,9 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
         (lambda x: x > 0, "floating numbers, got torch.bool"),
         (lambda x: x.where(x < x.max(), torch.nan), "finite numbers, got NaN"),
         (lambda x: x.where(x < x.max(), -torch.inf), "finite numbers, got infinity"),
+        (lambda x: x.where(x < x.max(), torch.inf), "finite numbers, got infinity"),
     ],
-    ids=["complex", "integer", "boolean", "NaN", "infinity"],
+    ids=["complex", "integer", "boolean", "NaN", "-infinity", "infinity"],
 )
 def test_weights_that_are_no_numbers_are_refused_by_name(
     change: Any, message: str, tmp_path: Path
@@ -173,6 +178,7 @@ def test_a_model_has_the_type_of_most_numbers_and_no_old_buffers(tmp_path: Path)
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ("../model-evil/a.safetensors", "weight_map of .* must name files of the folder, got '"),
         ("../outside.safetensors", "weight_map of .* must name files of the folder, got '"),
         ("{}/outside.safetensors", "weight_map of .* must name files of the folder, got '/"),
         (5, "index.json is damaged"),
@@ -212,14 +218,17 @@ def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> Non
         load(snapshot)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = tmp_path / name / "model"
-        build().save_pretrained(folder)
-        (folder / name).unlink(missing_ok=True)
-        (blobs / name).touch()
-        (folder / name).symlink_to(blobs / name)
-        with pytest.raises(
-            ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
-        ):
-            load(folder)
+        for other in (blobs, tmp_path / name / "model-evil"):
+            build().save_pretrained(folder)
+            (folder / name).unlink(missing_ok=True)
+            other.mkdir(exist_ok=True)
+            (other / name).touch()
+            (folder / name).symlink_to(other / name)
+            with pytest.raises(
+                ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
+            ):
+                load(folder)
+            (folder / name).unlink()
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

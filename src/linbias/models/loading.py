@@ -373,9 +373,11 @@ class Files:
         for part in self._parts():
             try:
                 if part.suffix == ".safetensors":
-                    weights |= read_safetensors(part)
+                    found = read_safetensors(part)
                 else:
-                    weights |= torch.load(part, map_location=device, weights_only=True)
+                    found = torch.load(part, map_location=device, weights_only=True)
+                twice = sorted(found.keys() & weights)
+                weights |= found
             except Exception as error:  # damaged or hostile files can raise anything
                 asks = (
                     ""
@@ -383,6 +385,8 @@ class Files:
                     else ", or asks for code, which was not run"
                 )
                 raise ValueError(f"{part.name} is damaged{asks}") from error
+            if twice:
+                raise ValueError(f"{twice[0]} must lie in one file, got another in {part.name}")
         return weights
 
     def _parts(self) -> list[Path]:
