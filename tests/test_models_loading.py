@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from linbias.models import LinbiasBertConfig, LinbiasForCausalLM, load, loading
 from linbias.models.loading import Files
@@ -117,7 +124,11 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
     (tmp_path / "pickle" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     assert_same(load(tmp_path / "pickle")(ids).logits, model(ids).logits)
-    last = sorted((tmp_path / "parts").glob("*.safetensors"))[-1]
+    first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
+    name = min(load_file(first))
+    save_file(load_file(last) | {name: load_file(first)[name] + 1}, last, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} must lie in one file, got another in {last.name}"):
+        load(tmp_path / "parts")
     last.unlink()
     with pytest.raises(
         ValueError, match=r"it has not all parts that model.safetensors.index.json"
@@ -133,8 +144,9 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
         (lambda x: x > 0, "floating numbers, got torch.bool"),
         (lambda x: x.where(x < x.max(), torch.nan), "finite numbers, got NaN"),
         (lambda x: x.where(x < x.max(), -torch.inf), "finite numbers, got infinity"),
+        (lambda x: x.where(x < x.max(), torch.inf), "finite numbers, got infinity"),
     ],
-    ids=["complex", "integer", "boolean", "NaN", "infinity"],
+    ids=["complex", "integer", "boolean", "NaN", "-infinity", "infinity"],
 )
 def test_weights_that_are_no_numbers_are_refused_by_name(
     change: Any, message: str, tmp_path: Path
@@ -166,6 +178,7 @@ def test_a_model_has_the_type_of_most_numbers_and_no_old_buffers(tmp_path: Path)
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ("../model-evil/a.safetensors", "weight_map of .* must name files of the folder, got '"),
         ("../outside.safetensors", "weight_map of .* must name files of the folder, got '"),
         ("{}/outside.safetensors", "weight_map of .* must name files of the folder, got '/"),
         (5, "index.json is damaged"),
@@ -205,14 +218,17 @@ def test_links_stay_in_the_folder_or_the_cache_of_the_hub(tmp_path: Path) -> Non
         load(snapshot)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = tmp_path / name / "model"
-        build().save_pretrained(folder)
-        (folder / name).unlink(missing_ok=True)
-        (blobs / name).touch()
-        (folder / name).symlink_to(blobs / name)
-        with pytest.raises(
-            ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
-        ):
-            load(folder)
+        for other in (blobs, tmp_path / name / "model-evil"):
+            build().save_pretrained(folder)
+            (folder / name).unlink(missing_ok=True)
+            other.mkdir(exist_ok=True)
+            (other / name).touch()
+            (folder / name).symlink_to(other / name)
+            with pytest.raises(
+                ValueError, match=rf"load: .*{name} must lie in the folder, got a link"
+            ):
+                load(folder)
+            (folder / name).unlink()
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -264,13 +280,43 @@ def test_arguments(tmp_path: Path) -> None:
             {"task": "masked"},
             r"task must be one of \('causal', 'base'\) for .*linbias model, got 'masked'",
         ),
-        ({"rope": 1}, r"LinbiasConfig has no field 'rope'"),
+        ({"rope": 1}, r"LinbiasConfig has no field 'rope'$"),
+        ({"method": "t5"}, r"LinbiasConfig has no field 'method'"),
+        ({"device_map": "auto"}, r"has no field 'device_map'; device= names one device"),
+        (
+            {"revision": "main"},
+            r"has no field 'revision'; give the folder that .*snapshot_download",
+        ),
+        ({"trust_remote_code": True}, r"has no field 'trust_remote_code'; leave it out: no code"),
+        ({"torch_dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
+        (
+            {"dtype": "half", "torch_dtype": "half"},
+            r"dtype must be given once, got torch_dtype=half",
+        ),
         ({"dtype": "int8"}, r"dtype must be a floating type of PyTorch, got 'int8'"),
         ({"slope_scale": -1}, r"slope_scale must be None, 'interpolate' or a positive number"),
     ):
         with pytest.raises(ValueError, match=rf"load: .*{message}"):
             load(tmp_path, **arguments)
-    assert load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    for name in ("dtype", "torch_dtype"):
+        assert load(tmp_path, **{name: "bfloat16"}).dtype == torch.bfloat16
+        assert load(tmp_path, **{name: "auto"}).dtype == torch.float64
+    assert load(tmp_path, num_labels=5).config.num_labels == 5
+
+
+def test_a_missing_head_names_the_argument_that_makes_one(tmp_path: Path) -> None:
+    BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32)).save_pretrained(tmp_path)
+    message = r"lacks score.weight \(1 in all\) \(new_head=True starts them from fresh weights\)$"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, task="sequence")
+    assert load(tmp_path, task="sequence", new_head=True, num_labels=3).score.out_features == 3
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["transformer.ln_f.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks score.weight, transformer.ln_f.weight \(2 in all\)$"
+    ):
+        load(tmp_path, task="sequence")
 
 
 def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,10 @@ class BaichuanConfig(fields.CheckedConfig):
         fields.require(
             self, "max_position_embeddings", self.max_position_embeddings is None, words
         )
+        if kwargs.get("z_loss_weight"):  # a part of the loss that is not built
+            raise ValueError(
+                f"BaichuanConfig: z_loss_weight must be 0, got {kwargs['z_loss_weight']!r}"
+            )
         if self.normalize_head is None:
             self.normalize_head = self.vocab_size == _BAICHUAN2_VOCABULARY
         super().__post_init__(**kwargs)
@@ -85,6 +89,7 @@ _RULES = {
     **dict.fromkeys(("intermediate_size", "model_max_length"), fields.COUNT),
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), fields.POSITIVE),
     "hidden_act": fields.ACTIVATION,
+    "tie_word_embeddings": fields.Rule("False", lambda value: value is False),
     "normalize_head": fields.Rule(
         "None, True or False", lambda value: value is None or fields.FLAG.holds(value)
     ),

@@ -94,9 +94,11 @@ class JaisConfig(fields.CheckedConfig):
                 setattr(self, name, kwargs.pop(older))
         fields.check_fields(self, _RULES)
         fields.check_shared_width(self, "n_embd")
-        for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
-            if kwargs.get(name):
-                raise ValueError(f"{type(self).__name__}: {name} must be False, got True")
+        for name, value in _NOT_BUILT.items():
+            if kwargs.get(name, value) != value:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be {value}, got {kwargs[name]!r}"
+                )
         super().__post_init__(**kwargs)
 
 
@@ -106,6 +108,12 @@ class BtlmConfig(JaisConfig):
     model_type = "btlm"
 
 
+_NOT_BUILT = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+}
 _OLDER_NAMES = {
     "mup_embeddings_scale": "embeddings_scale",
     "mup_width_scale": "width_scale",

@@ -86,7 +86,7 @@ def load(
         task: What is made of the weights: "causal", "masked" or "seq2seq" give logits, "sequence" and "token"
             classify, "base" is the model without a head. None: what the folder was made for; an encoder without a head.
         device: None: the first CUDA device, or else the CPU.
-        dtype: Of the weights, as such or by name; None: as they are stored.
+        dtype: Of the weights, as such or by name; None: as they are stored. `torch_dtype` is its former name.
         new_head: Start what a task adds to the model from fresh weights if the folder lacks it, to train it.
         changes: For BLOOM, Falcon and MPT options of `fuse`, such as rounding and slope_scale; else, and beside them,
             fields of the configuration, such as slope_scale, num_labels and hidden_dropout.
@@ -109,7 +109,7 @@ def load(
     """
     if task is not None and task not in TASKS:
         raise ValueError(f"load: task must be one of {TASKS}, got {task!r}")
-    dtype = _as_dtype(dtype)
+    dtype = _as_dtype(_once(dtype, changes))
     files = Files.at("load", folder)
     with _one_error("load", files.name), no_bars():
         model = _load(files, task, dtype, new_head, changes)
@@ -373,9 +373,11 @@ class Files:
         for part in self._parts():
             try:
                 if part.suffix == ".safetensors":
-                    weights |= read_safetensors(part)
+                    found = read_safetensors(part)
                 else:
-                    weights |= torch.load(part, map_location=device, weights_only=True)
+                    found = torch.load(part, map_location=device, weights_only=True)
+                twice = sorted(found.keys() & weights)
+                weights |= found
             except Exception as error:  # damaged or hostile files can raise anything
                 asks = (
                     ""
@@ -383,6 +385,8 @@ class Files:
                     else ", or asks for code, which was not run"
                 )
                 raise ValueError(f"{part.name} is damaged{asks}") from error
+            if twice:
+                raise ValueError(f"{twice[0]} must lie in one file, got another in {part.name}")
         return weights
 
     def _parts(self) -> list[Path]:
@@ -483,6 +487,14 @@ def _check_numbers(model: PreTrainedModel) -> None:
                 raise ValueError(f"{name} must hold finite numbers, got {kind}")
 
 
+def _once(dtype: torch.dtype | str | None, changes: dict[str, Any]) -> torch.dtype | str | None:
+    """The dtype, which may be given by Transformers' former name."""
+    former: torch.dtype | str | None = changes.pop("torch_dtype", None)
+    if None not in (dtype, former):
+        raise ValueError(f"load: dtype must be given once, got torch_dtype={former} beside it")
+    return dtype if former is None else former
+
+
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if found is None or found == "auto":
@@ -492,11 +504,25 @@ def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+_DOWNLOAD = "give the folder that huggingface_hub.snapshot_download returns, which takes it"
+# What from_pretrained of Transformers takes, and what to do instead.
+_INSTEAD = {
+    "device_map": "device= names one device, and accelerate.dispatch_model spreads a loaded model over several",
+    "trust_remote_code": "leave it out: no code of a folder is ever run",
+    "low_cpu_mem_usage": "leave it out: weights are read without a copy",
+    "attn_implementation": "leave it out: models with ALiBi run on linbias.torch.attention",
+    "quantization_config": "quantise the loaded model",
+    **dict.fromkeys(("revision", "cache_dir", "token", "local_files_only"), _DOWNLOAD),
+}
+
+
 def _changed(config: Any, changes: Mapping[str, Any]) -> Any:
     """A configuration with other values in some fields, which are checked like all."""
+    fields = {*config.to_dict(), *config.attribute_map, "num_labels"}
     for name in changes:
-        if not hasattr(config, name):
-            raise ValueError(f"load: {type(config).__name__} has no field {name!r}")
+        if name not in fields:
+            advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise ValueError(f"load: {type(config).__name__} has no field {name!r}{advice}")
     return type(config).from_dict({**config.to_dict(), **changes}) if changes else config
 
 
@@ -524,13 +550,15 @@ def _check_fit(folder: str, wanted: PreTrainedModel, given: Weights, new_head: b
         id(tensor) for name, tensor in state.items() if name in given
     }  # tied ones count as well
     missing = [name for name, tensor in state.items() if id(tensor) not in stored]
+    body = "" if wanted.base_model is wanted else prefix
+    of_body = [
+        name
+        for name in missing
+        if name.startswith(body) and not name.removeprefix(prefix).startswith("pooler.")
+    ]
+    advice = "" if of_body else " (new_head=True starts them from fresh weights)"
     if new_head:
-        body = "" if wanted.base_model is wanted else prefix
-        missing = [
-            name
-            for name in missing
-            if name.startswith(body) and not name.removeprefix(prefix).startswith("pooler.")
-        ]
+        missing = of_body
     inner = {name.removeprefix(prefix) for name in state}
     others = tuple(head for head in _HEADS if not any(name.startswith(head) for name in inner))
     ignored = wanted._keys_to_ignore_on_load_unexpected or ()
@@ -547,7 +575,7 @@ def _check_fit(folder: str, wanted: PreTrainedModel, given: Weights, new_head: b
         for name, tensor in given.items()
         if name in state and tensor.shape != state[name].shape
     }
-    _report(folder, missing, unknown, shapes)
+    _report(folder, missing, unknown, shapes, advice)
 
 
 def _report(
@@ -555,21 +583,22 @@ def _report(
     missing: Iterable[str],
     unknown: Iterable[str],
     shapes: Mapping[str, tuple[list[int], list[int]]],
+    advice: str = "",
 ) -> None:
-    """Raise one error about all weights that do not fit."""
+    """Raise one error about all weights that do not fit, with advice about missing ones."""
     wrong = [
         f"{name} of shape {there} where it asks for {asked}"
         for name, (there, asked) in sorted(shapes.items())
     ]
     found = []
-    for what, names in (
-        ("lacks", sorted(missing)),
-        ("has unknown weights:", sorted(unknown)),
-        ("has", wrong),
+    for what, names, then in (
+        ("lacks", sorted(missing), advice),
+        ("has unknown weights:", sorted(unknown), ""),
+        ("has", wrong, ""),
     ):
         if names:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            found.append(f"{what} {shown} ({len(names)} in all)")
+            found.append(f"{what} {shown} ({len(names)} in all){then}")
     if found:
         raise ValueError(f"load: {folder!r} must fit its config.json, but {'; '.join(found)}")
 

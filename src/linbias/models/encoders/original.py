@@ -107,12 +107,21 @@ def read_config(config: Mapping[str, Any], family: str) -> LinbiasBertConfig:
     }
     if absent := sorted(set(wanted) - set(config)):
         raise ValueError(f"config.json of a {family} model lacks {absent[0]}")
+    for name in ("is_decoder", "add_cross_attention", "pruned_heads"):
+        if config.get(name):
+            raise ValueError(
+                f"{name} of a {family} model must be absent, got {config[name]!r:.40}"
+            )
+    position = config.get("position_embedding_type")
+    if family == "jina-code" and position != "alibi":
+        raise ValueError(
+            f"position_embedding_type of a {family} model must be 'alibi', got {position!r}"
+        )
     fields = {ours: config[theirs] for theirs, ours in wanted.items()}
     fields["train_length"] = config.get("alibi_starting_size", 512)
     kept = ("classifier_dropout", "id2label", "label2id", "problem_type", "pad_token_id")
     fields |= {name: config[name] for name in kept if name in config}
-    if family == "mosaic":
-        fields["feed_forward_act"] = config["hidden_act"]
+    if family == "mosaic":  # hidden_act is that of its head alone: its feed-forward part has GELU
         return LinbiasBertConfig(**fields)
     kind = config.get("feed_forward_type")
     if kind not in _GLU:
