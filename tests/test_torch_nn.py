@@ -212,6 +212,9 @@ def test_settings_say_what_is_wrong(arguments, words):
 X = torch.zeros(2, 5, 12)
 CALLS = [
     (dict(query=X[:, 0, 0]), "query, key and value must all have 3 axes"),
+    (dict(query=X[..., :7]), "^MultiheadAttention: the last axis of query must be embed_dim = 12, got 7$"),
+    (dict(query=X[0], key=X[0, :, :6]), "^MultiheadAttention: the last axis of key must be kdim = 12, got 6$"),
+    (dict(query=X, key=X, value=X[..., :8]), "^MultiheadAttention: the last axis of value must be vdim = 12, got 8$"),
     (dict(query=X, key_padding_mask=torch.zeros(2, 6) > 0), r"key_padding_mask must be \[B, S\] = \[2, 5\]"),
     (dict(query=X[:, :3], key=X, key_padding_mask=torch.tensor([[False] * 4 + [True]] * 2)), r"as many queries as keys \(T = 3, S = 5\)"),
     (dict(query=X[:, :3], key=X, key_padding_mask=torch.tensor([[False] * 5, [False] * 4 + [True]])), r"as many queries as keys \(T = 3, S = 5\)"),

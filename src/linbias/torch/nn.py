@@ -114,6 +114,8 @@ class MultiheadAttention(nn.Module):
         _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
         sides = variant_slopes("MultiheadAttention", variant, num_heads, schedule, max_bias)
         self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim or embed_dim // num_heads
@@ -135,8 +137,8 @@ class MultiheadAttention(nn.Module):
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, inner, **options)
-        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, inner_kv, **options)
-        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, inner_kv, **options)
+        self.k_proj = nn.Linear(self.kdim, inner_kv, **options)
+        self.v_proj = nn.Linear(self.vdim, inner_kv, **options)
         self.out_proj = nn.Linear(inner, embed_dim, **options)
         # Fixed slopes stay numbers: `module.bfloat16()` would round a buffer.
         self._fixed = dict(zip(("left", "right"), sides, strict=True))
@@ -340,6 +342,12 @@ class MultiheadAttention(nn.Module):
 
     def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
         """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
+        named = ("query", "embed_dim"), ("key", "kdim"), ("value", "vdim")
+        for x, (name, width) in zip(sequences, named, strict=True):
+            if x.shape[-1] != getattr(self, width):
+                raise ValueError(
+                    f"MultiheadAttention: the last axis of {name} must be {width} = {getattr(self, width)}, got {x.shape[-1]}"
+                )
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [projection(x) for projection, x in zip(projections, sequences, strict=True)]
         for x in projected:
