@@ -5,12 +5,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
 
 from contract import rows
+from linbias.models import fuse
 from linbias.models.places import Places, read_attention_mask
-from small_models import assert_same, both_families, build, every_position, tokens
+from small_models import VOCAB, assert_same, both_families, build, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
+
+
+def fused_bloom() -> Any:
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4, n_layer=1)
+    return fuse(BloomForCausalLM(config).double().eval(), implementation="dense")
 
 
 def read(mask: list[list[int]], num_cached: int = 0) -> Places:
@@ -92,6 +99,21 @@ def test_padded_batches_compile_into_one_graph(position: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     logits = compiled(ids, mask, use_cache=False).logits
     assert_same(logits[mask == 1], model(ids, mask).logits[mask == 1])
+
+
+@pytest.mark.parametrize("kind", rows("linbias", ("linbias",), ("bloom",)))
+@torch.no_grad()
+def test_a_compiled_model_refuses_gaps_when_it_runs(kind: str) -> None:
+    torch._dynamo.reset()
+    model: Any = fused_bloom() if kind == "bloom" else build(attention_implementation="dense")
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :4] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(ids, attention_mask=mask, use_cache=False).logits
+    assert_same(logits[mask == 1], model(ids, attention_mask=mask).logits[mask == 1])
+    mask[1, 2] = 1
+    with pytest.raises(RuntimeError, match="attention_mask must mark one unbroken run of tokens"):
+        compiled(ids, attention_mask=mask, use_cache=False)
 
 
 # Padding on the right, in models. What comes after a token never reaches it, so these would hold with the

@@ -125,7 +125,7 @@ def read_attention_mask(
     each other. With one, the numbers only say where the new tokens stand.
 
     Under `torch.compile` and `torch.export` no values of the mask are read, so that the graph stays whole: ranges are
-    then given even where nothing is padded, and a row with gaps is not noticed.
+    then given even where nothing is padded, and a row with gaps is a RuntimeError of the compiled program.
 
     Args:
         caller: Whom errors name.
@@ -221,21 +221,16 @@ def _is_token(
             f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
         )
     is_token = attention_mask != 0
-    if torch.compiler.is_compiling():
-        return is_token
-    if is_token.all():
-        return None
-    _check_unbroken(caller, is_token)
-    return is_token
-
-
-def _check_unbroken(caller: str, is_token: Tensor) -> None:
     starts = is_token.clone()
     starts[:, 1:] &= ~is_token[:, :-1]
     num_runs = starts.sum(-1)
+    rule = f"{caller}: attention_mask must mark one unbroken run of tokens per row"
+    if torch.compiler.is_compiling():
+        torch._assert_async((num_runs <= 1).all(), rule)  # type: ignore[no-untyped-call]
+        return is_token
+    if is_token.all():
+        return None
     if (num_runs > 1).any():
         row = int((num_runs > 1).int().argmax())
-        raise ValueError(
-            f"{caller}: attention_mask must mark one unbroken run of tokens per row,"
-            f" got {int(num_runs[row])} runs in row {row}"
-        )
+        raise ValueError(f"{rule}, got {int(num_runs[row])} runs in row {row}")
+    return is_token
