@@ -221,6 +221,8 @@ def _is_token(
             f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
         )
     is_token = attention_mask != 0
+    if not torch.compiler.is_compiling() and is_token.all():
+        return None
     starts = is_token.clone()
     starts[:, 1:] &= ~is_token[:, :-1]
     num_runs = starts.sum(-1)
@@ -228,8 +230,6 @@ def _is_token(
     if torch.compiler.is_compiling():
         torch._assert_async((num_runs <= 1).all(), rule)  # type: ignore[no-untyped-call]
         return is_token
-    if is_token.all():
-        return None
     if (num_runs > 1).any():
         row = int((num_runs > 1).int().argmax())
         raise ValueError(f"{rule}, got {int(num_runs[row])} runs in row {row}")
