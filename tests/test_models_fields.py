@@ -367,6 +367,7 @@ def changed(settings: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return {**settings, outer: value}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", SUBJECTS)
 def test_every_field_does_what_is_said_of_it(family: str, tmp_path: Path) -> None:
     settings = write(family, tmp_path)

@@ -127,7 +127,9 @@ def test_a_sharded_folder_and_one_of_pickles_are_read(tmp_path: Path) -> None:
     first, *_, last = sorted((tmp_path / "parts").glob("*.safetensors"))
     name = min(load_file(first))
     save_file(load_file(last) | {name: load_file(first)[name] + 1}, last, {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{name} must lie in one file, got another in {last.name}"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must lie in one file, got another in {last.name}"
+    ):
         load(tmp_path / "parts")
     last.unlink()
     with pytest.raises(

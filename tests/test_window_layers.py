@@ -346,7 +346,7 @@ class Orders(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(20, 15), pytest.param(500, 25, marks=pytest.mark.thorough)]
+    ("examples", "steps"), [(10, 15), pytest.param(500, 20, marks=pytest.mark.thorough)]
 )
 def test_whatever_is_asked_of_it_in_whatever_order(examples, steps, monkeypatch):
     monkeypatch.setattr(dropped_keys, "_PIECE", 16)
