@@ -250,9 +250,10 @@ def test_a_file_by_its_name_is_scored_whole_and_a_length_beyond_it_is_remarked_o
     shown = run(*words)
     assert "note.txt: scored 17 of 17 tokens, 18 of 18 bytes (100.0% of the file)" in shown.stdout
     assert re.fullmatch(
-        r"warning: evaluate: length 64 is beyond the 17 tokens .+ one piece\n", shown.stderr
+        r"warning: evaluate: length 64 is beyond the 17 tokens .+ by this length\n", shown.stderr
     )
     results = json.loads(run(*words, "--json").stdout)
+    assert [(r["length"], len(r["loss_by_position"])) for r in results] == [(4, 4), (17, 17)]
     assert [(r["num_tokens"], r["num_bytes"], r["split"], r["share"]) for r in results] == [
         (17, 17, None, 1.0)
     ] * 2

@@ -156,6 +156,7 @@ def test_a_text_is_read_piece_by_piece(folder, content, monkeypatch):
         (b"abc\ndefg\xff12345678", "got another byte at 8 of it"),
         (b"1234\xc3", "got an end inside a character at byte 4 of it"),
         (b"1234\xc3(567", "got another byte at 4 of it"),
+        (b"abc\ndefg\0 12345678", "got a NUL at byte 8 of it"),
     ],
 )
 def test_a_text_that_is_no_utf8_is_refused_at_its_place(folder, content, message):

@@ -275,13 +275,15 @@ def evaluate(
                     precision=precision,
                     progress=advance,
                 )
+            if not hides and tokens > result.num_tokens:
+                result = result.of_one_piece()
+                if scale == choices[0]:
+                    warnings.warn(
+                        f"evaluate: length {tokens:,} is beyond the {result.length:,} tokens that were scored: "
+                        "they were read in one piece, and are shown by this length",
+                        stacklevel=1,
+                    )
             results.append((scale, result))
-            if not hides and tokens > result.num_tokens and scale == choices[0]:
-                warnings.warn(
-                    f"evaluate: length {tokens:,} is beyond the {result.num_tokens:,} tokens that were scored: "
-                    "they were read in one piece",
-                    stacklevel=1,
-                )
     if not speaks:
         return
     first = results[0][1]

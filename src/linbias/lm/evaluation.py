@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -102,6 +102,12 @@ class Evaluation:
         if self.num_bytes is None:
             return None
         return self.nll * self.num_tokens / (math.log(2.0) * self.num_bytes)
+
+    def of_one_piece(self) -> Evaluation:
+        """The same of a text that is shorter than `length`, by the length that was read."""
+        read = self.num_tokens
+        losses, counts = self.loss_by_position[:read], self.count_by_position[:read]
+        return replace(self, length=read, loss_by_position=losses, count_by_position=counts)
 
     def to_dict(self) -> Record:
         """All fields and both properties as JSON values."""

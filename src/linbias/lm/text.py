@@ -117,13 +117,15 @@ def stream_text(
         The ids of a piece [n], and its UTF-8 bytes.
 
     Raises:
-        ValueError: The text is not UTF-8, or ends inside a character; what came before has been given.
+        ValueError: The text holds a NUL, is not UTF-8, or ends inside a character; what came before has been given.
     """
     encode, decoder = encoder(model), getincrementaldecoder("utf-8")()
     num_read, pending = 0, ""
     rule = "stream_text: text must be UTF-8"
     while True:
         block = file.read(_BLOCK)
+        if (at := block.find(0)) >= 0:
+            raise ValueError(f"{rule}, got a NUL at byte {num_read + at:,} of {name}")
         unfinished = len(decoder.getstate()[0])
         try:
             pending += decoder.decode(block, final=not block)
