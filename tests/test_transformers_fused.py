@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    CompileConfig,
     FalconConfig,
     FalconForCausalLM,
     LlamaConfig,
@@ -453,6 +455,59 @@ def test_a_fused_model_compiles_to_one_graph() -> None:
     expected = fused(ids).logits
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ids).logits, expected)
+
+
+@pytest.mark.parametrize("make", [bloom, falcon, mpt])
+@torch.no_grad()
+def test_fusing_a_model_changes_no_other_of_its_configuration(make: Any) -> None:
+    student = make().eval()
+    teacher = type(student)(student.config).eval()
+    ids, mask = batch()
+    before = teacher(ids, attention_mask=mask).logits
+    kind = student.config._attn_implementation
+    fuse(student)
+    assert {m.config._attn_implementation for m in student.modules() if hasattr(m, "config")} == {
+        "linbias"
+    }
+    assert teacher.config._attn_implementation == kind
+    assert torch.equal(teacher(ids, attention_mask=mask).logits, before)
+    assert type(student)(teacher.config).config._attn_implementation == kind
+
+
+def ours() -> LinbiasForCausalLM:
+    config = LinbiasConfig(hidden_size=48, num_attention_heads=6, num_hidden_layers=1, **SIZES)
+    return LinbiasForCausalLM(config).eval()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [bloom, falcon, mpt, ours])
+@torch.no_grad()
+def test_steps_with_a_static_cache_are_compiled_once(make: Any) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = make() if make is ours else fuse(make())
+    ids, mask = batch()
+    how = CompileConfig(backend="eager", fullgraph=True, dynamic=False)
+    how._compile_all_devices = True
+    options = {**GREEDY, "attention_mask": mask}
+    expected = model.generate(ids, **options)
+    found = model.generate(ids, **options, cache_implementation="static", compile_config=how)
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [bloom, falcon, mpt, ours])
+@torch.no_grad()
+def test_a_compiled_forward_generates_from_padded_prompts(make: Any) -> None:
+    """Transformers' recipe: a static cache, and `forward` compiled into one graph."""
+    torch._dynamo.reset()
+    model = make() if make is ours else fuse(make())
+    ids, mask = batch()
+    options = {**GREEDY, "attention_mask": mask}
+    expected = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(ids, **options, cache_implementation="static"), expected)
 
 
 def test_refused_models() -> None:

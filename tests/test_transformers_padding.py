@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
 from contract import rows
 from linbias.models import fuse
-from linbias.models.places import Places, read_attention_mask
-from small_models import VOCAB, assert_same, both_families, build, every_position, tokens
+from linbias.models.places import Places, fill_room, read_attention_mask
+from small_models import VOCAB, assert_same, both_families, build, every_position, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
@@ -45,6 +45,23 @@ def test_each_kind_of_padding(
     assert padding.key_range[0].tolist() == [first, end]
     assert padding.query_start.tolist() == [num_cached] * 2
     assert padding.positions[0].tolist() == positions[num_cached:]
+
+
+def test_a_mask_may_be_as_long_as_the_room_of_a_static_cache() -> None:
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    cache = StaticCache(settings(), max_cache_len=7)
+    longer = fill_room(mask, cache)
+    assert longer.shape == (2, 7) and fill_room(None, cache) is None
+    ids = torch.zeros(2, 2)
+    whole = read_attention_mask("model", longer, ids, 1, has_room=True)
+    assert torch.equal(whole.is_token, mask == 1)
+    for options in ({}, {"has_room": True}):
+        with pytest.raises(
+            ValueError, match=r"attention_mask must have shape \[B, S\] = \[2, 9\]"
+        ):
+            read_attention_mask("model", longer, torch.zeros(2, 8), 1, **options)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, S\] = \[2, 3\]"):
+        read_attention_mask("model", longer, ids, 1)
 
 
 def test_a_row_of_padding_alone_has_an_empty_range() -> None:

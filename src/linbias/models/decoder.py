@@ -25,7 +25,7 @@ from linbias.models.cache import (
 )
 from linbias.models.linear import read_faster
 from linbias.models.packing import attend_packed, packed_weights
-from linbias.models.places import Places, read_attention_mask
+from linbias.models.places import Places, fill_room, read_attention_mask
 from linbias.models.positions import AttendOptions, Biased, Position, Stepped
 
 
@@ -218,9 +218,11 @@ class DecoderPreTrainedModel(PreTrainedModel):
         read_faster(self)
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+    def create_masks_for_generate(
+        attention_mask: Tensor | None, past_key_values: Cache, **_: Any
+    ) -> Tensor | None:
         """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
-        return attention_mask
+        return fill_room(attention_mask, past_key_values)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

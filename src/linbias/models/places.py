@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
 
 from linbias.models.packing import Packing, find_packing
 from linbias.torch.call import pieces_here
@@ -103,6 +105,14 @@ class Places:
             f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
             "tensor: this layer does not know attn_implementation='linbias'"
         )
+
+
+def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
+    """The mask [B, S] of `generate` with a static cache, as long as the cache: one that grew would compile each step anew."""
+    if attention_mask is None:
+        return None
+    room = getattr(cache, "self_attention_cache", cache).layers[0].get_max_length()
+    return pad(attention_mask, (0, room - attention_mask.shape[1]))
 
 
 def read_attention_mask(
@@ -195,7 +205,7 @@ def _read(
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
-    is_token = _is_token(caller, attention_mask, B, num_cached + T)
+    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
     if is_token is None and not has_room:
         return Places(index)
     query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
@@ -210,11 +220,14 @@ def _read(
 
 
 def _is_token(
-    caller: str, attention_mask: Tensor | None, B: int, S: int | Tensor
+    caller: str, attention_mask: Tensor | None, B: int, S: int | Tensor, has_room: bool
 ) -> Tensor | None:
     """[B, S], or None where no token is padding."""
     if attention_mask is None:
         return None
+    # That of a static cache may be as long as its room.
+    if has_room and isinstance(S, int) and attention_mask.ndim == 2:
+        attention_mask = attention_mask[:, :S]
     shape = attention_mask.shape
     if len(shape) != 2 or shape[0] != B or (isinstance(S, int) and shape[1] != S):
         raise ValueError(

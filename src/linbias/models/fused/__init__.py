@@ -7,6 +7,7 @@ block.py        a whole block of it, prepacked
 mpt_model.py    MPT with what Transformers' class leaves out
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
@@ -112,6 +113,7 @@ def fuse(
             _check_heads(getattr(layer, family.num_heads_name), bias, heads)
         plan.append((body, family, bias))
     for body, family, bias in plan:
+        _own_config(model, body)
         before = body.config._attn_implementation
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
@@ -213,6 +215,15 @@ def prepack(model: Model) -> Model:
     return model
 
 
+def _own_config(model: nn.Module, body: Any) -> None:
+    """Give a body, and what is around and in it, a configuration that no other model shares."""
+    shared, own = body.config, copy.deepcopy(body.config)
+    module: Any
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+
+
 def _around(model: nn.Module) -> list[Any]:
     """The bodies of a model, and the models of their families that hold one."""
     kinds = tuple(_base(family) for family in FAMILIES.values())
@@ -280,7 +291,7 @@ def _fuse_when_built(family: Family) -> None:
 
 def _keep_mask_if_fused(self: Any, config: Any, attention_mask: Any, **kwargs: Any) -> Any:
     if config._attn_implementation == NAME:
-        return attention_mask
+        return keep_mask_for_generate(config, attention_mask, **kwargs)
     return create_masks_for_generate(config, attention_mask=attention_mask, **kwargs)
 
 

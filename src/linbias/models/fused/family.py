@@ -17,14 +17,14 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.fused.bias import Bias, Rounded
 from linbias.models.fused.block import Parts
 from linbias.models.linear import forward_name
 from linbias.models.packing import find_packing
-from linbias.models.places import Places, read_attention_mask
+from linbias.models.places import Places, fill_room, read_attention_mask
 from linbias.models.slopes import ModelSlopes
 
 NAME = "linbias"  # as in attn_implementation="linbias"
@@ -201,11 +201,8 @@ def make_mask(
         raise ValueError(
             f"linbias: the attention of a fused {config.model_type} model must be causal, without a mask of its own"
         )
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if not torch.compiler.is_compiling():
         q_offset = int(q_offset)
-        if attention_mask is not None:  # a static cache comes with a mask as long as its room
-            attention_mask = attention_mask[:, : q_offset + q_length]
     return read_attention_mask(
         f"{config.model_type} with attn_implementation={NAME!r}",
         attention_mask,
@@ -264,6 +261,8 @@ def _refuse_texts(name: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def keep_mask_for_generate(config: Any, attention_mask: Any, **_: Any) -> Any:
+def keep_mask_for_generate(
+    config: Any, attention_mask: Tensor | None, past_key_values: Cache, **_: Any
+) -> Tensor | None:
     """With a static cache, `generate` makes the mask of a forward pass itself; ours is made inside, from [B, S]."""
-    return attention_mask
+    return fill_room(attention_mask, past_key_values)
