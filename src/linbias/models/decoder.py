@@ -218,11 +218,9 @@ class DecoderPreTrainedModel(PreTrainedModel):
         read_faster(self)
 
     @staticmethod
-    def create_masks_for_generate(
-        attention_mask: Tensor | None, past_key_values: Cache, **_: Any
-    ) -> Tensor | None:
+    def create_masks_for_generate(attention_mask: Tensor | None, **given: Any) -> Tensor | None:
         """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
-        return fill_room(attention_mask, past_key_values)
+        return fill_room(attention_mask, given[CACHE])
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

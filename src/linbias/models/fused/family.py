@@ -17,9 +17,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
+from linbias.models.cache import CACHE
 from linbias.models.fused.bias import Bias, Rounded
 from linbias.models.fused.block import Parts
 from linbias.models.linear import forward_name
@@ -262,7 +263,7 @@ def _refuse_texts(name: str, given: Mapping[str, Any]) -> None:
 
 
 def keep_mask_for_generate(
-    config: Any, attention_mask: Tensor | None, past_key_values: Cache, **_: Any
+    config: Any, attention_mask: Tensor | None, **given: Any
 ) -> Tensor | None:
     """With a static cache, `generate` makes the mask of a forward pass itself; ours is made inside, from [B, S]."""
-    return fill_room(attention_mask, past_key_values)
+    return fill_room(attention_mask, given[CACHE])
