@@ -241,7 +241,7 @@ def _is_token(
     num_runs = starts.sum(-1)
     rule = f"{caller}: attention_mask must mark one unbroken run of tokens per row"
     if torch.compiler.is_compiling():
-        torch._assert_async((num_runs <= 1).all(), rule)  # type: ignore[no-untyped-call]
+        torch._assert_async((num_runs <= 1).all(), rule)
         return is_token
     if (num_runs > 1).any():
         row = int((num_runs > 1).int().argmax())
