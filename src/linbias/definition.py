@@ -206,7 +206,7 @@ def attention(
             None: the last query stands at the last key of the range (where heads have their own, of that which ends last).
         mask: Broadcasts to [..., H, T, S]. Bool: True takes part; keys that it hides must still be finite. Floating point,
             below inf: added to the scores, -inf hides.
-        positions: [..., S] or [..., H, S], or [S] for all batch rows (as 1 in the place of every batch axis is), float32, float64
+        positions: [..., S] or [..., H, S], or [S] for all batch rows, float32, float64
             or integers within 2^53 of 0, never falling within the range of keys: where keys stand; outside the range they may be
             anything. None: key s at s.
         query_positions: [..., T], [..., H, T] or [T], likewise, each between those of the keys before and after it: where queries

@@ -9,7 +9,7 @@ do is known before they are read, from two facts:
                             <= exp(most - slope * d) * min(number of keys, 1 / (1 - exp(-slope)))    (geometric)
 
 A tile of query rows visits blocks of keys from the nearest outwards and keeps the running sum of exp(score) of each
-row. It stops reading to the left (or right) when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
+row. It stops reading a side when the second bound is at most `tolerance` times that sum, for all rows: what it never reads
 then holds at most `tolerance` of any row's probability. Where keys stand at positions of their own, the sum of
 exp(-slope * distance) is no geometric series, but one scan over the keys has it (`log_sums`). docs/math.md has the proof, and what rounding adds to it. The
 kernels have cheaper and tighter bounds of their own; their tests compare what they leave unread with this module.

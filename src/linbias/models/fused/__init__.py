@@ -199,9 +199,8 @@ def prepack(model: Model) -> Model:
         >>> model = prepack(fuse(model))
 
     Note:
-        A change is seen by the next call, whoever writes: an optimizer, an adapter that is merged through `.data`. Not seen are writes of a
-        NumPy array that shared the weight's memory before, and, in a weight that is mapped from a file, those of parts through
-        `.data`: call `prepack` again after them. Python's logging says at level INFO how many layers were packed.
+        A change is seen by the next call, but for writes of a NumPy array that shares the weight's memory and, in weights that are
+        mapped from a file, of parts through `.data`: then call `prepack` again. It logs how many layers it packed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
