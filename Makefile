@@ -15,7 +15,7 @@ run: $(VENV)/.run  ## train short, test long on this machine: a report in a few 
 # Each worker begins with half of the files, so that what tests share is made once, and takes over from the other at the end.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(VENV)/.dev  ## the tests, two at a time, in 5 minutes with AVX2; `make check` adds those that start processes or a browser and those that ask more
+test: $(VENV)/.dev  ## the tests, two at a time, in 5 to 6 minutes with AVX2; `make check` adds those that start processes or a browser and those that ask more
 	$(PYTEST) -m 'not processes and not thorough'
 
 # Those that look at the processor, on this one as if it had less: LINBIAS_MAX_CPU_TARGET=avx2 make test runs all so.
