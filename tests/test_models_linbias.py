@@ -260,10 +260,6 @@ def test_bad_calls_are_explained() -> None:
         ),
         ({"attention_mask": gap, "input_ids": ids}, r"one unbroken run .* got 2 runs in row 1"),
         (
-            {"cache": static, "past_key_values": static, "input_ids": ids},
-            r"give either cache or past_key_values, its older name, and not both",
-        ),
-        (
             {"past_key_values": static, "input_ids": ids},
             r"past_key_values must have room for 5 tokens, got a static cache of 4",
         ),
@@ -278,6 +274,10 @@ def test_bad_calls_are_explained() -> None:
     ]:
         with pytest.raises(ValueError, match="LinbiasModel: .*" + message):
             model(**call)
+    with pytest.raises(
+        ValueError, match="LinbiasForCausalLM: give either cache or past_key_values"
+    ):
+        model(ids, cache=static, past_key_values=static)
 
 
 @every_position
