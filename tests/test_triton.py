@@ -286,7 +286,10 @@ def test_a_key_bound_spares_reading_far_keys(little_tiles):
     """Far keys that nobody may read are NaN here."""
     q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 512, 16), torch.randn(1, 2, 512, 16)
     slopes = [0.5, 1.0]
-    both, counted = {"causal": False}, {"positions": torch.arange(512.0)[None] + 1e9}
+    both, counted = (
+        {"causal": False},
+        {"positions": torch.arange(512.0, dtype=torch.float64)[None] + 1e9},
+    )
     for start, options in (
         (511, {}),
         (256, both),
