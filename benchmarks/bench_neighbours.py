@@ -5,7 +5,7 @@
 
 read: 512 tokens, by four layers of the shape of BLOOM-560m, fused. token: one more, after them. train: a step of a
 model of `make run`. run: the command of `make run` as a whole, with one method, fewer steps and a shorter text, "watched" alone. Every setting has a process of its own, since libgomp reads its environment (GOMP_SPINCOUNT) when
-it is loaded; "watched" is what the command line does (linbias._run.neighbours); processes take turns, and those that wait sleep. A neighbour is a process that computes without end. A
+it is loaded; "watched" is what the command line does (linbias._run.neighbours), "passive" OMP_WAIT_POLICY=PASSIVE; processes take turns, and those that wait sleep. A neighbour is a process that computes without end. A
 measurement during which anything else took more than a twentieth of the cores is repeated. Records go to
 records, or where --records says.
 """
@@ -28,7 +28,7 @@ from load import Load
 
 WORKS = ("read", "token", "train", "run")
 RUN = ("extrapolate", "--methods", "alibi", "--steps", "100", "--limit-tokens", "4096", "--quiet")
-SPINS = ("default", "watched", "0", "1000", "10000", "100000")
+SPINS = ("default", "watched", "passive", "one thread", "0", "1000", "10000", "100000")
 MOST_LOAD, TRIES = 0.05, 20
 
 
@@ -36,7 +36,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--spins", nargs="+", default=SPINS, help="values of GOMP_SPINCOUNT")
+    parser.add_argument(
+        "--spins",
+        nargs="+",
+        default=SPINS,
+        metavar="HOW",
+        help="numbers are values of GOMP_SPINCOUNT",
+    )
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
     parser.add_argument("--neighbours", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--repeats", type=int, default=5)
@@ -72,7 +78,11 @@ def measure(work: str, spins: Sequence[str], options: argparse.Namespace) -> Non
 
 def worker(work: str, spin: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}  # fmt: skip
-    if spin not in ("default", "watched"):
+    if spin == "passive":
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    elif spin == "one thread":
+        environment["OMP_NUM_THREADS"] = "1"
+    elif spin not in ("default", "watched"):
         environment["GOMP_SPINCOUNT"] = spin
     return subprocess.Popen(
         [sys.executable, __file__, "--work", work, "--spins", spin],
