@@ -123,7 +123,7 @@ def how_made(found: Found) -> str:
     return (
         f"Trained on {plan['length']} tokens at a time: {made['model']}; {made['training']}. {made['corpus']}; scored are the first"
         f" {plan['test_tokens']:,} of the test text in segments{sliding}."
-        f" Means over seeds, and in brackets the largest half of their range: {seeds}. Change: from {found.lengths[0]} to"
+        f" Means over seeds, and in brackets half of their range, at the length where it is widest: {seeds}. Change: from {found.lengths[0]} to"
         f" {found.lengths[-1]:,} tokens."
         f" {made['machine']}, {made['time']}, {made['date']}, `{made['command']}`."
     )

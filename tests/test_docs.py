@@ -176,6 +176,12 @@ def test_no_code_hides_in_another_language(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_code_fits_the_width_of_a_page(document):
+    code = "\n".join(code for kind in ("python", "sh") for code in blocks(document, kind))
+    assert [line for line in code.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_commands_that_a_document_names_exist(document):
     makefile = (ROOT / "Makefile").read_text()
     text = document.read_text(encoding="utf-8")
@@ -185,7 +191,7 @@ def test_commands_that_a_document_names_exist(document):
     for block in (*blocks(document, "sh"), indented):
         for script in re.findall(r"^python (\S+\.py)", block, re.MULTILINE):
             assert (ROOT / script).exists(), script
-        for line in re.findall(r"^(?:.*-m )?linbias .*", block, re.MULTILINE):
+        for line in re.findall(r"^(?:.*-m )?linbias .*", block.replace("\\\n", ""), re.MULTILINE):
             check_command(line[line.index("linbias ") :])
 
 
