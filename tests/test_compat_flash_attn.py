@@ -213,6 +213,30 @@ def test_padding_on_the_left_and_rows_of_the_cache_in_another_order(caches):
     torch.testing.assert_close(out, torch.cat(want))
 
 
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
+@pytest.mark.parametrize("rows", [None, torch.tensor([1, 2, 0])], ids=["in order", "chosen"])
+@pytest.mark.parametrize("num_new", [0, 1, 3])
+def test_what_lies_outside_of_the_filled_positions_changes_nothing(caches, garbage, rows, num_new):
+    """Caches are made with `torch.empty`, and rows that are used anew hold what was there before."""
+    filled, first = torch.tensor([0, 13, 6]), torch.tensor([0, 5, 6])
+    q = torch.randn(3, max(1, num_new), H, D)
+    new = torch.randn(2, 3, num_new, G, D).unbind() if num_new else ()
+    is_garbage = torch.ones(3, 16, dtype=torch.bool)
+    for b, row in enumerate(range(3) if rows is None else rows.tolist()):
+        is_garbage[row, first[b] : filled[b]] = False
+
+    def attend(value):
+        own = [cache.masked_fill(is_garbage[..., None, None], value) for cache in caches]
+        return flash_attn.flash_attn_with_kvcache(
+            q, *own, *new, cache_seqlens=filled, cache_batch_idx=rows, cache_leftpad=first,
+            causal=True, alibi_slopes=torch.rand(H, generator=torch.Generator().manual_seed(0)),
+            return_softmax_lse=True,
+        )  # fmt: skip
+
+    for found, expected in zip(attend(garbage), attend(0.0), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +81,22 @@ def test_times_count_this_process() -> None:
     clock, used, own = (b - a for a, b in zip(before, after, strict=True))
     assert 0.3 <= own <= clock + 0.05
     assert used >= 0.8 * own
+
+
+def test_only_work_on_the_own_cores_is_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each counter of the system has a bit of its own: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
+    ticks = " ".join(str(2**bit) for bit in range(10))
+    stat = tmp_path / "stat"
+    stat.write_text(
+        f"cpu  {ticks}\ncpu0 {ticks}\ncpu1 {ticks}\ncpu10 {ticks}\nintr 5 6 7 8 9 10 11 12\n"
+    )
+    monkeypatch.setattr(neighbours, "_STAT", stat)
+    monkeypatch.setattr(neighbours.os, "sched_getaffinity", lambda _: {1})
+    user, nice, system, irq, softirq = 1, 2, 4, 32, 64
+    seconds = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    assert neighbours._times()[1] == seconds
 
 
 TEAM = """

@@ -393,6 +393,24 @@ def test_slopes_that_changed_since_the_last_call_are_checked_again(inference):
             linbias.torch.attention(q, k, v, causal=False, right_slopes=slopes)
 
 
+UNCOUNTED = {
+    "data": lambda slopes: slopes.data.fill_(-0.25),
+    "SGD": lambda slopes: torch.optim.SGD([slopes], lr=1.0, fused=True).step(),
+    "AdamW": lambda slopes: torch.optim.AdamW([slopes], lr=1.0, fused=True).step(),
+}
+
+
+@pytest.mark.parametrize("change", UNCOUNTED.values(), ids=UNCOUNTED)
+def test_changes_of_slopes_that_pytorch_does_not_count_are_checked(change):
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    slopes = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+    slopes.grad = torch.ones(2)
+    linbias.torch.attention(q, k, v, slopes)
+    change(slopes)
+    with pytest.raises(ValueError, match=r"slopes must be at least 0 \(or inf\), got -0"):
+        linbias.torch.attention(q, k, v, slopes)
+
+
 @pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize("S", (1, 37, 64, 65))
 @pytest.mark.parametrize("start", (-300, -1, 0, 36, 70))

@@ -61,6 +61,21 @@ def test_copies_of_a_layer_grow_apart(mode: Any, make_copy: Any) -> None:
             assert_bounded(layer)
 
 
+@pytest.mark.parametrize("writes", [1, 2, 3, 4])
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
+@torch.no_grad()
+def test_copies_that_are_written_to_are_bounded_anew(make_copy: Any, writes: int) -> None:
+    """PyTorch counts the changes of a new tensor from its own start: they may meet the count of the original."""
+    first = GrowingLayer()
+    for _ in range(4):
+        grow(first, 2)
+        assert_bounded(first)
+    second = make_copy(first)
+    for _ in range(writes):
+        second.keys.mul_(10)
+    assert_bounded(second)
+
+
 def test_the_bound_holds_where_squares_of_keys_vanish() -> None:
     layer = GrowingLayer()
     grow(layer, 5, 1e-25)

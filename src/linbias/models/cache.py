@@ -95,6 +95,21 @@ class _Buffers:
     num_written: int
 
 
+@dataclass(eq=False)
+class _Last:
+    """Keys and values as an update left them, and how often PyTorch had counted a change of the keys by then.
+
+    A deep copy or a pickle of it is None: what is made so is counted anew, and might be changed until it has the same count.
+    """
+
+    keys: Tensor
+    values: Tensor
+    version: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values [B, G, S, size]: the first rows of buffers with room for more.
 
@@ -118,8 +133,7 @@ class GrowingLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self._buffers: _Buffers | None = None
-        # Keys and values as the last update left them, with the version of the keys.
-        self._last: tuple[Tensor, Tensor, int] | None = None
+        self._last: _Last | None = None
         self._num_bounded = 0
         self._bound: Tensor | None = None  # [B, G], of the first _num_bounded keys
 
@@ -184,7 +198,7 @@ class GrowingLayer(DynamicLayer):
         """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
 
         Only keys that came since the last call are looked at, unless `keys` was replaced or, outside of inference
-        mode, written to.
+        mode, written to in a way that PyTorch counts (not through `keys.data`).
         """
         if not self.get_seq_length():
             return None
@@ -227,18 +241,17 @@ class GrowingLayer(DynamicLayer):
 
     def _remember(self) -> None:
         version = 0 if self.keys.is_inference() else self.keys._version
-        self._last = self.keys, self.values, version
+        self._last = _Last(self.keys, self.values, version)
 
     def _forget_if_replaced(self) -> None:
         """Drop buffers and bound unless keys and values are those that the last update left."""
-        if self._last is not None:
-            keys, values, version = self._last
-            same = self.keys is keys and self.values is values
-            if same and keys.is_inference():
+        if (last := self._last) is not None:
+            same = self.keys is last.keys and self.values is last.values
+            if same and last.keys.is_inference():
                 # Outside of inference mode nothing may be written there, and autograd would refuse the bound.
                 same = torch.is_inference_mode_enabled()
             elif same:
-                same = keys._version == version
+                same = last.keys._version == last.version
             if same:
                 return
         self._buffers = self._last = self._bound = None

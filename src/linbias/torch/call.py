@@ -1,7 +1,6 @@
 """A call of attention from its arguments to its results: check them, fill in what they leave open, choose, run."""
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -295,20 +294,21 @@ def _check_values(
         _checks.check_query_start_values(function, starts)
 
 
-# Slopes that the last call checked, by argument, with their version: most calls have those of the one before.
-_last_slopes: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+# Values of the slopes that the last call checked, by argument: most calls have those of the one before. PyTorch's count of a
+# tensor's changes will not do: it leaves out those of fused optimizers, and those through `.data`.
+_last_slopes: dict[str, list[Any]] = {}
 
 
 def check_slopes(function: str, name: str, slopes: Tensor) -> None:
-    last = _last_slopes.get(name)
-    if last is not None and last[0]() is slopes and last[1] == slopes._version:
+    given = None if transforms.active() else slopes.tolist()
+    if given is not None and given == _last_slopes.get(name):
         return
     values = transforms.known_values(slopes)
     if values is None:
         return
     _checks.check_slope_values(function, name, values)
-    if not slopes.is_inference():  # whose changes PyTorch does not count
-        _last_slopes[name] = weakref.ref(slopes), slopes._version
+    if given is not None:
+        _last_slopes[name] = given
 
 
 def _check_positions(
