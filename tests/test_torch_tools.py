@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import linbias.torch
-from linbias.torch import MultiheadAttention
+from linbias.torch import MultiheadAttention, blocked, cpu, dense, triton
+from linbias.torch.export import decompositions
+from linbias.torch.operator import Inputs
 
 # What the exporter warns of on the way.
 pytestmark = pytest.mark.filterwarnings(
@@ -82,11 +84,45 @@ def test_a_layer_exported_to_onnx_gives_the_same(tmp_path):
     check_onnx(Layer().eval(), lambda n: torch.randn(1, 2, n, 32), ({1: LENGTH},), tmp_path)
 
 
-def check_onnx(module, draw, free, folder):
+@pytest.mark.thorough
+@pytest.mark.parametrize("points", [False, True])
+def test_an_exported_program_goes_to_onnx_by_its_decompositions(points, tmp_path):
+    class Points(torch.nn.Module):
+        def forward(self, q, k, v):
+            attend = linbias.torch.attention_points
+            return attend(q, k, v, points=k[:, 0, :, :2], implementation="blocked")
+
+    module = Points() if points else Call(causal=False, slopes=[0.5, 0.25])
+    q, k, v = torch.randn(3, 2, 2, 9, 16)
+    # A size that is free in points as well would tie blocks to short sequences.
+    free = None if points else ({2: LENGTH},) * 3
+    program = torch.export.export(module, (q, k, v), dynamic_shapes=free)
+    assert any("linbias" in str(node.target) for node in program.graph.nodes)
+    program = program.run_decompositions(decompositions())
+    draw = lambda n: torch.randn(3, 2, 2, n, 16)  # noqa: E731
+    check_onnx(module, draw, free, tmp_path, program)
+
+
+@pytest.mark.parametrize("implementation", [triton, cpu, blocked], ids=lambda m: m.NAME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_operator_and_its_decomposition_have_results_of_one_kind(implementation, dtype):
+    operators = implementation.operators
+    q, k, v = torch.randn(3, 2, 4, 9, 16).to(dtype)
+    numbers = {"scale": 0.25, "dropout": 0.0, "tolerance": 0.0}
+    inputs = Inputs(q, k, v, torch.rand(4), None, None, None, None, None, **numbers)
+    found = decompositions()[operators.forward._opoverload](*inputs)
+    expected = operators.empty_results(inputs)
+    for own, other in zip(found, expected, strict=True):
+        assert (own.shape, own.dtype) == (other.shape, other.dtype)
+    out, lse = dense.attention(inputs)
+    torch.testing.assert_close(found.out.to(dtype), out)
+    torch.testing.assert_close(operators.lse_of(found), lse)
+
+
+def check_onnx(module, draw, free, folder, program=None):
     onnxruntime = pytest.importorskip("onnxruntime")
-    program = torch.onnx.export(
-        module, tuple(draw(9)), dynamo=True, dynamic_shapes=free, verbose=False
-    )
+    options = {"dynamo": True, "dynamic_shapes": free} if program is None else {}
+    program = torch.onnx.export(program or module, tuple(draw(9)), verbose=False, **options)
     program.save(folder / "program.onnx")
     session = onnxruntime.InferenceSession(folder / "program.onnx")
     for n in (9, 40) if free else (9,):

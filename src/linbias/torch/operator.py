@@ -142,7 +142,7 @@ class Operators:
             mutates_args=(),
             schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)}) -> {returns(Gradients)}",
         )
-        self.forward.register_fake(lambda *arguments: self._empty_results(Inputs(*arguments)))
+        self.forward.register_fake(lambda *arguments: self.empty_results(Inputs(*arguments)))
         self.backward.register_fake(
             lambda *arguments: self.empty_gradients(Inputs(*arguments[-len(Inputs._fields) :]))
         )
@@ -186,7 +186,7 @@ class Operators:
         return _as_dtype(results.out, inputs.q.dtype), self.lse_of(results) if with_lse else None
 
     def run_forward(self, inputs: Inputs) -> Results:
-        results = self._empty_results(inputs)
+        results = self.empty_results(inputs)
         self._fill(inputs, results)
         return results
 
@@ -223,7 +223,7 @@ class Operators:
             left.new_empty((*q.shape[:2], num_queries)) if places else None,
         )
 
-    def _empty_results(self, inputs: Inputs) -> Results:
+    def empty_results(self, inputs: Inputs) -> Results:
         q, k, v, left = inputs[:4]
         B, H, T, _ = q.shape
         # One more than there are: a size that may be 1 would tie an exported program to short sequences.

@@ -60,7 +60,7 @@ class PointOperators:
             schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum, Tensor visited, "
             f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         )
-        self.forward.register_fake(lambda *arguments: self._empty_results(PointInputs(*arguments)))
+        self.forward.register_fake(lambda *arguments: self.empty_results(PointInputs(*arguments)))
         self._backward.register_fake(_empty_gradients)
         self.forward.register_autograd(self._differentiate, setup_context=_save)
         self._backward.register_autograd(self._refuse)
@@ -71,11 +71,11 @@ class PointOperators:
         return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
 
     def run(self, inputs: PointInputs) -> Results:
-        results = self._empty_results(inputs)
+        results = self.empty_results(inputs)
         self._fill(inputs, results)
         return results
 
-    def _empty_results(self, inputs: PointInputs) -> Results:
+    def empty_results(self, inputs: PointInputs) -> Results:
         (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
         rows = slopes.new_zeros(B, H, N)
         visited = torch.zeros(B, H, self._num_tiles(inputs), dtype=torch.int32)

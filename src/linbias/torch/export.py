@@ -1,0 +1,58 @@
+"""Exported programs in PyTorch's operators alone, for what knows no others, as ONNX does."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from linbias.torch import blocked, cpu, dense, points_blocked, points_cpu, points_dense, triton
+from linbias.torch.geometry import PointInputs
+from linbias.torch.operator import Inputs, Operators
+from linbias.torch.points_operator import PointOperators
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What our operators in a program of `torch.export` are in PyTorch's own: attention as implementation="dense" computes it.
+
+    `torch.export.export` keeps a call of `attention` or `attention_points` as one operator, for which
+    `torch.onnx.export(program)` and other translators have no function. Memory is length x length afterwards. That of
+    `attention_varlen` has no decomposition, since only the values of its offsets tell its sequences.
+
+    Returns:
+        A table for `torch.export.ExportedProgram.run_decompositions`.
+
+    Example:
+        >>> from linbias.torch import attention
+        >>> class Layer(torch.nn.Module):
+        ...     def forward(self, q, k, v):
+        ...         return attention(q, k, v)
+        >>> program = torch.export.export(Layer(), tuple(torch.ones(3, 1, 2, 9, 8)))
+        >>> program = program.run_decompositions(decompositions())
+        >>> any("linbias" in str(node.target) for node in program.graph.nodes)
+        False
+    """
+    near_to_far = (triton.operators, cpu.operators, blocked.operators)
+    of_points = (points_cpu.operators, points_blocked.operators)
+    return {
+        **{each.forward._opoverload: partial(_attention, each) for each in near_to_far},
+        **{each.forward._opoverload: partial(_attention_points, each) for each in of_points},
+    }
+
+
+def _attention(operators: Operators, *arguments: Any) -> Any:
+    inputs = Inputs(*arguments)
+    out, lse = dense.attention(inputs)
+    assert lse is not None, "dense always gives it"
+    results = operators.empty_results(inputs)
+    return results._replace(
+        out=out.to(results.out.dtype),
+        row_max=lse / operators.unit,
+        log_sum=torch.zeros_like(lse),
+    )
+
+
+def _attention_points(operators: PointOperators, *arguments: Any) -> Any:
+    inputs = PointInputs(*arguments)
+    out, lse = points_dense.attention(inputs)
+    return operators.empty_results(inputs)._replace(out=out.to(lse.dtype), row_max=lse)
