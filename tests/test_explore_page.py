@@ -341,8 +341,7 @@ def test_the_page_is_one_small_file():
 
 # In a notebook
 
-MODEL = """({ data, style, state }) => {
-  const values = { data, style, state };
+MODEL = """(values) => {
   const listeners = [];
   return globalThis.model = {
     saved: {}, // what Python would know
@@ -354,18 +353,32 @@ MODEL = """({ data, style, state }) => {
 }"""
 
 
-def test_the_widget_draws_itself_and_shares_its_state(chromium):
+@pytest.fixture
+def open_widget(chromium):
+    """Draw the widget in a page that is no notebook."""
     pytest.importorskip("anywidget")
-    widget = explore.widget(state="view=how&head=1")
     page = chromium.new_page()
-    page.add_script_tag(
-        content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
-    )
-    page.wait_for_function("() => globalThis.widget")
-    page.evaluate(MODEL, {"data": widget.data, "style": widget.style, "state": widget.state})
-    page.evaluate(
-        "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
-    )
+    page.set_default_timeout(5000)
+
+    def opened(state):
+        widget = explore.widget(state=state)
+        page.add_script_tag(
+            content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
+        )
+        page.wait_for_function("() => globalThis.widget")
+        names = ("data", "stylesheet", "state")
+        page.evaluate(MODEL, {name: getattr(widget, name) for name in names})
+        page.evaluate(
+            "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
+        )
+        return page
+
+    yield opened
+    page.close()
+
+
+def test_the_widget_draws_itself_and_shares_its_state(open_widget):
+    page = open_widget("view=how&head=1")
     shown = Explorer(page)
     heads = [chapters_table(table) for table in HEADS.split("\n\n")]
     assert shown.table("Weights as a table") == heads[1]
@@ -375,7 +388,11 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     page.evaluate("model.set('state', 'view=how&row=0')")
     assert shown.table("Weights as a table") == heads[0]
     assert shown.title().startswith("What \u201cThe\u201d looks at")
-    # Keys stay in the widget: JupyterLab listens before it and heeds an attribute, other notebooks listen after it.
+
+
+def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
+    page = open_widget("view=how")
+    # JupyterLab listens before the widget and heeds an attribute, other notebooks listen after it.
     page.evaluate("""() => {
       globalThis.heard = [];
       const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
@@ -384,11 +401,32 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     }""")
     page.get_by_role("slider", name="Slope").press("a")
     page.get_by_role("textbox", name="Slope, exact").press("x")
-    assert page.evaluate("heard") == []
+    Explorer(page).fold(MORE)
+    clicked = (
+        "h2",
+        ".step-says",
+        ".heat-columns .heat-name",
+        ".heat-row .heat-name",
+        ".how-slopes",
+    )
+    reset = "button:has-text('Back to the schedule')"  # disabled by the first click
+    for place in (*clicked, reset, reset):
+        page.locator(place).first.click(force=True)
+        page.wait_for_timeout(50)  # until the browser takes the focus from what was disabled
+        page.keyboard.press("x")
+        assert page.evaluate("heard") == [], place
+    page.get_by_role("tab", name="Why").click()
+    for place in ("h1", ".lede", ".ink-word", ".ink-says"):
+        page.locator(place).first.click()
+        page.keyboard.press("x")
+        assert page.evaluate("heard") == [], place
+    # What cannot be used by keys has no frame.
+    assert (
+        page.locator(".explore").evaluate("root => getComputedStyle(root).outlineStyle") == "none"
+    )
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("b")
     assert page.evaluate("heard") == ["b", "b"]
-    page.close()
 
 
 def test_a_page_that_cannot_run_the_widget_has_a_picture_of_it():
