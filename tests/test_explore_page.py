@@ -447,6 +447,12 @@ def test_a_missing_anywidget_is_named(monkeypatch):
         explore.widget()
 
 
+def test_a_call_of_the_module_says_what_to_call():
+    message = "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        linbias.explore()
+
+
 # The command
 
 
