@@ -80,6 +80,21 @@ def test_paper_keeps_the_colours_that_are_data(open_state):
     page.page.emulate_media(media="screen")
 
 
+def test_the_legend_says_where_colours_end_before_the_numbers(open_state):
+    page = open_state()
+    ends = page.page.locator(".legend span:first-child")
+    most = abs(linbias.explain(*explore.vectors(WORDS[:5], 2)).scaled[0]).max()
+    end = f"\u2212{most:.2f}"
+    # Four steps at slope 1/2 take more off than the largest score, and at slope 1/4 less.
+    assert ends.all_inner_texts() == [end, f"\u2264 {end}", "0"]
+    page.choose_head(1)
+    assert "\u2264" not in "".join(ends.all_inner_texts())
+    page.choose_head(0)
+    page.choose("Sides", "causal")  # what is hidden has no colour
+    page.page.get_by_role("slider", name="Slope").press("Home")
+    assert "\u2264" not in "".join(ends.all_inner_texts())
+
+
 def test_what_is_being_typed_stays_as_it_is_typed(open_state):
     page = open_state()
     field = page.page.get_by_role("textbox", name="Slope, exact")
