@@ -27,7 +27,7 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
     page.choose_head(1)
     assert slider.get_attribute("aria-valuetext") == "0.25"
     page.fold(MORE)
-    page.page.get_by_role("button", name="Back to the schedule").click()
+    page.page.get_by_role("button", name="Reset slopes").click()
     assert [row[1] for row in page.table("Slopes")] == ["0.5", "0.25"]
 
 
@@ -424,7 +424,7 @@ def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
         ".heat-row .heat-name",
         ".how-slopes",
     )
-    reset = "button:has-text('Back to the schedule')"  # disabled by the first click
+    reset = "button:has-text('Reset slopes')"  # disabled by the first click
     for place in (*clicked, reset, reset):
         page.locator(place).first.click(force=True)
         page.wait_for_timeout(50)  # until the browser takes the focus from what was disabled
