@@ -502,6 +502,9 @@ def test_the_methods_of_a_run_stand_side_by_side(visit, run_file, shown_run):
         came = 2 ** -one["bits"][11]
         assert column.locator(".came").inner_text().split()[0].split("\u2069")[0] == "\u2068;"
         assert column.locator(".came").inner_text().split()[-1] == f"{100 * came:.1f}%"
+        mark = column.locator(".token-mark + [data-token]")
+        expected = ("24", "no rows past 24") if one is learned else ("25", "trained up to here")
+        assert (mark.get_attribute("data-token"), column.locator(".token-mark").inner_text()) == expected  # fmt: skip
         # The darkest token is the dearest.
         shares = column.locator(".token").evaluate_all("tokens => tokens.map((token) => token.style.getPropertyValue('--share'))")  # fmt: skip
         expected = [f"{min(100, round(100 * (bits or 0) / 8))}%" for bits in one["bits"]]
@@ -600,6 +603,7 @@ def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_pat
         nll = GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
     total = panel.locator(".loss-total").inner_text()
     assert float(total.split()[0]) == pytest.approx(float(nll) / np.log(2), abs=1e-3)
+    assert panel.locator(".token-mark").count() == 0  # nobody knows how long its training texts were
 
 
 def test_a_text_is_shown_as_text(visit, model_file):

@@ -27,7 +27,7 @@ def test_the_slider_overrides_the_slope_of_one_head(open_state):
     page.choose_head(1)
     assert slider.get_attribute("aria-valuetext") == "0.25"
     page.fold(MORE)
-    page.page.get_by_role("button", name="Back to the schedule").click()
+    page.page.get_by_role("button", name="Reset slopes").click()
     assert [row[1] for row in page.table("Slopes")] == ["0.5", "0.25"]
 
 
@@ -78,6 +78,21 @@ def test_paper_keeps_the_colours_that_are_data(open_state):
         )
         assert style == "exact", mark
     page.page.emulate_media(media="screen")
+
+
+def test_the_legend_says_where_colours_end_before_the_numbers(open_state):
+    page = open_state()
+    ends = page.page.locator(".legend span:first-child")
+    most = abs(linbias.explain(*explore.vectors(WORDS[:5], 2)).scaled[0]).max()
+    end = f"\u2212{most:.2f}"
+    # Four steps at slope 1/2 take more off than the largest score, and at slope 1/4 less.
+    assert ends.all_inner_texts() == [end, f"\u2264 {end}", "0"]
+    page.choose_head(1)
+    assert "\u2264" not in "".join(ends.all_inner_texts())
+    page.choose_head(0)
+    page.choose("Sides", "causal")  # what is hidden has no colour
+    page.page.get_by_role("slider", name="Slope").press("Home")
+    assert "\u2264" not in "".join(ends.all_inner_texts())
 
 
 def test_what_is_being_typed_stays_as_it_is_typed(open_state):
@@ -341,8 +356,7 @@ def test_the_page_is_one_small_file():
 
 # In a notebook
 
-MODEL = """({ data, style, state }) => {
-  const values = { data, style, state };
+MODEL = """(values) => {
   const listeners = [];
   return globalThis.model = {
     saved: {}, // what Python would know
@@ -354,18 +368,32 @@ MODEL = """({ data, style, state }) => {
 }"""
 
 
-def test_the_widget_draws_itself_and_shares_its_state(chromium):
+@pytest.fixture
+def open_widget(chromium):
+    """Draw the widget in a page that is no notebook."""
     pytest.importorskip("anywidget")
-    widget = explore.widget(state="view=how&head=1")
     page = chromium.new_page()
-    page.add_script_tag(
-        content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
-    )
-    page.wait_for_function("() => globalThis.widget")
-    page.evaluate(MODEL, {"data": widget.data, "style": widget.style, "state": widget.state})
-    page.evaluate(
-        "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
-    )
+    page.set_default_timeout(5000)
+
+    def opened(state):
+        widget = explore.widget(state=state)
+        page.add_script_tag(
+            content=widget._esm.replace("export default", "globalThis.widget ="), type="module"
+        )
+        page.wait_for_function("() => globalThis.widget")
+        names = ("data", "stylesheet", "state")
+        page.evaluate(MODEL, {name: getattr(widget, name) for name in names})
+        page.evaluate(
+            "const el = document.createElement('div'); document.body.append(el); widget.render({ model, el })"
+        )
+        return page
+
+    yield opened
+    page.close()
+
+
+def test_the_widget_draws_itself_and_shares_its_state(open_widget):
+    page = open_widget("view=how&head=1")
     shown = Explorer(page)
     heads = [chapters_table(table) for table in HEADS.split("\n\n")]
     assert shown.table("Weights as a table") == heads[1]
@@ -375,7 +403,11 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     page.evaluate("model.set('state', 'view=how&row=0')")
     assert shown.table("Weights as a table") == heads[0]
     assert shown.title().startswith("What \u201cThe\u201d looks at")
-    # Keys stay in the widget: JupyterLab listens before it and heeds an attribute, other notebooks listen after it.
+
+
+def test_keys_stay_in_the_widget_wherever_it_was_clicked(open_widget):
+    page = open_widget("view=how")
+    # JupyterLab listens before the widget and heeds an attribute, other notebooks listen after it.
     page.evaluate("""() => {
       globalThis.heard = [];
       const hear = ({ key, target }) => target.closest("[data-lm-suppress-shortcuts]") || heard.push(key);
@@ -384,11 +416,32 @@ def test_the_widget_draws_itself_and_shares_its_state(chromium):
     }""")
     page.get_by_role("slider", name="Slope").press("a")
     page.get_by_role("textbox", name="Slope, exact").press("x")
-    assert page.evaluate("heard") == []
+    Explorer(page).fold(MORE)
+    clicked = (
+        "h2",
+        ".step-says",
+        ".heat-columns .heat-name",
+        ".heat-row .heat-name",
+        ".how-slopes",
+    )
+    reset = "button:has-text('Reset slopes')"  # disabled by the first click
+    for place in (*clicked, reset, reset):
+        page.locator(place).first.click(force=True)
+        page.wait_for_timeout(50)  # until the browser takes the focus from what was disabled
+        page.keyboard.press("x")
+        assert page.evaluate("heard") == [], place
+    page.get_by_role("tab", name="Why").click()
+    for place in ("h1", ".lede", ".ink-word", ".ink-says"):
+        page.locator(place).first.click()
+        page.keyboard.press("x")
+        assert page.evaluate("heard") == [], place
+    # What cannot be used by keys has no frame.
+    assert (
+        page.locator(".explore").evaluate("root => getComputedStyle(root).outlineStyle") == "none"
+    )
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("b")
     assert page.evaluate("heard") == ["b", "b"]
-    page.close()
 
 
 def test_a_page_that_cannot_run_the_widget_has_a_picture_of_it():
@@ -407,6 +460,12 @@ def test_a_missing_anywidget_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "linbias.explore.notebook", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'linbias\[notebook\]'"):
         explore.widget()
+
+
+def test_a_call_of_the_module_says_what_to_call():
+    message = "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        linbias.explore()
 
 
 # The command

@@ -168,7 +168,7 @@ def test_every_control_of_near_to_far(visit, explorer_file):
     assert_shows(panel, 512, 300, [left[0], 0.75, *left[2:]], 2.0**-20, 32, causal=False)
     panel.get_by_label("Slope of the head, exact").fill("0")
     assert "no key is too far to matter" in panel.locator(".story").inner_text()
-    panel.get_by_role("button", name="Slope of the schedule").click()
+    panel.get_by_role("button", name="Reset slope").click()
     panel.get_by_label("Tolerance, exact").fill("0")
     assert "nothing may be left out" in panel.locator(".story").inner_text()
     assert_shows(panel, 512, 300, left, 0.0, 32, causal=False)
@@ -403,7 +403,7 @@ def test_a_link_shows_what_its_sender_saw(visit, explorer_file):
     expected = (512, 300, [left[0], 0.75, *left[2:]], 2.0**-12, 32, False)
     assert_shows(panel, *expected)
     panel.get_by_role("radio", name="32").check()  # nothing new, and the address stays
-    panel.get_by_role("button", name="Slope of the schedule").click()
+    panel.get_by_role("button", name="Reset slope").click()
     page.wait_for_url(lambda address: "slope" not in address)
     assert set(page.evaluate("location.hash.slice(1)").split("&")) == set(link.split("&")[:-1])
 

@@ -93,15 +93,16 @@ def lab(tmp_path_factory):
 
 @pytest.fixture
 def run_first_cell(chromium, lab):
-    """Open a notebook of these cells, and run the first one."""
+    """Open a notebook of these cells, run the first one, and fail if anything was thrown."""
     address, folder = lab
-    pages = []
+    pages, thrown = [], []
 
     def run(sources):
         name = f"{len(list(folder.iterdir()))}.ipynb"
         write_notebook(folder / name, sources)
         pages.append(browser.open_tab(chromium, viewport={"width": 1280, "height": 1400}))
         pages[-1].set_default_timeout(60_000)
+        pages[-1].on("pageerror", lambda error: thrown.append(error.stack))
         pages[-1].goto(f"{address}/lab/tree/{name}?reset")
         pages[-1].get_by_text("| Idle").wait_for()  # the kernel
         pages[-1].locator(".jp-CodeCell .cm-content").first.click()
@@ -111,6 +112,7 @@ def run_first_cell(chromium, lab):
     yield run
     for page in pages:
         page.context.close()
+    assert thrown == []
 
 
 def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
@@ -123,6 +125,10 @@ def test_what_is_typed_in_the_widget_is_no_shortcut(run_first_cell):
     notebook.get_by_role("grid").first.get_by_role("row").nth(2).click()
     notebook.keyboard.type("addx")
     assert cells.count() == len(CELLS)
+    for words in ("h2", ".step-says", ".heat-columns .heat-name"):
+        notebook.locator(f".explore {words}").first.click()
+        notebook.keyboard.type("addx")
+        assert cells.count() == len(CELLS), words
     shown.fold("More to change: words, sides, slopes, heads")
     text = notebook.get_by_role("textbox", name="Text")
     text.click()

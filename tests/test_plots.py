@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import TightLayoutEngine
 from numpy.testing import assert_allclose
 
 import linbias
@@ -47,6 +48,28 @@ def test_bias_is_that_of_the_definition_on_one_scale_of_colours():
         assert panel.collections[0].norm.vmin == expected[np.isfinite(expected)].min()
     titles = [panel.get_title() for panel in figure.axes[:2]]
     assert titles == ["head 0, slope 1/2", "head 1, slope 1/4 to the right"]
+
+
+def test_the_bias_of_a_flat_head_can_be_seen_beside_a_steep_one():
+    figure = plots.bias(linbias.slopes(8), 24, heads=[0, 2, 4, 7])
+    *panels, bar = figure.axes
+    (mesh,) = panels[-1].collections
+    assert max(mesh.cmap(mesh.norm(cells(panels[-1]).min()))[:3]) < 0.95
+    figure.draw_without_rendering()
+    ticks = dict(
+        zip(bar.get_yticks(), (tick.get_text() for tick in bar.get_yticklabels()), strict=True)
+    )
+    boxes = [tick.get_window_extent() for tick in bar.get_yticklabels()]
+    assert sorted(ticks) == [-10, -1, -0.1, 0]
+    assert [float(text.replace("\N{MINUS SIGN}", "-")) for text in ticks.values()] == list(ticks)
+    assert not any(a.overlaps(b) for a in boxes for b in boxes if a is not b)
+
+
+def test_without_a_bias_all_is_white():
+    figure = plots.bias([0.0], 4)
+    (mesh,) = figure.axes[0].collections
+    assert to_hex(mesh.cmap(mesh.norm(0.0))) == "#ffffff"
+    figure.draw_without_rendering()
 
 
 def test_weights_and_bias_have_their_colours_and_legible_numbers():
@@ -156,6 +179,25 @@ def test_all_draw_into_axes_of_ones_own(folder):
     assert all(one is figure for one in drawn)
     assert all(panel.has_data() for panel in axes)
     assert axes[0].get_title() == "head 1, slope 1/4"
+
+
+@pytest.mark.parametrize("size", [(6.4, 4.8), (4.0, 3.0)])
+def test_nothing_is_cut_in_axes_of_ones_own(folder, size):
+    q = np.ones((4, 8, 2))
+    drawers = (
+        lambda ax: plots.loss_by_length(folder, ax=ax),
+        lambda ax: plots.reach(q, q, ax=ax),
+        lambda ax: plots.bias([0.5], 4, tokens=["a long word"] * 4, ax=ax),
+    )
+    for draw in drawers:
+        figure = Figure(figsize=size)
+        draw(figure.subplots())
+        figure.draw_without_rendering()
+        (left, bottom), (right, top) = figure.get_tightbbox().get_points()
+        assert left >= 0 and bottom >= 0 and right <= size[0] and top <= size[1]
+    own = Figure(layout="tight")
+    assert plots.weights(np.eye(4), ax=own.subplots()) is own
+    assert isinstance(own.get_layout_engine(), TightLayoutEngine)
 
 
 ONES = np.ones((1, 3, 2))

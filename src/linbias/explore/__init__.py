@@ -17,10 +17,12 @@ Its files, each with one task:
 import base64
 import hashlib
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from linbias import _extras
 from linbias.explore import data
@@ -151,3 +153,13 @@ def _data(
 
 def _read(name: str) -> str:
     return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+class _Module(ModuleType):
+    def __call__(self, *args: object, **options: object) -> NoReturn:
+        raise TypeError(
+            "linbias.explore is a module: call linbias.explore.widget() in a notebook, or linbias.explore.page() for HTML"
+        )
+
+
+sys.modules[__name__].__class__ = _Module

@@ -67,6 +67,14 @@ def figure_of(ax: Axes) -> Figure:
     return figure
 
 
+def laid_out(ax: Axes) -> Figure:
+    """The figure of a user's axes, in Matplotlib's constrained layout where it has none: names beside the axes get room."""
+    figure = figure_of(ax)
+    if ax.get_subplotspec() is not None and figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    return figure
+
+
 def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
     """Write a token at each tick of an axis, as text and never as mathematics."""
     place = ax.set_xticks if axis == "x" else ax.set_yticks

@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
+from linbias.plots.figure import STYLE, PaperFigure, inches, laid_out
 
 if TYPE_CHECKING:
     from linbias.lm.records import EvaluationRecord
@@ -62,7 +62,7 @@ def loss_by_length(
                 f"plots.loss_by_length: ax takes one training length, got {lengths}: choose with train_length"
             )
         figures.draw_loss_by_length(ax, records, lengths[0], figures.COLUMN)
-        return figure_of(ax)
+        return laid_out(ax)
     across = inches("plots.loss_by_length", width)
     columns = min(len(lengths), max(1, int(across / 2.6)))
     rows = -(-len(lengths) // columns)

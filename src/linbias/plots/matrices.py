@@ -9,7 +9,7 @@ import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
-from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.colors import Colormap, FuncNorm, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -18,7 +18,7 @@ from linbias import _checks
 from linbias.definition import Float64
 from linbias.explain import Explanation, printable
 from linbias.methods import BIAS, WEIGHTS
-from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, write_tokens
+from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, laid_out, write_tokens
 from linbias.schedules import in_words
 
 # From no weight to all of it, and from the lowest bias to 0: dark is much, in grey prints too.
@@ -46,7 +46,7 @@ def bias(
 ) -> Figure:
     """Draw what the bias adds to the scores: a matrix [T, S] for each head, hidden keys hatched.
 
-    All panels share one scale of colours, so that steep heads and flat ones can be compared.
+    All panels share one scale of colours, by the cube root of the bias: flat heads can be seen beside steep ones.
 
     Args:
         slopes: [H], as for `linbias.bias`.
@@ -57,7 +57,8 @@ def bias(
         heads: Only these, counted from 0.
         tokens: S names for the keys; written where there is room.
         width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw one head (choose it with heads) into these axes, in your own settings.
+        ax: Draw one head (choose it with heads) into these axes, in your own settings; a figure without a layout engine
+            gets the constrained one.
 
     Returns:
         The figure.
@@ -84,7 +85,8 @@ def bias(
         f"head {h}, {in_words(*pair)}" for h, pair in enumerate(zip(slopes, to_right, strict=True))
     ]
     finite = values[np.isfinite(values)]
-    scale = Normalize(min(float(finite.min(initial=0.0)), -1e-9), 0.0)
+    lowest = float(finite.min(initial=0.0)) or -1.0
+    scale = FuncNorm((np.cbrt, lambda root: root**3), lowest, 0.0)
     matrices = _Matrices(values, titles, tokens, values.shape[2] - T, "bias", scale, _BIAS)
     return _draw("plots.bias", matrices, heads, width, ax)
 
@@ -177,7 +179,7 @@ def _draw(
             )
         cell = ax.get_position().width * figure_of(ax).get_size_inches()[0] / S
         _panel(ax, matrices, chosen[0], cell)
-        return figure_of(ax)
+        return laid_out(ax)
     across = inches(function, width)
     columns = min(len(chosen), max(1, int(across / 1.6)))
     rows = math.ceil(len(chosen) / columns)
@@ -195,6 +197,10 @@ def _draw(
         bar = figure.colorbar(
             image, ax=panels, label=matrices.quantity, aspect=14 * rows, pad=0.02
         )
+        if isinstance(matrices.scale, FuncNorm):  # whose own ticks would crowd at the lowest bias
+            first = math.floor(math.log10(-matrices.scale.vmin))
+            bar.set_ticks([0.0, *(-(10.0**power) for power in range(first - 2, first + 1))])
+            bar.formatter.set_useOffset(False)
         bar.outline.set_visible(False)
         if tokens is None:
             figure.supxlabel("key", fontsize=7)

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 from linbias import _checks, near_to_far
 from linbias.definition import Array, Float64, attention_weights, distances
 from linbias.methods import WEIGHTS
-from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches
+from linbias.plots.figure import STYLE, PaperFigure, inches, laid_out
 from linbias.schedules import in_words
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -80,7 +80,7 @@ def reach(
     names = [f"head {h}, {in_words(slope)}" for h, slope in enumerate(slopes)]
     if ax is not None:
         _draw(ax, holding, read, shares, names, k.shape[1])
-        return figure_of(ax)
+        return laid_out(ax)
     with rc_context(STYLE):
         size = (inches("plots.reach", width), 0.9 + 0.16 * len(q))
         figure = PaperFigure(figsize=size, layout="constrained")

@@ -23,7 +23,7 @@ export function howControls({ example, change }) {
   const reset = element(
     "button",
     { type: "button", on: { click: () => change(() => ({ left: {}, right: {} })) } },
-    "Back to the schedule\u2019s slopes",
+    "Reset slopes",
   );
   const variant = choice({
     label: "Sides",

@@ -1,4 +1,5 @@
-// What the colours of a matrix mean: grey below zero, the accent above. Values run evenly from end to end.
+// What the colours of a matrix mean: grey below zero, the accent above. Values run evenly from end to end; where some lie
+// below the lowest colour, the legend says so.
 
 import { element, setText } from "./dom.js";
 
@@ -8,8 +9,9 @@ export function scaleLegend() {
   const positive = element("i", { class: "positive" });
   return {
     element: element("span", { class: "legend", "aria-hidden": "true" }, low, negative, middle, positive, high),
-    update({ low: least, high: most, power, text }) {
-      setText(low, least < 0 ? text(least) : "0");
+    update({ low: least, high: most, power, text, values, hidden }) {
+      const beyond = values.some((value, i) => value < least && !hidden?.[i]);
+      setText(low, least < 0 ? `${beyond ? "\u2264 " : ""}${text(least)}` : "0");
       setText(high, most > 0 ? text(most) : "0");
       setText(middle, least < 0 && most > 0 ? "0" : "");
       negative.hidden = middle.hidden = least === 0;

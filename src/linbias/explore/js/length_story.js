@@ -101,10 +101,11 @@ export function lengthStory({ group, methods, onInput }) {
       svgElement("text", { x: x(group.train_length) + 6, y: top + 14 }, "training length"),
       svgElement("g", { class: "to-come" }, lines.map(drawn)),
       svgElement("g", { "clip-path": `url(#${clip})` }, lines.map(drawn)),
-      ...lines.filter(({ limit }) => limit !== null).map((line) => ending(line, paint(line))),
+      ...lines.filter(({ limit }) => limit !== null).map((line) => svgElement("path", { class: "ending", style: paint(line), d: ending(line) })),
       svgElement("line", { class: "cursor" }),
       svgElement("g", { class: "tips" }, lines.map((line) => tip(line, paint(line)))),
     );
+    nameLines();
     ticks.replaceChildren(
       ...ticksWithRoom(lengths, x, 40).map((one) => element("span", { style: { left: `${x(one)}px` } }, grouped(one))),
     );
@@ -113,21 +114,28 @@ export function lengthStory({ group, methods, onInput }) {
     move();
   }
 
+  const endOf = ({ points }) => points.findLast(({ y }) => y !== null);
+
   // Where a table of positions has no more rows, its line leaves the chart through the top.
-  function ending({ limit, label, points }, style) {
-    const { x, y, top } = plot;
-    const end = points.findLast((point) => point.y !== null);
-    const left = x(end.x);
-    return svgElement(
-      "g",
-      { class: "ending", style },
-      svgElement("path", { d: `M${left} ${y(end.y)}V${top - 12}` }),
-      svgElement("text", { x: left + 8, y: top - 6 }, `${label}: its table ends here, at ${grouped(limit)}`),
-    );
+  function ending(line) {
+    const end = endOf(line);
+    return `M${plot.x(end.x)} ${plot.y(end.y)}V${plot.top - 12}`;
   }
 
   function tip({ main }, style) {
     return svgElement("g", { class: main ? "tip main" : "tip", style }, svgElement("circle", { r: main ? 5 : 4 }), svgElement("text", { dy: "0.34em" }));
+  }
+
+  // A name stands where its line will end, so that none is in the way while all lines are still close together.
+  function nameLines() {
+    const { x, y, top, bottom, right } = plot;
+    const wanted = lines.filter(({ limit }) => limit === null).map((line) => y(endOf(line).y));
+    const placed = spread(wanted, wanted.map(() => LINE_HEIGHT), top - LINE_HEIGHT / 2, bottom + LINE_HEIGHT / 2);
+    drawing.querySelectorAll(".tip text").forEach((text, i) => {
+      const ended = lines[i].limit !== null;
+      text.setAttribute("x", ended ? x(endOf(lines[i]).x) + 8 : right + 11);
+      text.setAttribute("y", ended ? top - 10 : placed.shift());
+    });
   }
 
   function move() {
@@ -143,18 +151,13 @@ export function lengthStory({ group, methods, onInput }) {
     const cursor = drawing.querySelector(".cursor");
     for (const [key, to] of Object.entries({ x1: across, x2: across, y1: plot.top, y2: plot.bottom + STORY_MARGIN.bottom })) cursor.setAttribute(key, to);
     const ends = lines.map(({ points }) => upTo(points, length));
-    const going = lines.map(({ limit }) => limit === null || length <= limit);
-    const heights = ends.map((end) => plot.y(end?.y ?? 0));
-    const wanted = heights.filter((_, i) => going[i]);
-    const placed = spread(wanted, wanted.map(() => LINE_HEIGHT), plot.top - LINE_HEIGHT / 2, plot.bottom + LINE_HEIGHT / 2);
-    lines.forEach(({ label }, i) => {
+    lines.forEach(({ label, limit }, i) => {
       const [dot, text] = drawing.querySelectorAll(".tip")[i].children;
       const end = ends[i];
       dot.setAttribute("cx", plot.x(end?.x ?? shortest));
-      dot.setAttribute("cy", heights[i]);
-      text.setAttribute("x", across + 11);
-      setText(text, end && going[i] ? `${label} ${end.last.y.toFixed(3)}` : "");
-      if (going[i]) text.setAttribute("y", placed.shift());
+      dot.setAttribute("cy", plot.y(end?.y ?? 0));
+      const ended = limit === null ? "" : `: its table ends here, at ${grouped(limit)}`;
+      setText(text, end ? `${label} ${end.last.y.toFixed(3)}${ended}` : "");
     });
   }
 

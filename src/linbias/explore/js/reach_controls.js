@@ -61,7 +61,7 @@ export function headSlopeControl(change) {
     marks: [0, 1 / 256, 1 / 16, 1].map((slope) => ({ value: slope, label: slopeFraction(slope) })),
     onInput: (slope) => change({ slope }),
   });
-  const reset = element("button", { type: "button", on: { click: () => change({ slope: null }) } }, "Slope of the schedule");
+  const reset = element("button", { type: "button", on: { click: () => change({ slope: null }) } }, "Reset slope");
   return {
     element: element("div", { class: "abreast" }, control.element, reset),
     update(slope, isOwn) {

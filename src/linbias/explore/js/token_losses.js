@@ -15,7 +15,7 @@ export function lossColumn({ data, reading, label, colour, onSelect }) {
     tokens,
     separator,
     label: `Token to be guessed, ${label}`,
-    marks: trainLength + 1 < T ? { [trainLength + 1]: "trained up to here" } : stops,
+    marks: losses.beyond === null ? stops : { [trainLength + 1]: "trained up to here" },
     onSelect: (token) => onSelect(Math.max(0, token - 1)),
   });
   text.ink(tokens.map((_, i) => (bits[i] == null ? null : Math.min(1, bits[i] / blind))));
