@@ -162,7 +162,9 @@ def load_corpus(
     texts = {split: _clip(text, max_bytes) for split, text in splits.texts.items()}
     if not all(texts.values()):
         total = sum(map(len, texts.values()))
-        raise ValueError(f"load_corpus: {name} must hold text for three splits, got {total} bytes")
+        raise ValueError(
+            f"load_corpus: name must hold text for three splits, got {total} bytes in {name}"
+        )
     digest, token_maker, ids = _tokenise(texts, tokenizer, vocab_size, cache_dir)
     return Corpus(
         name,

@@ -60,13 +60,13 @@ def _read(file: str | Path) -> Iterable[tuple[str, Document]]:
         content = sys.stdin.buffer.read() if str(file) == "-" else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"read_documents: file must be one that can be read, got {file} ({error.strerror})"
+            f"read_documents: files must exist and be readable, got {file} ({error.strerror})"
         ) from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"read_documents: {file} must be UTF-8 text, got another byte at {error.start}"
+            f"read_documents: files must be UTF-8 text, got another byte at {error.start} of {file}"
         ) from error
     if str(file) == "-" or Path(file).suffix == ".jsonl":
         return _lines(str(file), text)
