@@ -490,7 +490,7 @@ ERRORS = [
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (["train", "--steps", "1", "--tokens", "1"], "--steps, --tokens, --seconds, --epochs: must be given one at a time"),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
-    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "error: --corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
+    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "error: --corpus: files must be text files that are not hidden, got none in {tmp}/empty"),
     (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "error: --output: must be a folder to write in"),
     (["train", "--corpus", "{corpus}", "-o", "{model}"], "error: --output: must not be another run's"),
     (["extrapolate", "--methods", "rope"], "--methods: must be among alibi"),
