@@ -132,7 +132,7 @@ def test_slopes_prints_every_head_and_its_reach():
     assert rows[8] == ["8", "0.707107", "-0.5", "-7.071", "0.00085", "1.414", "ultra-local"]
     found = json.loads(run("slopes", 6, "--schedule", "geometric", "--json").stdout)
     assert found["slopes"] == linbias.slopes(6, "geometric").tolist()
-    assert "num_heads must be at least 1, got 0" in run("slopes", 0).stderr
+    assert "error: HEADS: must be at least 1, got 0" in run("slopes", 0).stderr
 
 
 def test_bias_prints_what_is_added_to_the_scores_of_a_head():
@@ -143,10 +143,13 @@ def test_bias_prints_what_is_added_to_the_scores_of_a_head():
     assert found["bias"][1] == [[0, None, None], [-0.25, 0, None], [-0.5, -0.25, 0]]
     both = json.loads(run("bias", 2, 3, "--symmetric", "--head", 0, "--json").stdout)
     assert both["bias"] == linbias.bias(linbias.slopes(2)[:1], 3, 3).tolist()
-    assert "head must be in [0, 2), got 2" in run("bias", 2, 3, "--head", 2).stderr
-    assert "length must be at least 1, got 0" in run("bias", 2, 0).stderr
+    assert "error: --head: must be in [0, 2), got 2" in run("bias", 2, 3, "--head", 2).stderr
+    assert "error: LENGTH: must be at least 1, got 0" in run("bias", 2, 0).stderr
     # Before a matrix is made, which would not fit into memory.
-    assert "length must be at most 64 to be printed, got 10000000" in run("bias", 2, 10**7).stderr
+    assert (
+        "error: LENGTH: must be at most 64 to be printed, got 10000000"
+        in run("bias", 2, 10**7).stderr
+    )
     assert "--causal: must stand without" in run("explain", "--causal", "--symmetric").stderr
 
 
@@ -287,7 +290,7 @@ def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corp
     (alone,) = json.loads(run(*words).stdout)
     shared = torchrun("--module", "linbias", *words)
     assert shared.returncode == 0, shared.stderr
-    assert shared.stderr.count("warning: read_text") == 1
+    assert shared.stderr.count("warning: --corpus: must be split") == 1
     (result,) = json.loads(shared.stdout)
     assert result["count_by_position"] == alone["count_by_position"]
     assert result["nll"] == pytest.approx(alone["nll"], rel=1e-14)
@@ -458,20 +461,21 @@ def test_doctor_names_each_step_before_it_takes_time():
 
 RUN = ["train", *TINY, "--length", "16", "--batch-size", "2", "--threads", "1"]  # as of `model`
 ERRORS = [
-    (["evaluate", "./absent"], "path must be a folder with a config.json, got './absent'"),
+    (["evaluate", "./absent"], "error: MODEL: must be a folder with a config.json, got './absent'"),
     (["evaluate", "{model}", "--length", "a"], "--length: must be whole numbers such as 128,256"),
-    (["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"], "length must be at least 1"),
-    (["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"], "train, valid, test, got 'no'"),
-    (["evaluate", "{model}", "--corpus", "/no/such"], "load_corpus: name must be"),
+    (["evaluate", "{model}", "--length", "0", "--corpus", "{corpus}", "--split", "test"], "error: --length: must be at least 1"),
+    (["evaluate", "{model}", "--split", "no", "--corpus", "{corpus}"], "error: --split: must be one of train, valid, test, got 'no'"),
+    (["evaluate", "{model}", "--corpus", "/no/such"], "error: --corpus: must be 'stdlib', a file, folder or glob"),
     (["evaluate", "{model}", "--slope-scale", "none,0"], "--slope-scale: must be none, interpolate or a positive number, got '0'"),
-    (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "train_length must be at least 1, got 0"),
-    (["evaluate", "{model}", "--device", "tpu"], "evaluate: device must be 'auto', 'cpu', or a GPU"),
-    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "int8"], "evaluate: precision must be one of ('fp32', 'bf16', 'fp16'), got 'int8'"),
-    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"], "evaluate: precision 'fp16' must have a GPU, got a CPU"),
+    (["evaluate", "{model}", "--slope-scale", "none", "--train-length", "0", "--corpus", "{corpus}", "--split", "test"], "error: --train-length: must be at least 1, got 0"),
+    (["evaluate", "{model}", "--device", "tpu"], "error: --device: must be 'auto', 'cpu', or a GPU"),
+    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "int8"], "error: --precision: must be one of ('fp32', 'bf16', 'fp16'), got 'int8'"),
+    (["evaluate", "{model}", "--corpus", "{corpus}", "--split", "test", "--precision", "fp16"], "error: --precision: 'fp16' must have a GPU, got a CPU"),
     (["evaluate", "{model}", "--corpus", "{tmp}/one"], "text must hold two tokens or more, got 1 in"),
-    (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "must be UTF-8 text, got a NUL at byte 1"),
-    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "embed: path must be a folder with a config.json, got './absent'"),
-    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "embed: folder must hold an encoder, got"),
+    (["evaluate", "{model}", "--corpus", "{tmp}/nul"], "error: --corpus: files must be UTF-8 text, got a NUL at byte 1"),
+    (["embed", "./absent", "{corpus}", "-o", "{tmp}/v.npy"], "error: MODEL: must be a folder with a config.json, got './absent'"),
+    (["embed", "{model}", "{corpus}", "-o", "{tmp}/v.npy"], "error: MODEL: must hold an encoder, got"),
+    (["embed", "{model}", "{tmp}/absent", "-o", "{tmp}/v.npy"], "error: FILES: must exist and be readable, got {tmp}/absent"),
     (["train", "--set", "width"], "--set: must be NAME=VALUE, got 'width'"),
     (["train", "--set", "heads=1"], "--set: must be made of LinbiasConfig's fields, got 'heads' (perhaps num_attention_heads or"),
     (["train", "--init", "{model}", "--tokenizer", "bpe"], "--tokenizer: must be left out with --init, whose tokenizer stays, got bpe"),
@@ -486,29 +490,30 @@ ERRORS = [
     (["train", "--position", "rope", "-o", "{tmp}/x"], "rope"),
     (["train", "--steps", "1", "--tokens", "1"], "--steps, --tokens, --seconds, --epochs: must be given one at a time"),
     (["train", "--steps", "0"], "--steps: must be at least 1, got 0"),
-    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "load_corpus: folder must hold text files that are not hidden, got none in {tmp}/empty"),
-    (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "output must be a folder to write in"),
-    (["train", "--corpus", "{corpus}", "-o", "{model}"], "output must not be another run's"),
+    (["train", "--corpus", "{tmp}/empty", "-o", "{tmp}/x"], "error: --corpus: files must be text files that are not hidden, got none in {tmp}/empty"),
+    (["train", "--corpus", "{corpus}", "-o", "{corpus}"], "error: --output: must be a folder to write in"),
+    (["train", "--corpus", "{corpus}", "-o", "{model}"], "error: --output: must not be another run's"),
     (["extrapolate", "--methods", "rope"], "--methods: must be among alibi"),
     (["extrapolate", "--batch-size", "0"], "--batch-size: must be at least 1, got 0"),
     (["extrapolate", "--test-lengths", "1,x"], "--test-lengths: must be whole numbers"),
-    (["generate", "{model}", "--prompt", ""], "prompt must not be empty"),
+    (["generate", "{model}", "--prompt", ""], "error: --prompt: must not be empty"),
     (["generate", "{model}", "--prompt", "a\udcff"], "got '\\udcff' at character 1"),
     (["generate", "{model}", "--prompt-file", "{tmp}/absent"], "--prompt-file: must be a file that can be read, got {tmp}/absent (No such file or directory)"),
     (["generate", "{model}", "--prompt-file", "{model}/model.safetensors"], "--prompt-file: must be UTF-8 text, got another byte at"),
     (["generate", "{model}", "-p", "a", "--prompt-file", "{corpus}"], "--prompt-file: must be left out with --prompt"),
     (["train", "--set", "return_dict=false"], "LinbiasConfig's fields, got 'return_dict'"),
     (["train", "--corpus", "{corpus}", "--set", "num_hidden_layers=1000000", "-o", "{tmp}/x"], "--set num_hidden_layers: must be at most 2048, got 1000000"),
-    (["generate", "{corpus}"], "path must be a folder with a config.json"),
-    (["explain", "{corpus}"], "arrays must be an .npz file of numbers, as numpy.savez writes it, got {corpus}\n"),
-    (["explain", "{tmp}/absent"], "arrays must be an .npz file, got {tmp}/absent (No such file or directory)"),
-    (["explain", "--query", "dog"], "query must be a number or token, got 'dog'"),
-    (["explain", "--query", "5"], "query must be in [-5, 5), got 5"),
-    (["explain", "--slope=-1"], "slope must be at least 0 and finite, got -1"),
-    (["explain", "--slope", "nan"], "slope must be at least 0 and finite, got nan"),
+    (["generate", "{model}", "--top-k=-1"], "error: --temperature, --top-k: must be at least 0, got 0.8, -1"),
+    (["generate", "{corpus}"], "error: MODEL: must be a folder with a config.json"),
+    (["explain", "{corpus}"], "error: ARRAYS: must be an .npz file of numbers, as numpy.savez writes it, got {corpus}\n"),
+    (["explain", "{tmp}/absent"], "error: ARRAYS: must be an .npz file, got {tmp}/absent (No such file or directory)"),
+    (["explain", "--query", "dog"], "error: --query: must be a number or token, got 'dog'"),
+    (["explain", "--query", "5"], "error: --query: must be in [-5, 5), got 5"),
+    (["explain", "--slope=-1"], "error: --slope: must be at least 0 and finite, got -1"),
+    (["explain", "--slope", "nan"], "error: --slope: must be at least 0 and finite, got nan"),
     (["explain", "--slope", "steep"], "--slope: must be numbers such as 0.5,0.25, got 'steep'"),
-    (["explain", "--slope", "1,2,3"], "slope must be one number or 2, one for each head, got 3"),
-    (["explain", "--head", "2"], "head must be in [0, 2), got 2"),
+    (["explain", "--slope", "1,2,3"], "error: --slope: must be one number or 2, one for each head, got 3"),
+    (["explain", "--head", "2"], "error: --head: must be in [0, 2), got 2"),
 ]  # fmt: skip
 
 
@@ -534,7 +539,7 @@ def test_a_warning_is_one_line_beside_the_result(model, corpus):
         file.write("other words")
     result = run("evaluate", model, "--corpus", corpus.parent, "--length", 16, "-q", "--json")
     (corpus.parent / "more.txt").unlink()
-    assert re.fullmatch(r"warning: read_text: corpus must be split .+\n", result.stderr)
+    assert re.fullmatch(r"warning: --corpus: must be split .+\n", result.stderr)
     assert len(json.loads(result.stdout)) == 1
 
 
@@ -553,7 +558,7 @@ def test_arrays_that_would_run_code_are_refused(tmp_path):
     np.savez(tmp_path / "arrays.npz", q=np.array([print], dtype=object))
     result = run("explain", tmp_path / "arrays.npz")
     assert result.exit_code == 2
-    assert "arrays must be an .npz file" in result.stderr
+    assert "ARRAYS: must be an .npz file" in result.stderr
 
 
 @pytest.mark.processes
@@ -561,7 +566,7 @@ def test_a_real_process_ends_with_one_line_and_no_traceback():
     process = start("evaluate", "./absent")
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (2, "")
-    assert stderr.startswith("error: evaluate: path must be a folder")
+    assert stderr.startswith("error: MODEL: must be a folder")
     assert stderr.count("\n") == 1
 
 

@@ -298,6 +298,16 @@ def test_a_window_may_say_causal():
     causal = flash_attn.flash_attn_func(q, k, v, causal=True)
     for window in ((-1, 0), (S, 0)):
         assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window), causal)
+    for window in ((S - 1, T - 1), (S - 1, -1), (-1, S), (S, S)):
+        wide = flash_attn.flash_attn_func(q, k, v, window_size=window)
+        assert torch.equal(wide, flash_attn.flash_attn_func(q, k, v))
+    for window in ((S - 1, 0), (S + 3, -1), (S - 1, 2)):
+        taken = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window)
+        assert torch.equal(taken, causal)
+    with pytest.raises(NotImplementedError, match="window_size must be"):
+        flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(S - 2, -1))
+    with pytest.raises(NotImplementedError, match="window_size must be"):
+        flash_attn.flash_attn_func(q, k, v, window_size=(-1, T - 2))
     wide = flash_attn.flash_attn_func(q, k, v, window_size=(S, S))
     assert torch.equal(wide, flash_attn.flash_attn_func(q, k, v))
     assert torch.equal(

@@ -180,15 +180,75 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
     whole = embed(encoder, DOCUMENTS, batch_tokens=32)
     assert np.array_equal(resumed.vectors, whole.vectors)
     assert np.array_equal(np.load(output), whole.vectors)
-    with pytest.raises(ValueError, match=r"embed: output must not exist, got .*v\.npy"):
+    with pytest.raises(
+        ValueError, match=r"output must not be another run's, got .*v\.npy \(batch"
+    ):
         embed(encoder, DOCUMENTS, output)
+
+
+@pytest.mark.parametrize("ending", ["npy", "jsonl", "parquet"])
+def test_a_finished_run_is_returned_as_it_is(
+    ending: str, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "far", "id": 7}\n{"text": "near, near", "id": 8}')
+    output = tmp_path / f"v.{ending}"
+    words = [encoder, tmp_path / "in.jsonl", "--max-length", 5, "-o", output]
+    first = run(*words)
+    assert first.exit_code == 0 and "finished before" not in first.stdout
+    made = embed(encoder, read_documents([tmp_path / "in.jsonl"]), max_length=5)
+    written = {path: path.read_bytes() for path in tmp_path.glob("v.*")}
+    monkeypatch.setattr(LinbiasBertModel, "forward", None)
+    again = run(*words)
+    assert again.exit_code == 0, again.output
+    assert again.stdout.startswith(first.stdout.partition("vectors in")[0])
+    assert "finished before: vectors in" in again.stdout
+    found = embed(encoder, read_documents([tmp_path / "in.jsonl"]), output, max_length=5)
+    assert np.array_equal(found.vectors, made.vectors) and found.ids == made.ids == (7, 8)
+    assert found.num_tokens == made.num_tokens == (3, 5) and found.num_shortened == 1
+    other = run(*words, "--pooling", "cls")
+    assert other.exit_code == 2
+    assert "(pooling is 'mean' there and 'cls' here)" in other.stderr
+    assert {path: path.read_bytes() for path in tmp_path.glob("v.*")} == written
+    output.write_bytes(b"something else")
+    assert "--output: must not exist, got" in run(*words).stderr
+
+
+def test_texts_need_no_ids(encoder: Path) -> None:
+    found = embed(encoder, ["near", Document("f", "far")])
+    named = embed(encoder, [Document(0, "near"), Document("f", "far")])
+    assert found.ids == (0, "f") and np.array_equal(found.vectors, named.vectors)
+    with pytest.raises(TypeError, match="documents must be texts or Documents, got a str alone"):
+        embed(encoder, "near")
+    with pytest.raises(TypeError, match=r"documents must be texts or Documents, got a tuple"):
+        embed(encoder, [("a", "near")])
+
+
+def test_a_folder_and_a_glob_are_read_as_corpora_are(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = tmp_path / "docs"
+    (docs / "more").mkdir(parents=True)
+    (docs / "b.txt").write_text("near")
+    (docs / "more" / "a.jsonl").write_text('{"text": "far", "id": 7}')
+    (docs / ".hidden").write_text("never")
+    monkeypatch.chdir(tmp_path)
+    assert [d.id for d in read_documents(["docs"])] == ["docs/b.txt", 7]
+    assert [d.id for d in read_documents(["docs/*.txt"])] == ["docs/b.txt"]
+    assert [d.id for d in read_documents(["docs/**/*.jsonl", "docs/b.txt"])] == [7, "docs/b.txt"]
+    assert run(encoder, "docs", "-o", "v.npy").exit_code == 0
+    assert np.load("v.npy").shape == (2, 32)
+    (tmp_path / "empty").mkdir()
+    refused = run(encoder, "empty", "-o", "w.npy")
+    assert (
+        "error: FILES: must be text files that are not hidden, got none in empty" in refused.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"  \n", r"text must not be empty, got none in .*a\.txt"),
-        ("a.txt", b"a\xff", r"a\.txt must be UTF-8 text, got another byte at 1"),
+        ("a.txt", b"a\xff", r"files must be UTF-8 text, got another byte at 1 of .*a\.txt"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ""}', r"got none in line 2 of .*a\.jsonl"),
         ("a.jsonl", b'{"id": 1}', r'line 1 of .*a\.jsonl must be an object with "text"'),
         ("a.jsonl", b'"text"', r'line 1 of .*a\.jsonl must be an object with "text"'),
@@ -197,7 +257,7 @@ def test_what_a_killed_run_left_is_continued_by_the_same_run_only(
         ("a.jsonl", b'{"text": "a", "id": true}', r'"id" must be a string or an integer, got True'),
         ("a.jsonl", b'{"text": "\\ud800"}', r"got half of a surrogate pair"),
         ("a.jsonl", b"", r"files must hold a document, got"),
-        ("b.txt", b"a", r"file must be one that can be read, got .*a\.txt \(No such file"),
+        ("b.txt", b"a", r"files must exist and be readable, got .*a\.txt \(No such file"),
     ],
 )  # fmt: skip
 def test_refused_documents(tmp_path: Path, name: str, content: bytes, message: str) -> None:

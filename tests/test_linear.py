@@ -599,8 +599,14 @@ def test_what_cannot_be_prepacked_stays_as_it_is(
     assert "forward" not in vars(prepack(layer)[0])
     caplog.set_level("INFO", "linbias")
     monkeypatch.setattr(linear, "_has_onednn", lambda: True)
-    prepack(nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40).half()))
-    assert caplog.messages == ["prepack: packed 1 of 2 large linear layers"]
+    prepack(nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40).half(), of_two))
+    said = "prepack: packed 1 of 3 large linear layers; not '1': this processor has no fast products of float16; "
+    assert caplog.messages == [said + "not '2': the weight is no plain parameter but a TwoTensor"]
+    monkeypatch.setattr(linear, "_types", lambda: (torch.float32,))
+    prepack(nn.Linear(48, 40).bfloat16())
+    assert caplog.messages[1].endswith(
+        "0 of 1 large linear layers; not '': this processor has no fast products of bfloat16"
+    )
     with pytest.raises(TypeError, match=r"prepack: model must be a torch\.nn\.Module, got str"):
         prepack("bloom")  # type: ignore[arg-type]
 

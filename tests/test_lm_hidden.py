@@ -426,9 +426,9 @@ def test_gaps_are_filled_with_what_the_model_writes(
 @pytest.mark.parametrize(
     ("task", "options", "said", "table", "refusal"),
     [
-        ("masked", "--position window --set window=4", "masked", "masked and scored", "model must be causal"),
+        ("masked", "--position window --set window=4", "masked", "masked and scored", "MODEL: must hold a causal model"),
         ("seq2seq", "--position directional --set position=rotary", "written", "spans and scored",
-         "prompt must hold <extra_id_0>"),
+         "--prompt: must hold <extra_id_0>"),
     ],
 )  # fmt: skip
 def test_the_command_line_trains_and_scores(

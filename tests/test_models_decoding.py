@@ -168,3 +168,9 @@ def test_paper_models_generate_greedily_what_they_find_most_likely() -> None:
     for row in made:
         for end in range(3, 7):
             assert model(row[None, :end]).logits[0, -1].argmax() == row[end]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_continuous_batching_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^LinbiasForCausalLM: generate_batch, .* is not built"):
+        build().generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=3)

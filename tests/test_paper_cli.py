@@ -67,7 +67,7 @@ def test_run_goes_from_texts_to_perplexity(whole_path: tuple[Path, dict]) -> Non
 def test_run_of_other_texts_is_refused(whole_path: tuple[Path, dict], texts: list[Path]) -> None:
     result = linbias("run", texts[0], texts[2], texts[1], "-o", whole_path[0], *SMALL)
     assert result.exit_code == 2
-    assert "run: output must not be another run's" in result.stderr
+    assert "error: --output: must not be another run's" in result.stderr
 
 
 @pytest.mark.parametrize("held", ["", "model"])
@@ -78,7 +78,7 @@ def test_run_in_a_folder_in_use_is_refused(
     with hold_run_folder(folder / held, "test"):
         result = linbias("run", *texts, "-o", folder, "--steps", 3, *SMALL, "-q")
     assert result.exit_code == 2
-    assert "output must be used by one run at a time" in result.stderr
+    assert "error: --output: must be used by one run at a time" in result.stderr
     assert str(os.getpid()) in result.stderr
 
 
@@ -105,7 +105,7 @@ def test_data_with_other_words_than_the_model_is_refused(
     shutil.copy(folder / "data" / "dict.txt", folder / "model" / "dict.txt")
     refused = linbias("evaluate", folder / "model", data, "-q")
     assert refused.exit_code == 2
-    assert "evaluate: data must have the words of" in " ".join(refused.stderr.split())
+    assert "error: DATA: must have the words of" in " ".join(refused.stderr.split())
 
 
 def test_steps_one_by_one_are_the_whole_path(
@@ -155,21 +155,21 @@ ERRORS = [
     (["prepare", "-o", "{tmp}/x"], "prepare: give either texts or --dataset, and not both"),
     (["prepare", "--dataset", "x", "-o", "{tmp}/x"], "data set must be one of wikitext-2"),
     (["prepare", "--train", "{tmp}/none", "-o", "{tmp}/x"], "no such file"),
-    (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "preset must be one of L64, L128"),
-    (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "folder must hold dict.txt"),
+    (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "L7"], "error: --preset: must be one of L64, L128"),
+    (["train", "{tmp}", "-o", "{tmp}/x", "--preset", "tiny"], "error: DATA: must hold dict.txt"),
     (["train", "{data}", "-o", "{tmp}/x", "--preset", "tiny", "--set", "cutoffs=[2000]"], "--set cutoffs: must be ids that cut [0, 48) into bands of 2 or more, or [] for one band, got [2000]"),
-    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"], "PaperConfig's fields, got ['a']"),
+    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "a=1"], "error: --set: must be made of PaperConfig's fields, got ['a']"),
     (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--set", "cutoffs=[9,4]"], "--set cutoffs: must be ids that cut"),
-    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"], "precision 'fp16' must have a GPU"),
-    (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "precision 'fp16' must have a GPU"),
+    (["run", "{text}", "{text}", "{text}", "-o", "{tmp}/x", "--preset", "L64"], "error: run: precision 'fp16' must have a GPU"),
+    (["train", "{data}", "-o", "{tmp}/x", "--device", "cpu"], "error: --precision: 'fp16' must have a GPU"),
     (["train", "{data}", "-o", "{tmp}/x", "--set", "a"], "--set: must be NAME=VALUE, got 'a'"),
     (["train", "{data}", "-o", "{tmp}/x", "--length", "0"], "--length: must be at least 1"),
     (["train", "{data}", "-o", "{tmp}/x", "--steps", "0"], "--steps: must be at least 1"),
-    (["convert", "{tmp}/none.pt", "-o", "{tmp}/x"], "path must be a file"),
-    (["evaluate", "{tmp}/none.pt", "{data}"], "path must be a file"),
-    (["evaluate", "{model}", "{tmp}"], "folder must hold dict.txt"),
-    (["evaluate", "{model}", "{data}", "--split", "x"], "split must be one of"),
-    (["evaluate", "{model}", "{data}", "--length", "0"], "length must be at least 1, got 0"),
+    (["convert", "{tmp}/none.pt", "-o", "{tmp}/x"], "error: CHECKPOINT: must be a file"),
+    (["evaluate", "{tmp}/none.pt", "{data}"], "error: MODEL: must be a file"),
+    (["evaluate", "{model}", "{tmp}"], "error: DATA: must hold dict.txt"),
+    (["evaluate", "{model}", "{data}", "--split", "x"], "error: --split: must be one of"),
+    (["evaluate", "{model}", "{data}", "--length", "0"], "error: --length: must be at least 1, got 0"),
 ]  # fmt: skip
 
 
@@ -197,14 +197,14 @@ def test_a_text_of_few_words_is_read_in_fewer_bands(
     """Regression: the presets' cutoffs were refused once all the text had been prepared."""
     small = SMALL[:-2]  # the cutoffs of the preset
     words = ["--steps", 2, *small, "-q", "--json"]
-    said = "train: cutoffs [2000, 10000] are [] here, since the text has 48 types"
+    said = "cutoffs [2000, 10000] are [] here, since the text has 48 types"
     made = linbias("run", *texts, "-o", tmp_path / "run", "--workers", 1, *words)
-    assert made.exit_code == 0 and made.stderr.startswith(f"warning: {said}"), made.stderr
+    assert made.exit_code == 0 and made.stderr.startswith(f"warning: run: {said}"), made.stderr
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["cutoffs"] == []
     words = ["-o", tmp_path / "x", "--preset", "tiny", *words]
     trained = linbias("train", whole_path[0] / "data", *words)
-    assert trained.exit_code == 0 and said in trained.stderr
+    assert trained.exit_code == 0 and f"train: {said}" in trained.stderr
 
 
 def test_a_trained_folder_is_read_by_the_general_commands(

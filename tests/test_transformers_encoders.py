@@ -336,13 +336,18 @@ def test_sentence_transformers_loads_a_converted_jina(tmp_path: Path) -> None:
         "unk_token": "[UNK]",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    declared = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps(declared))
+    own = {"max_seq_length": 8, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(own))
     convert(folder, tmp_path / "ours")
     install()
     model = sentence_transformers.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
-    ours = model.encode(["near far near", "far"])
-    with torch.no_grad():
-        hidden = load(folder)(torch.tensor([[3, 2, 3]])).last_hidden_state
-    assert torch.allclose(torch.as_tensor(ours[0]), hidden[0].mean(0), atol=1e-5)
+    ours = model.encode(["near far near", "far", "near far far " * 100])  # the last one is long
+    for vector, ids in zip(ours, ([3, 2, 3], [2], [3, 2, 2] * 100), strict=True):
+        with torch.no_grad():
+            hidden = load(folder)(torch.tensor([ids])).last_hidden_state
+        assert torch.allclose(torch.as_tensor(vector), hidden[0].mean(0), atol=1e-5)
 
 
 def test_pickled_weights_are_read(tmp_path: Path) -> None:

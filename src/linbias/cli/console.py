@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from linbias._run.progress import Advance, progress_bar
 from linbias.cli.tables import NumberTable
@@ -24,26 +25,76 @@ err = Console(stderr=True, highlight=False)
 _RESUMABLE = ("train", "extrapolate", "embed", "run")
 
 
-class _Commands(TyperGroup):
+# What errors call the arguments of commands otherwise, since the functions do that raise them.
+_ALSO_CALLED = {
+    "data": ("folder",),
+    "model": ("path", "folder"),
+    "checkpoint": ("path",),
+    "folder": ("path",),
+    "corpus": ("name",),
+    "heads": ("num_heads",),
+    "position": ("encoder_position",),
+    "length": ("train_length",),
+    "train_lengths": ("train_length",),
+    "fields": ("model",),
+}
+# What functions read, all of whose errors are about it.
+_READERS = {
+    **dict.fromkeys(("load_corpus", "read_text", "stream_text"), "corpus"),
+    **dict.fromkeys(("read_data", "read_ids"), "data"),
+    "read_documents": "files",
+}
+
+
+class _PlainTypes:
+    """A command whose help says TEXT, INTEGER, FLOAT or PATH of a value, and nothing of a flag."""
+
+    def get_params(self, context: Any) -> Any:
+        parameters = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
+            if parameter.param_type_name == "argument" and parameter.metavar is None:
+                parameter.metavar = parameter.name.upper()
+            parameter.display_type = partial(_type_in_words, parameter)
+        return parameters
+
+
+class _Command(_PlainTypes, TyperCommand):
+    pass
+
+
+class _Commands(_PlainTypes, TyperGroup):
     """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
 
     def invoke(self, context: Any) -> Any:
+        def as_typed(line: object) -> str:
+            name = context.invoked_subcommand or ""
+            return _as_typed(" ".join(str(line).split()), self.get_command(context, name))
+
+        def show_warning(message: Warning | str, *_: object, **__: object) -> None:
+            err.print(f"[bold yellow]warning:[/] {escape(as_typed(message))}", soft_wrap=True)
+
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
+                warnings.showwarning = show_warning
                 return super().invoke(context)
         except BrokenPipeError:
             raise  # the reader of a pipe went away, which is no error of the command
         except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
-            line = " ".join(str(error).split()) or type(error).__name__
+            line = as_typed(error) or type(error).__name__
             if isinstance(error, ModuleNotFoundError) and "pip install" not in line:
                 line += ": this command needs pip install 'linbias[lm]'"
-            line = _by_option(line, self.get_command(context, context.invoked_subcommand or ""))
             err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interrupt:
             err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
+
+
+def _type_in_words(parameter: Any, _: Any) -> str:
+    """What the help says of a value; typer writes `<list[Path]>`, and `<bool>` after a flag."""
+    words = {"bool": "", "int": "INTEGER", "float": "FLOAT", "Path": "PATH"}
+    kind = re.sub(r"list\[(\w+)\]", r"\1", parameter.bare_type())
+    return words.get(kind, "TEXT")
 
 
 def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
@@ -53,37 +104,45 @@ def _advice(command: str | None, interrupt: KeyboardInterrupt) -> str:
     return " The same command continues from here." if command in _RESUMABLE else ""
 
 
-def _by_option(line: str, command: Any) -> str:
-    """An error of a record of settings, which names class and field, with the option instead.
+def _as_typed(line: str, command: Any) -> str:
+    """An error or a warning in terms of the command line, where it begins with a function and its argument.
 
-    `TrainSettings: batch_size must be at least 1` becomes `--batch-size: must be at least 1`, and
-    `LinbiasConfig: block must be one of ...` becomes `--set block: must be one of ...`.
+    `generate: path must hold a model` becomes `MODEL: must hold a model`, `TrainSettings: batch_size must be at least 1`
+    `--batch-size: must be at least 1`, and `LinbiasConfig: block must be one of ...` `--set block: must be one of ...`.
+    What names no option gets the name of the command.
     """
-    found = re.match(r"[A-Z]\w+: (\w+(?:, \w+)*|\w+ and \w+) must ", line)
+    found = re.match(r"([A-Za-z_][\w.]*): (?=\S)", line)
     if not found or command is None:
         return line
-    options = {parameter.name: parameter.opts[0] for parameter in command.params}
-    names = re.split(r", | and ", found[1])
-    if "fields" in options:  # --set, which sets any field of the model
-        others = {name: f"{options['fields']} {name}" for name in names}
-        options = {**others, **options, "model": options["fields"]}
-    if "position" in options:
-        options["encoder_position"] = options["position"]
-    options["train_length"] = options.get("length", options.get("train_lengths", "--length"))
-    if not all(name in options for name in names):
-        return line
-    return f"{', '.join(options[name] for name in names)}: must {line[found.end() :]}"
+    caller, rest = found[1], line[found.end() :]
+    typed = {
+        parameter.name: parameter.opts[0]
+        if parameter.opts[0].startswith("-")
+        else parameter.name.upper()
+        for parameter in command.params
+    }
+    for name, others in _ALSO_CALLED.items():
+        if name in typed:
+            typed = {**dict.fromkeys(others, typed[name]), **typed}
+    argument = re.match(r"(\w+(?:, \w+)*|\w+ and \w+)( '[^']*')? must ", rest)
+    if argument and "." not in caller:
+        names = re.split(r", | and ", argument[1])
+        if "fields" in typed and caller.endswith("Config"):  # --set sets any field of the model
+            typed = {**{name: f"{typed['fields']} {name}" for name in names}, **typed}
+        if all(name in typed for name in names):
+            options = ", ".join(typed[name] for name in names)
+            return f"{options}:{argument[2] or ''} must {rest[argument.end() :]}"
+    return f"{typed.get(_READERS.get(caller, ''), command.name)}: {rest}"
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as one line, as errors are."""
-    line = " ".join(str(message).split())
-    err.print(f"[bold yellow]warning:[/] {escape(line)}", soft_wrap=True)
+class _Group(typer.Typer):
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        return super().command(*arguments, **{"cls": _Command, **options})
 
 
 def new_group() -> typer.Typer:
     """A group of commands with the settings that all groups share."""
-    return typer.Typer(
+    return _Group(
         cls=_Commands,
         no_args_is_help=True,
         add_completion=False,

@@ -19,7 +19,7 @@ def embed(
     files: Annotated[
         list[str],
         typer.Argument(
-            help='Text files, one document each; .jsonl files with a "text" (and "id") per line; \'-\' for JSON lines '
+            help='Text files, folders or globs; a document per file; .jsonl files with a "text" (and "id") per line; \'-\' for JSON lines '
             "from standard input."
         ),
     ],
@@ -51,7 +51,7 @@ def embed(
 ) -> None:
     """Turn long documents into vectors, each read whole. The same command continues a run that was stopped.
 
-    Beside a .npy file, .ids.json names its rows. The other formats hold id, num_tokens and vector of each document,
+    Beside a .npy file, .ids.json names its rows; beside a .jsonl file, .settings.json says how it was made. Rows of the other formats hold id, num_tokens and vector of each document,
     in the order of the input.
 
     \b
@@ -66,7 +66,7 @@ def embed(
     changes = (
         {} if slope_scale is None else {"slope_scale": options.parse_slope_scale(slope_scale)}
     )
-    documents = read_documents(files)
+    documents, is_finished = read_documents(files), output.exists()
     with bar(f"embedding {len(documents):,} documents", quiet) as advance:
         result = run(
             model,
@@ -100,7 +100,7 @@ def embed(
         f"{size:,} numbers each",
         soft_wrap=True,
     )
-    print_path("vectors in", output)
+    print_path("finished before: vectors in" if is_finished else "vectors in", output)
 
 
 def convert(

@@ -64,7 +64,7 @@ def flash_attn_func(
         dropout_p: Probability that a weight is dropped, in [0, 1 - 2^-32]. Pass 0 in evaluation.
         softmax_scale: Factor on q . k. None means D ** -0.5.
         causal: Hide the keys after the query; the last query stands at the last key.
-        window_size: (-1, -1), or (-1, 0), which is causal. Sides as long as the keys count as -1. Others are not built.
+        window_size: (-1, -1), or (-1, 0), which is causal. Sides that hide nothing count as -1. Others are not built.
         softcap: At most 0, which means none. Others are not built.
         alibi_slopes: [H] or [B, H], at least 0. None means no bias.
         deterministic: Changes nothing.
@@ -390,7 +390,9 @@ def flash_attn_with_kvcache(
     options = _Options(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
     )
-    options.as_ours(function, B, q.shape[2], S)  # refuses what is wrong before anything is written
+    options.as_ours(
+        function, B, q.shape[2], q.shape[1], S
+    )  # refuses what is wrong before anything is written
     if new and end is not None:
         at = torch.arange(B, device=q.device) if rows is None else rows
         places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)
@@ -418,8 +420,8 @@ class _Options(NamedTuple):
     alibi_slopes: Tensor | None
     return_attn_probs: bool
 
-    def as_ours(self, function: str, B: int, H: int, S: int) -> dict[str, Any]:
-        """The arguments of our attention, checked under their names here. B: rows of slopes, S: longest keys."""
+    def as_ours(self, function: str, B: int, H: int, T: int, S: int) -> dict[str, Any]:
+        """The arguments of our attention, checked under their names here. B: rows of slopes, T, S: most queries and keys."""
         if self.softcap > 0:
             raise NotImplementedError(
                 f"{function}: softcap must be at most 0 (none), since capped scores are not built, got {self.softcap}"
@@ -435,7 +437,7 @@ class _Options(NamedTuple):
             )
         return {
             "slopes": _slopes(function, self.alibi_slopes, B, H),
-            "causal": _is_causal(function, self.causal, self.window_size, S),
+            "causal": _is_causal(function, self.causal, self.window_size, T, S),
             "scale": self.softmax_scale,
             "dropout": self.dropout_p,
             "return_lse": bool(self.return_attn_probs),
@@ -450,7 +452,7 @@ def _attend(
 ) -> Result:
     q, k, v = arrays
     _check_arrays(function, q, k, v)
-    ours = options.as_ours(function, q.shape[0], q.shape[2], k.shape[1])
+    ours = options.as_ours(function, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not options.return_attn_probs:
         out = attention(q, k, v, **ours, key_range=key_range)
@@ -470,7 +472,9 @@ def _attend_varlen(
     for array, total in (("q", len(q)), ("k", len(k))):
         _check_offsets(function, *lengths[array], total)
     starts_q, starts_k = lengths["q"][1], lengths["k"][1]
-    ours = options.as_ours(function, len(starts_q) - 1, q.shape[1], int(lengths["k"][3]))
+    ours = options.as_ours(
+        function, len(starts_q) - 1, q.shape[1], int(lengths["q"][3]), int(lengths["k"][3])
+    )
     found = attention_varlen(q, k, v, starts_q, starts_k, **ours)
     if isinstance(found, Tensor):
         return found
@@ -482,10 +486,13 @@ def _as_theirs(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
 
 
-def _is_causal(function: str, causal: bool, window_size: tuple[int, int], S: int) -> bool:
-    """Whether keys after the query are hidden; flash-attn says it by a window, too."""
-    left, right = (-1 if side < 0 or side >= S else side for side in window_size)
-    if left >= 0 or (right > 0 and not causal):
+def _is_causal(function: str, causal: bool, window_size: tuple[int, int], T: int, S: int) -> bool:
+    """Whether keys after the query are hidden; flash-attn says it by a window, too.
+
+    No key stands more than S - 1 before a query or T - 1 after it, and flash-attn takes sides of S for none.
+    """
+    left, right = window_size
+    if 0 <= left < S - 1 or (0 < right < min(S, T - 1) and not causal):
         raise NotImplementedError(
             f"{function}: window_size must be (-1, -1), or (-1, 0) for causal: other windows are not built, and steep slopes"
             f" leave far keys unread without one; got {tuple(window_size)}"

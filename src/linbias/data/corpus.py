@@ -145,7 +145,7 @@ def load_corpus(
     if name == "stdlib":
         splits, source = _split_files(_stdlib_files()), "source of Python's standard library"
         location = name
-    elif paths := _matching_files(name):
+    elif paths := matching_files(name):
         root = _root(name)
         files = {path.relative_to(root).as_posix(): _read_text(path) for path in paths}
         named = _named_splits(files)
@@ -162,7 +162,9 @@ def load_corpus(
     texts = {split: _clip(text, max_bytes) for split, text in splits.texts.items()}
     if not all(texts.values()):
         total = sum(map(len, texts.values()))
-        raise ValueError(f"load_corpus: {name} must hold text for three splits, got {total} bytes")
+        raise ValueError(
+            f"load_corpus: name must hold text for three splits, got {total} bytes in {name}"
+        )
     digest, token_maker, ids = _tokenise(texts, tokenizer, vocab_size, cache_dir)
     return Corpus(
         name,
@@ -182,7 +184,7 @@ def find_corpus(name: str) -> None:
     Raises:
         ValueError: There is no such file, no file in the folder, or no such data set in reach.
     """
-    if name == "stdlib" or _matching_files(name):
+    if name == "stdlib" or matching_files(name):
         return
     if not _is_data_set(name):
         raise _no_such_corpus(name)
@@ -215,13 +217,22 @@ def _stdlib_files() -> dict[str, bytes]:
     return {path: text for path, text in files.items() if _why_binary(text) is None}
 
 
-def _matching_files(name: str) -> list[Path]:
+def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
+    """The files that a file, folder or glob means, sorted; those of a folder are all that are not hidden.
+
+    Args:
+        name: As for `load_corpus`.
+        caller: The function that the error names.
+
+    Raises:
+        ValueError: A folder has no such file.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
         if not any(file.is_file() for file in found):
             raise ValueError(
-                f"load_corpus: folder must hold text files that are not hidden, got none in {name}"
+                f"{caller}: files must be text files that are not hidden, got none in {name}"
             )
     else:
         found = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
@@ -229,7 +240,7 @@ def _matching_files(name: str) -> list[Path]:
 
 
 def _root(name: str) -> Path:
-    """The folder that the paths of `_matching_files` are relative to, as `name` spells it."""
+    """The folder that the paths of `matching_files` are relative to, as `name` spells it."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

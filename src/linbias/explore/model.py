@@ -42,7 +42,7 @@ def read(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str,
         raise ValueError(f"explore: limit_tokens must be in [1, {MAX_TOKENS}], got {limit_tokens}")
     content, has_more = _read_text(text, num_bytes=64 * limit_tokens)
     main, folders = models_of_run(model)
-    files = Files.at("explore", main)
+    files = Files.at("explore", main, "model")
     loaded = load(files, device="cpu").float()
     if loaded.config.is_encoder_decoder:
         raise ValueError(
@@ -138,7 +138,7 @@ def _name(folder: str) -> str:
 def _load_beside(folder: str, shown: _Text) -> PreTrainedModel:
     if not _is_finished(Path(folder)):
         raise ValueError("its training has not finished")
-    files = Files.at("explore", folder)
+    files = Files.at("explore", folder, "model")
     ids = encode(files, shown.content)[: len(shown.ids)]
     if not np.array_equal(ids, shown.ids):
         raise ValueError("its tokenizer makes other tokens of the text")

@@ -100,7 +100,9 @@ def generate_endlessly(
         raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
     _, model, tokenizer, inputs = _opened(path, prompt, temperature, top_k)
     if isinstance(model, LinbiasForConditionalGeneration):
-        raise ValueError(f"generate: model must be causal for a text without an end, got {path}")
+        raise ValueError(
+            f"generate: path must hold a causal model for a text without an end, got {path}"
+        )
     ids, cache = inputs["input_ids"][0].tolist(), WindowCache.for_model(model)
     torch.manual_seed(seed)
     tokens = stream_tokens(model, ids, temperature=temperature, top_k=top_k, cache=cache)
@@ -135,11 +137,11 @@ def _opened(
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
-    files = Files.at("generate", readable_model("generate", path))
+    files = Files.at("generate", readable_model("generate", path), "path")
     model, tokenizer = prepack(load(files)), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
-            f"generate: model must be causal, got {path}, which tells masked tokens from both sides"
+            f"generate: path must hold a causal model, got {path}, which tells masked tokens from both sides"
         )
     try:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

@@ -82,7 +82,7 @@ def read_text(
     Raises:
         ValueError: There is no such corpus or split, it is no UTF-8 text, or the model has no readable tokenizer.
     """
-    files = Files.at("read_text", model)
+    files = Files.at("read_text", model, "model")
     if split is not None and split not in SPLITS:
         raise ValueError(f"read_text: split must be one of {', '.join(SPLITS)}, got {split!r}")
     path = Path(name).expanduser()

@@ -222,6 +222,12 @@ class DecoderPreTrainedModel(PreTrainedModel):
         """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
         return fill_room(attention_mask, given[CACHE])
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse it in words: it would fail in a thread of its own, request by request."""
+        raise ValueError(
+            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: generate takes padded prompts"
+        )
+
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor | None:

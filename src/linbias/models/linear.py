@@ -37,7 +37,7 @@ def read_faster(model: nn.Module) -> None:
     keep_freed_memory()
     way = _faster_way()
     if way is not None:
-        for module in _large_layers(model):
+        for _, module in _large_layers(model):
             vars(module)[forward_name(module)] = partial(way, module)
 
 
@@ -46,12 +46,17 @@ def prepack_layers(model: nn.Module) -> None:
     keep_freed_memory()
     layers = list(_large_layers(model))
     made = []
-    for module in layers if _has_onednn() else []:
-        if _is_packable(module.weight):
+    others: dict[str, list[str]] = {}
+    for name, module in layers:
+        reason = _why_not_packable(module.weight)
+        if reason is None:
             made.append(Prepacked(module.weight))
             vars(module)[forward_name(module)] = partial(_forward_prepacked, module, made[-1])
+        else:
+            others.setdefault(reason, []).append(repr(name))
     use_large_pages(made)
-    logger.info("prepack: packed %d of %d large linear layers", len(made), len(layers))
+    words = [f"; not {', '.join(names)}: {reason}" for reason, names in others.items()]
+    logger.info("prepack: packed %d of %d large linear layers%s", len(made), len(layers), "".join(words))  # fmt: skip
 
 
 def prepacked_of(module: nn.Module) -> Prepacked | None:
@@ -63,15 +68,18 @@ def prepacked_of(module: nn.Module) -> Prepacked | None:
     return None
 
 
-def _is_packable(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies it fast, and its changes are seen: it lasts (that of `torch.nn.utils.weight_norm` does not), and is no
+def _why_not_packable(weight: Tensor) -> str | None:
+    """None if oneDNN multiplies it fast, and its changes are seen: it lasts (that of `torch.nn.utils.weight_norm` does not), and is no
     tensor of a kind of its own, such as a quantised one."""
-    return (
-        type(weight) is nn.Parameter
-        and weight.device.type == "cpu"
-        and weight.dtype in _types()
-        and not weight.is_inference()
-    )
+    if not _has_onednn():
+        return "PyTorch was built without oneDNN"
+    if type(weight) is not nn.Parameter:
+        return f"the weight is no plain parameter but a {type(weight).__name__}"
+    if weight.device.type != "cpu":
+        return f"the weight is on {weight.device.type}"
+    if weight.dtype not in _types():
+        return f"this processor has no fast products of {str(weight.dtype).removeprefix('torch.')}"
+    return "the weight was made in inference mode" if weight.is_inference() else None
 
 
 def read_as_before(model: nn.Module) -> None:
@@ -85,14 +93,14 @@ def read_as_before(model: nn.Module) -> None:
                 vars(module)[name] = MethodType(type(module).forward, module)
 
 
-def _large_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    for module in model.modules():
+def _large_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules():
         if (
             isinstance(module, nn.Linear)
             and type(module) in _KINDS
             and module.weight.numel() >= _SMALLEST
         ):
-            yield module
+            yield name, module
 
 
 def forward_name(module: nn.Module) -> str:

@@ -304,8 +304,8 @@ class Files:
     local_files_only: bool
 
     @classmethod
-    def at(cls, caller: str, folder: "str | Path | Files") -> "Files":
-        """Find a folder, or ask the Hub for it, once.
+    def at(cls, caller: str, folder: "str | Path | Files", argument: str = "folder") -> "Files":
+        """Find a folder, or ask the Hub for it, once. Errors name the caller and its argument.
 
         Raises:
             ValueError: There is no such folder, nor can it be a name of the Hub; or it has no config.json with a record.
@@ -315,7 +315,9 @@ class Files:
         name, is_here = str(folder), Path(folder).exists()
         may_be_id = not is_here and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         if not may_be_id and not Path(folder, "config.json").is_file():
-            raise ValueError(f"{caller}: path must be a folder with a config.json, got {name!r}")
+            raise ValueError(
+                f"{caller}: {argument} must be a folder with a config.json, got {name!r}"
+            )
         found = cls(name, {}, is_here or not answers())
         with _one_error(caller, name):
             if is_here:

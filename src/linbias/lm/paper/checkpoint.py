@@ -71,7 +71,7 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
         original = _empty(config)
         original.load_state_dict(weights, assign=True)
         return original.eval()
-    files = Files.at("load", path)
+    files = Files.at("load", path, "path")
     if files.model_type != PaperConfig.model_type:
         raise ValueError(
             f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "

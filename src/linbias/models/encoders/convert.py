@@ -4,7 +4,6 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -16,6 +15,8 @@ from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import find_family
 from linbias.models.loading import Files, load
 
+# Without a number, SentenceTransformer cuts texts at the max_position_embeddings of the model, which is no limit here.
+_NO_LIMIT = 2**31 - 1
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,7 +33,7 @@ def convert(folder: str | Path, output: str | Path, *, back: bool = False) -> No
     """Write an ALiBi encoder as a folder that `AutoModel` and sentence_transformers load, or an original one.
 
     `load(output)` reads it; after `linbias.models.install()` the Auto classes do, and for jina-embeddings-v2
-    `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens. Tokenizer files go along.
+    `sentence_transformers.SentenceTransformer(output)`, with the mean over all tokens, of texts of any length. Tokenizer files go along.
 
     Args:
         folder: A local folder as `load` reads it.
@@ -106,9 +107,8 @@ def _write_sentence_transformer(folder: Path, target: Path) -> None:
     """What SentenceTransformer reads: a transformer, then the mean over all tokens."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     own = folder / "sentence_bert_config.json"
-    settings: dict[str, Any] = {"max_seq_length": config.get("max_position_embeddings")}
-    if own.is_file():
-        settings |= json.loads(own.read_text(encoding="utf-8"))
+    settings = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else {}
+    settings["max_seq_length"] = _NO_LIMIT
     modules = (("", "0", "models.Transformer"), ("1_Pooling", "1", "models.Pooling"))
     listed = [
         {"idx": int(name), "name": name, "path": path, "type": f"sentence_transformers.{kind}"}

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from linbias.data.corpus import matching_files
+
 Id = str | int
 
 
@@ -23,10 +25,10 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
     file is its path, that of a line without one `path:line`. Lines of white space are skipped.
 
     Args:
-        files: Paths; "-" reads standard input as JSON lines.
+        files: Files, folders or globs, as for `linbias.data.corpus.load_corpus`; "-" reads standard input as JSON lines.
 
     Raises:
-        ValueError: A file cannot be read or is not UTF-8, a line is no such record, a document is empty, or two have
+        ValueError: A folder has no file, a file cannot be read or is not UTF-8, a line is no such record, a document is empty, or two have
             the same id; the message names file and line.
 
     Example:
@@ -37,7 +39,7 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
     """
     documents: list[Document] = []
     places: dict[str, str] = {}
-    for file in files:
+    for file in (file for name in files for file in _matching(name)):
         for place, document in _read(file):
             if not document.text.strip():
                 raise ValueError(f"read_documents: text must not be empty, got none in {place}")
@@ -54,19 +56,25 @@ def read_documents(files: Sequence[str | Path]) -> list[Document]:
     return documents
 
 
+def _matching(name: str | Path) -> Sequence[str | Path]:
+    """The files of a name; a name alone where it is standard input, a pipe or nothing."""
+    found = [] if str(name) == "-" else matching_files(str(name), "read_documents")
+    return found or [name]
+
+
 def _read(file: str | Path) -> Iterable[tuple[str, Document]]:
     """Each document of a file, and where it stands in words."""
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else Path(file).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"read_documents: file must be one that can be read, got {file} ({error.strerror})"
+            f"read_documents: files must exist and be readable, got {file} ({error.strerror})"
         ) from error
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"read_documents: {file} must be UTF-8 text, got another byte at {error.start}"
+            f"read_documents: files must be UTF-8 text, got another byte at {error.start} of {file}"
         ) from error
     if str(file) == "-" or Path(file).suffix == ".jsonl":
         return _lines(str(file), text)

@@ -25,7 +25,13 @@ from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.encoders.documents import Document, Id
-from linbias.models.encoders.vectors import Vectors, check_output, partial_folder, write
+from linbias.models.encoders.vectors import (
+    Vectors,
+    check_output,
+    partial_folder,
+    read_finished,
+    write,
+)
 from linbias.models.fused import prepack
 from linbias.models.loading import Files, load, load_tokenizer
 
@@ -54,7 +60,7 @@ class Embedded:
 
 def embed(
     folder: str | Path,
-    documents: Sequence[Document],
+    documents: Sequence[Document | str],
     output: str | Path | None = None,
     *,
     pooling: str = "mean",
@@ -72,14 +78,15 @@ def embed(
         cls:   vector = last_hidden_state of the first token
 
     A document is read whole, however long. With an output, each batch is kept in the folder `<output>.partial`, and the same
-    call continues after a kill. The output appears at the end: `.npy` holds the vectors [N, hidden_size], with ids and settings
-    in `<output without .npy>.ids.json`; `.jsonl` and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and
+    call continues after a kill; one that is finished is returned as it is. The output appears at the end: `.npy` holds the vectors [N, hidden_size], with ids and settings
+    in `<output without .npy>.ids.json`; `.jsonl`, with settings in
+    `.settings.json`, and `.parquet` hold `id`, `num_tokens` and `vector` of each document. Order and
     ids are those of the input.
 
     Args:
         folder: An encoder as `load` reads it, with its tokenizer.
-        documents: With ids that differ, as `read_documents` returns them.
-        output: File to write, which must not exist; None writes nothing.
+        documents: With ids that differ, as `read_documents` returns them; the id of a plain text is its number, from 0.
+        output: File to write, which must not exist or be of the very same run; None writes nothing.
         pooling: "mean" or "cls". jina-embeddings-v2 were trained with the mean.
         normalize: Divide each vector by its Euclidean norm.
         max_length: Read at most so many tokens of each document; None: all.
@@ -94,7 +101,8 @@ def embed(
 
     Raises:
         ValueError: An argument breaks a rule above, the folder has no such model or no tokenizer, a document has no
-            tokens or one beyond the vocabulary, a vector is not finite, or `<output>.partial` is of another run.
+            tokens or one beyond the vocabulary, a vector is not finite, or the output or `<output>.partial` is of another run.
+        TypeError: A document is neither a text nor a Document.
         ModuleNotFoundError: A `.parquet` file needs pyarrow.
 
     Example:
@@ -109,6 +117,7 @@ def embed(
         ((2, 32), ('a', 'b'), (4, 13))
     """
     target = None if output is None else Path(output)
+    documents = _with_ids(documents)
     _check(documents, pooling, max_length, batch_tokens)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = _dtype(precision, where)
@@ -134,6 +143,8 @@ def embed(
         "model": _fingerprint_of_model(model),
         "documents": _fingerprint_of_documents(documents, tokens),
     }
+    if target is not None and target.exists():
+        return Embedded(*read_finished(target, made_by), num_shortened)
     prepack(model)  # now that all of it has been read
     names, counts = tuple(d.id for d in documents), tuple(len(row) for row in tokens)
     if target is None:
@@ -237,6 +248,18 @@ def _unpack(text: Any, rows: int, size: int) -> Vectors:
         return np.frombuffer(base64.b64decode(text), np.float32).reshape(rows, size)
     except (TypeError, ValueError) as error:
         raise ValueError(f"embed: log.jsonl is damaged ({error})") from error
+
+
+def _with_ids(documents: Sequence[Any]) -> list[Document]:
+    if isinstance(documents, str):
+        raise TypeError("embed: documents must be texts or Documents, got a str alone")
+    found = []
+    for number, document in enumerate(documents):
+        if not isinstance(document, Document | str):
+            kind = type(document).__name__
+            raise TypeError(f"embed: documents must be texts or Documents, got a {kind}")
+        found.append(Document(number, document) if isinstance(document, str) else document)
+    return found
 
 
 def _check(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linbias._run.files import check_writable, new_file, write_json, write_whole
+from linbias._run.files import check_writable, new_file, read_json, write_json, write_whole
+from linbias._run.folders import list_differences
 from linbias.models.encoders.documents import Id
 
 Vectors = NDArray[np.float32]
@@ -19,19 +20,16 @@ def check_output(output: Path) -> None:
     """Check before any work that `write` will be able to write.
 
     Raises:
-        ValueError: The name ends otherwise, the file exists, or its folder cannot be written.
+        ValueError: The name ends otherwise, the ids of other vectors are there, or its folder cannot be written.
         ModuleNotFoundError: Parquet needs pyarrow.
     """
     if output.suffix not in _WRITERS:
         raise ValueError(
             f"embed: output must end in one of {', '.join(_WRITERS)}, got {str(output)!r}"
         )
-    own = [output]
-    if output.suffix == ".npy" and not partial_folder(output).exists():
-        own.append(ids_file(output))  # which a run that can be continued may have written
-    for file in own:
-        if file.exists():
-            raise ValueError(f"embed: output must not exist, got {file}")
+    if output.suffix == ".npy" and not (output.exists() or partial_folder(output).exists()):
+        if (beside := beside_file(output)).exists():  # the ids of vectors that are gone
+            raise ValueError(f"embed: output must not exist, got {beside}")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise ModuleNotFoundError(
             "embed: a .parquet file needs pyarrow, which is not installed: pip install pyarrow",
@@ -45,9 +43,26 @@ def partial_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial")
 
 
-def ids_file(output: Path) -> Path:
-    """Where the ids of the rows of a .npy file are."""
-    return output.with_suffix(".ids.json")
+def beside_file(output: Path) -> Path:
+    """Where the ids of the rows of a .npy file are, and the settings of it or of a .jsonl file."""
+    return output.with_suffix(".ids.json" if output.suffix == ".npy" else ".settings.json")
+
+
+def read_finished(
+    output: Path, settings: Mapping[str, Any]
+) -> tuple[Vectors, tuple[Id, ...], tuple[int, ...]]:
+    """What `write` wrote: vectors, ids and num_tokens.
+
+    Raises:
+        ValueError: The file is no such output, or one of other settings.
+    """
+    try:
+        vectors, ids, num_tokens, made_by = _READERS[output.suffix](output)
+    except Exception as error:  # whatever pyarrow and NumPy raise for files of others
+        raise ValueError(f"embed: output must not exist, got {output}") from error
+    if differences := list_differences(made_by, settings):
+        raise ValueError(f"embed: output must not be another run's, got {output} ({differences})")
+    return np.asarray(vectors, np.float32), tuple(ids), tuple(num_tokens)
 
 
 def write(
@@ -76,7 +91,7 @@ def _write_npy(
     settings: Mapping[str, Any],
 ) -> None:
     named = {"settings": settings, "ids": list(ids), "num_tokens": list(num_tokens)}
-    write_json(ids_file(output), named)
+    write_json(beside_file(output), named)
     with new_file(output) as file:
         np.save(file, vectors)
 
@@ -92,6 +107,7 @@ def _write_jsonl(
     for name, tokens, vector in zip(ids, num_tokens, vectors, strict=True):
         numbers = [float(str(x)) for x in vector]  # as few digits as tell float32 apart
         lines.append(json.dumps({"id": name, "num_tokens": tokens, "vector": numbers}) + "\n")
+    write_json(beside_file(output), settings)
     write_whole(output, "".join(lines).encode())
 
 
@@ -116,6 +132,30 @@ def _write_parquet(
         parquet.write_table(table, file)
 
 
+def _read_npy(output: Path) -> tuple[Any, ...]:
+    named = read_json(beside_file(output), "embed")
+    return np.load(output), named["ids"], named["num_tokens"], named["settings"]
+
+
+def _read_jsonl(output: Path) -> tuple[Any, ...]:
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    columns = ([row[name] for row in rows] for name in ("vector", "id", "num_tokens"))
+    return *columns, read_json(beside_file(output), "embed")
+
+
+def _read_parquet(output: Path) -> tuple[Any, ...]:
+    from pyarrow import parquet
+
+    table = parquet.read_table(output)
+    columns = (table[name].to_pylist() for name in ("vector", "id", "num_tokens"))
+    return *columns, json.loads(table.schema.metadata[b"linbias.embed"])
+
+
+_READERS: dict[str, Callable[[Path], tuple[Any, ...]]] = {
+    ".npy": _read_npy,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
 _WRITERS: dict[str, Callable[..., None]] = {
     ".npy": _write_npy,
     ".jsonl": _write_jsonl,

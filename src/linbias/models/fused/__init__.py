@@ -200,7 +200,7 @@ def prepack(model: Model) -> Model:
 
     Note:
         A change is seen by the next call, but for writes of a NumPy array that shares the weight's memory and, in weights that are
-        mapped from a file, of parts through `.data`: then call `prepack` again. It logs how many layers it packed.
+        mapped from a file, of parts through `.data`: then call `prepack` again. It logs how many layers it packed, and which not and why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
