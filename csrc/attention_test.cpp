@@ -161,6 +161,10 @@ void test_the_definition() {
       // and one of a single block: among the keys, before and behind them
       {2, 6, 2, 1, 64, 64, 32},
       {2, 6, 2, 2, 41, 13, 70, false, false, {-30, 45}},
+      // few queries that are not decoded: dropout, heads and values of more than 256 entries
+      {1, 2, 2, 3, 130, 16, 16, false, false, {}, 0.4},
+      {1, 2, 1, 2, 70, 300, 20},
+      {1, 2, 1, 2, 70, 20, 300},
   };
   for (const Case& c : cases) {
     run_on_every_target<float, double>(c);
@@ -181,6 +185,8 @@ void test_the_definition_at_given_places() {
         {1, 4, 2, 200, 330, 32, 65, true, false, {}, 0.3, 3},
         {2, 6, 2, 3, 2100, 13, 70, false, false, {1000, 2097}},
         {2, 6, 3, 2, 400, 8, 24, true, true, {200, 433}},
+        {1, 2, 1, 0, 5, 4, 4},
+        {1, 2, 1, 5, 0, 4, 4},
     };
     for (Case& c : cases) {
       c.standing = standing;
@@ -644,30 +650,59 @@ void test_gradients_may_be_missing() {
   });
 }
 
-// Rows with gaps between them, which hold nothing.
+// Rows with gaps between them, which hold nothing; few of them are decoded, too.
 template <typename In>
 void test_rows_may_lie_apart() {
-  const Case c{1, 4, 2, 100, 330, 16, 16, false};
-  const Inputs x = draw(c, sizeof(In) == 2);
-  on_every_target([&] {
-    Arrays<In> a(c, x), b(c, x);
-    for (const auto& [array, rows] : {std::pair{&b.call.q, &b.q}, {&b.call.k, &b.k}, {&b.call.v, &b.v}}) {
-      constexpr std::int64_t kSize = 16, kGap = 8;
-      std::vector<In> apart(rows->size() / kSize * (kSize + kGap), narrow<In>(kNan));
-      for (std::size_t i = 0; i < rows->size(); ++i) apart[i + i / kSize * kGap] = (*rows)[i];
-      *rows = apart;
-      const std::int64_t heads = array->batch / array->head;
-      array->row = kSize + kGap;
-      array->head = array->head / kSize * array->row;
-      array->batch = heads * array->head;
-      array->data = rows->data();
-    }
-    for (Arrays<In>* arrays : {&a, &b}) {
-      forward(arrays->call, arrays->results);
-      backward(arrays->call, arrays->gradients);
-    }
-    check(a.out == b.out && a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, describe(c, Type<In>::name), "rows apart");
-  });
+  for (const Case& c : {Case{1, 4, 2, 100, 330, 16, 16, false}, Case{1, 4, 2, 3, 330, 19, 19, false}}) {
+    const Inputs x = draw(c, sizeof(In) == 2);
+    on_every_target([&] {
+      Arrays<In> a(c, x), b(c, x);
+      for (const auto& [array, rows] : {std::pair{&b.call.q, &b.q}, {&b.call.k, &b.k}, {&b.call.v, &b.v}}) {
+        constexpr std::int64_t kGap = 8;
+        std::vector<In> apart(rows->size() / c.D * (c.D + kGap), narrow<In>(kNan));
+        for (std::size_t i = 0; i < rows->size(); ++i) apart[i + i / c.D * kGap] = (*rows)[i];
+        *rows = apart;
+        const std::int64_t heads = array->batch / array->head;
+        array->row = c.D + kGap;
+        array->head = array->head / c.D * array->row;
+        array->batch = heads * array->head;
+        array->data = rows->data();
+      }
+      for (Arrays<In>* arrays : {&a, &b}) {
+        forward(arrays->call, arrays->results);
+        backward(arrays->call, arrays->gradients);
+      }
+      const std::string name = describe(c, Type<In>::name);
+      check(a.out == b.out && a.dq == b.dq && a.dk == b.dk && a.dv == b.dv, name, "rows apart");
+      for (Arrays<In>* arrays : {&a, &b}) {
+        arrays->call.precise = false;
+        forward(arrays->call, arrays->results);
+      }
+      check(a.out == b.out, name, "rows apart, once");
+    });
+  }
+}
+
+// Slopes that take every score to -inf are as good as no key: nothing is NaN.
+template <typename In>
+void test_rows_whose_scores_are_all_infinite() {
+  using W = typename Type<In>::Wide;
+  for (const std::int64_t T : {3, 60}) {
+    const Case c{1, 1, 1, T, 900, 8, 8, false, false, {-500}};
+    const Inputs x = draw(c, sizeof(In) == 2);
+    on_every_target([&] {
+      Arrays<In> a(c, x);
+      a.right[0] = std::numeric_limits<W>::max();
+      a.call.tolerance = 0;  // every key is read
+      a.call.precise = false;
+      forward(a.call, a.results);
+      const auto is_zero = [](W y) { return y == 0; };
+      const auto is_lowest = [](W y) { return y == -std::numeric_limits<W>::infinity(); };
+      const std::string name = describe(c, Type<In>::name) + " scores of -inf";
+      check(std::all_of(a.out.begin(), a.out.end(), is_zero), name, "out");
+      check(std::all_of(a.log_sum.begin(), a.log_sum.end(), is_lowest), name, "lse");
+    });
+  }
 }
 
 // New tokens are written to the last rows of keys and values, and raise the bound; then it is the call that follows.
@@ -678,7 +713,8 @@ void test_new_tokens_go_into_the_cache() {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(In)) == 0;
   };
   for (const Case& c : {Case{1, 4, 2, 1, 70, 16, 64}, Case{2, 4, 4, 3, 131, 37, 5}, Case{1, 2, 1, 4, 4, 64, 32}}) {
-    const Inputs x = draw(c, sizeof(In) == 2);
+    Inputs x = draw(c, sizeof(In) == 2);
+    for (std::int64_t head = 1; head <= c.B * c.G; ++head) x.k[head * c.S * c.D - 1] = 7;  // the last is the longest
     const std::string name = describe(c, Type<In>::name);
     on_every_target([&] {
       Arrays<In> whole(c, x), grown(c, x);
@@ -717,6 +753,11 @@ void test_new_tokens_go_into_the_cache() {
       whole.call.key_bound = grown.bound.data();
       forward(whole.call, whole.results);
       check(grown.out == whole.out, name, "new tokens attend to all");
+
+      k[0] = narrow<In>(kNan);  // of head 0
+      forward(grown.call, tokens, grown.results);
+      const bool others = std::all_of(grown.bound.begin() + 1, grown.bound.end(), [](W y) { return std::isfinite(y); });
+      check(std::isnan(grown.bound[0]) && others, name, "no bound of a key that is not finite");
     });
   }
 }
@@ -797,6 +838,9 @@ int main(int count, char** names) {
            test_rows_may_lie_apart<float>,
            test_rows_may_lie_apart<double>,
            test_rows_may_lie_apart<Brain>,
+           test_rows_whose_scores_are_all_infinite<float>,
+           test_rows_whose_scores_are_all_infinite<double>,
+           test_rows_whose_scores_are_all_infinite<Brain>,
            test_new_tokens_go_into_the_cache<float>,
            test_new_tokens_go_into_the_cache<double>,
            test_new_tokens_go_into_the_cache<Half>,

@@ -351,6 +351,9 @@ inline std::string describe(const Case& c, const char* type) {
   return name;
 }
 
+// NaN if one of them is, whichever comes first.
+inline double larger_or_nan(double a, double b) { return a > b || std::isnan(a) ? a : b; }
+
 template <typename W>
 void compare(const char* what, const std::string& name, const std::vector<W>& actual, const std::vector<double>& truth,
              double allowed) {
@@ -358,8 +361,7 @@ void compare(const char* what, const std::string& name, const std::vector<W>& ac
   for (std::size_t i = 0; i < truth.size(); ++i) {
     if (std::isfinite(truth[i])) size = std::max(size, std::abs(truth[i]));
     const bool same = double(actual[i]) == truth[i];
-    const double error = same ? 0 : std::abs(double(actual[i]) - truth[i]);
-    worst = error <= worst ? worst : error;  // NaN counts
+    worst = larger_or_nan(worst, same ? 0 : std::abs(double(actual[i]) - truth[i]));
   }
   check(worst <= allowed * size, name, what);
   if (!(worst <= allowed * size)) std::printf("  error %.3g, allowed %.3g\n", worst, allowed * size);

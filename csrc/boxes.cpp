@@ -25,18 +25,21 @@ double gap_between(const Points& points, const Box& one, const Box& other) {
 void find_boxes(const Points& points, std::int64_t N, std::int64_t cloud, std::int64_t size, Box* to) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   for (std::int64_t first = 0; first < N; first += size, ++to) {
-    const bool everywhere = first < points.global_tokens;
-    for (std::int64_t axis = 0; axis < points.axes; ++axis) {
-      double low = everywhere ? -kInfinity : kInfinity, high = -low;
-      for (std::int64_t i = first; i < std::min(first + size, N) && !everywhere; ++i) {
-        const std::int64_t point = cloud * (N - points.global_tokens) + i - points.global_tokens;
+    std::fill_n(to->low, kMostAxes, kInfinity);
+    std::fill_n(to->high, kMostAxes, -kInfinity);
+    bool everywhere = first < points.global_tokens;
+    for (std::int64_t i = first; i < std::min(first + size, N) && !everywhere; ++i) {
+      const std::int64_t point = cloud * (N - points.global_tokens) + i - points.global_tokens;
+      for (std::int64_t axis = 0; axis < points.axes; ++axis) {
         const double x = points.at[point * points.axes + axis];
-        low = std::min(low, std::isnan(x) ? -kInfinity : x);
-        high = std::max(high, std::isnan(x) ? kInfinity : x);
+        everywhere = everywhere || std::isnan(x);  // no other axis bounds how far it is
+        to->low[axis] = std::min(to->low[axis], x);
+        to->high[axis] = std::max(to->high[axis], x);
       }
-      to->low[axis] = low;
-      to->high[axis] = high;
     }
+    if (!everywhere) continue;
+    std::fill_n(to->low, kMostAxes, -kInfinity);
+    std::fill_n(to->high, kMostAxes, kInfinity);
   }
 }
 

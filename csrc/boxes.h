@@ -11,7 +11,8 @@ struct Box {
   double low[kMostAxes], high[kMostAxes];
 };
 
-// The boxes around each `size` tokens of a cloud: to[ceil(N / size)]. One that holds a global token is everywhere.
+// The boxes around each `size` tokens of a cloud: to[ceil(N / size)]. One that holds a global token
+// or a point that is not a number is everywhere.
 void find_boxes(const Points& points, std::int64_t N, std::int64_t cloud, std::int64_t size, Box* to);
 
 // A block of keys, and how far its box lies from a tile's: no key is nearer to a query.

@@ -131,6 +131,7 @@ void test_the_definition_of_points() {
            PointCase{sizes(1, 2, 1, 60, 4, 4), 2, 1, 60},
            PointCase{sizes(1, 3, 3, 227, 64, 32), 2, 1, 1},
            PointCase{sizes(1, 4, 2, 200, 33, 70), 2, 1, 0, true, true},
+           PointCase{sizes(2, 12, 6, 140, 8, 8), 2},  // several heads at once in backward
        }) {
     Inputs exact = draw(c.sizes, false), narrow = draw(c.sizes, true);
     const double slopes[] = {0.5, 0.0, 2.0, 0.03, 1e-8, 30.0};
@@ -144,6 +145,36 @@ void test_the_definition_of_points() {
       run<Brain>(c, narrow, places, of_narrow);
     });
   }
+}
+
+// Points so far apart that scores are -inf: rows of a tile whose own block is not the first that it visits.
+template <typename In>
+void test_points_beyond_reach(double slope) {
+  const PointCase c{{1, 1, 1, 100, 100, 8, 8, false}, 1};
+  Inputs x = draw(c.sizes, false);
+  x.left = {slope};
+  Places places(c);
+  for (std::int64_t i = 0; i < c.sizes.T; ++i) {
+    places.at[i] = places.of_tokens[places.order[i]] = i < kBlockKeys ? 0 : 1e30;
+  }
+  const Truth truth = define(c, x, places);
+  on_every_target([&] { run<In>(c, x, places, truth); });
+}
+
+// As test_slope_gradients_of_large_values of attention_test.cpp.
+void test_slope_gradients_over_points_of_large_values() {
+  const PointCase c{{1, 2, 2, 300, 300, 8, 8, false}, 2};
+  Inputs x = draw(c.sizes, true);
+  x.left = {0.03, 0.3};
+  for (double& value : x.v) value += 1000;
+  const Places places(c);
+  const Truth truth = define(c, x, places);
+  on_every_target([&] {
+    Arrays<float> a(c.sizes, x);
+    forward(a.call, places.points, a.results);
+    backward(a.call, places.points, a.gradients);
+    compare("dslopes", describe(c.sizes, "float32") + " points of large values", a.dleft, truth.dleft, 1e-4);
+  });
 }
 
 // Whole blocks of keys at one place each, on a line in the plane.
@@ -166,7 +197,7 @@ double share_left_out(Arrays<In>& whole, Arrays<In>& some, const Points& points,
   double most = 0;
   for (std::size_t i = 0; i < some.row_max.size(); ++i) {
     const double all = double(whole.row_max[i]) + double(whole.log_sum[i]);
-    most = std::max(most, 1 - std::exp(double(some.row_max[i]) + double(some.log_sum[i]) - all));
+    most = larger_or_nan(most, 1 - std::exp(double(some.row_max[i]) + double(some.log_sum[i]) - all));
   }
   return most;
 }
@@ -180,7 +211,7 @@ void test_what_points_leave_out() {
   // Keys all alike: the bound is as large as what it bounds.
   Inputs alike = draw(c.sizes, false);
   std::fill(alike.k.begin(), alike.k.end(), 0.5);
-  alike.left = {0.1, 0.15, 0.2};
+  alike.left = {0.15, 0.2, 0.1};
   // Keys at the far end that outweigh their distance, for every other query.
   Inputs long_queries = alike;
   for (std::size_t i = 0; i < alike.q.size(); ++i) {
@@ -214,6 +245,15 @@ void test_what_points_leave_out() {
         shows = shows && std::isnan(spoilt.out[row * kD + 3]);
       check(shows, name, "what is not finite shows over points");
     }
+    // Nor is a point that is no number.
+    Places nowhere = places;
+    nowhere.points.at = nowhere.at.data();
+    nowhere.at.back() = kNan;
+    Arrays<In> spoilt(c.sizes, alike);
+    spoilt.call.tolerance = kTolerance;
+    forward(spoilt.call, nowhere.points, spoilt.results);
+    check(std::all_of(spoilt.out.begin(), spoilt.out.end(), [](auto y) { return std::isnan(y); }), name,
+          "a point that is NaN shows");
   });
 }
 
@@ -241,6 +281,9 @@ void test_points_that_a_caller_gets_wrong() {
 
 void test_points() {
   test_the_definition_of_points();
+  test_points_beyond_reach<float>(1e10);
+  test_points_beyond_reach<double>(1e300);
+  test_slope_gradients_over_points_of_large_values();
   test_what_points_leave_out<float>();
   test_what_points_leave_out<double>();
   test_what_points_leave_out<Brain>();
