@@ -12,6 +12,7 @@ from typing import Any
 from extrapolation import PLANS, TILE, Record, records_of
 
 from linbias.lm.evaluation import Evaluation
+from linbias.lm.findings import change_in_words
 from linbias.lm.records import EvaluationRecord
 from linbias.methods import METHODS
 from linbias.models import LinbiasConfig
@@ -57,7 +58,8 @@ def table(read: str, found: Found) -> str:
     for method in found.methods:
         cells = [_cell(found.losses(method, read, length)) for length in found.lengths]
         before, after = (found.losses(method, read, length) for length in (first, last))
-        change = f"{statistics.mean(after) - statistics.mean(before):+.3f}" if after else "-"
+        share = statistics.mean(after) / statistics.mean(before) - 1 if after else None
+        change = "-" if share is None else change_in_words(share)
         lines.append("| " + " | ".join([METHODS[method].label, *cells, change]) + " |")
     return "\n".join(lines)
 

@@ -603,9 +603,7 @@ def test_a_model_of_transformers_without_linear_biases(visit, text_file, tmp_pat
         nll = GPT2LMHeadModel.from_pretrained(folder)(ids, labels=ids).loss
     total = panel.locator(".loss-total").inner_text()
     assert float(total.split()[0]) == pytest.approx(float(nll) / np.log(2), abs=1e-3)
-    assert (
-        panel.locator(".token-mark").count() == 0
-    )  # nobody knows how long its training texts were
+    assert panel.locator(".token-mark").count() == 0  # its training length is unknown
 
 
 def test_a_text_is_shown_as_text(visit, model_file):

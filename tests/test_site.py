@@ -273,6 +273,24 @@ def test_a_page_of_each_kind_breaks_no_rule_of_axe(chromium, site, theme):
     tab.context.close()
 
 
+def test_letters_in_pictures_can_be_read_on_a_phone(chromium, tmp_path):
+    static, picture = (ROOT / "docs" / name for name in ("_static/linbias.css", "ideas/steps.svg"))
+    size = min(map(float, re.findall(r"font(?:-size)?: ([\d.]+)px", picture.read_text("utf-8"))))
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<!DOCTYPE html><style>img { max-width: 100%; }</style>"  # as the theme has it
+        f'<link rel="stylesheet" href="{static.as_uri()}">'
+        f'<article><p><img src="{picture.as_uri()}"></p></article>'
+    )
+    tab = browser.open_tab(chromium, viewport={"width": 390, "height": 800})
+    tab.goto(page.as_uri())
+    shown = tab.locator("img").evaluate("image => image.width / image.naturalWidth")
+    assert size * 4 / 3 * shown >= 9  # the picture counts in points
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    assert tab.locator("p").evaluate("box => box.scrollWidth > box.clientWidth")
+    tab.context.close()
+
+
 def test_pictures_follow_the_theme(chromium, site):
     tab = browser.open_tab(chromium)
     for name, picture in (("index", "extrapolation"), ("ideas/definition", "steps")):

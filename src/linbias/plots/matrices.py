@@ -197,10 +197,10 @@ def _draw(
         bar = figure.colorbar(
             image, ax=panels, label=matrices.quantity, aspect=14 * rows, pad=0.02
         )
-        if isinstance(matrices.scale, FuncNorm):  # whose own ticks would crowd at the lowest bias
-            first = math.floor(math.log10(-matrices.scale.vmin))
+        scale = matrices.scale
+        if isinstance(scale, FuncNorm) and scale.vmin:  # its own ticks would crowd at the end
+            first = math.floor(math.log10(-scale.vmin))
             bar.set_ticks([0.0, *(-(10.0**power) for power in range(first - 2, first + 1))])
-            bar.formatter.set_useOffset(False)
         bar.outline.set_visible(False)
         if tokens is None:
             figure.supxlabel("key", fontsize=7)
