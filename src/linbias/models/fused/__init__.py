@@ -108,6 +108,7 @@ def fuse(
             raise ValueError(
                 f"fuse: model must not be fused, got a {type(body).__name__} that is: unfuse(model) comes first"
             )
+        _check_config("fuse", body.config)
         bias = family.bias(body.config, options)
         for layer in family.layers(body):
             _check_heads(getattr(layer, family.num_heads_name), bias, heads)
@@ -214,6 +215,15 @@ def prepack(model: Model) -> Model:
     return model
 
 
+def _check_config(caller: str, config: Any) -> None:
+    """Check that a fused model of this configuration can be saved."""
+    if config.output_attentions:
+        raise ValueError(
+            f"{caller}: output_attentions of the configuration must be False, got True, with which Transformers saves "
+            "no model but on its own attention; calls take output_attentions=True"
+        )
+
+
 def _own_config(model: nn.Module, body: Any) -> None:
     """Give a body, and what is around and in it, a configuration that no other model shares."""
     shared, own = body.config, copy.deepcopy(body.config)
@@ -236,6 +246,7 @@ def _base(family: Family) -> type[nn.Module]:
 
 def fuse_by_default(body: Any) -> None:
     """Run a body fused, with the default options of `fuse`."""
+    _check_config(f"attn_implementation={NAME!r}", body.config)
     family = _BY_BODY[type(body)]
     _run_fused(body, family, family.bias(body.config, Options()))
 

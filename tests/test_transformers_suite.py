@@ -1,0 +1,617 @@
+"""What Transformers' own tests ask of BLOOM, MPT and Falcon, asked of each as it comes and of a fused copy: the answers are the same.
+
+Those tests are not in its wheel, so this is their list in our words. What the other files of this name hold against Transformers
+(padding, gradients, dropout, greedy, sampled and assisted tokens, weights of attention, saving, devices, compiling) is not said again.
+"""
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BloomConfig,
+    Cache,
+    DynamicCache,
+    FalconConfig,
+    MptConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import QuantizedLayer
+
+from contract import rows
+from linbias.models import fuse, install, load
+from linbias.torch.export import decompositions
+from small_models import start_checkpointing
+
+VOCABULARY = 97
+# Slopes of four heads are powers of two, which Falcon rounds to bfloat16 without loss.
+SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "num_labels": 3}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: BloomConfig(hidden_size=32, n_head=4, n_layer=2, **SIZES, **TOKENS),
+    "mpt": lambda: MptConfig(d_model=32, n_heads=4, n_layers=2, use_cache=True, **SIZES, **TOKENS),
+    "falcon": lambda: FalconConfig(
+        new_decoder_architecture=True, num_kv_heads=2, **FALCON, **SIZES, **TOKENS
+    ),
+}
+each_family = pytest.mark.parametrize("family", CONFIGS)
+IDS = torch.randint(3, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))
+# Padded on the left, on the right, and not at all.
+MASK = torch.ones_like(IDS)
+MASK[0, :4] = 0
+LEFT = MASK.clone()
+MASK[1, 9:] = 0
+PADDED = IDS.where(MASK.bool(), torch.tensor(0))
+# Without each row's first token, which padding on the left would have to tell.
+LABELS = PADDED.masked_fill(MASK.cumsum(1) * MASK <= 1, -100)
+GENERATED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+
+def build(family: str, head: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config.update(changes)
+    return head.from_config(config).eval()
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Tensors of one kind and shape, equal to rounding, in one structure."""
+    if isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype
+        most = 0.0 if not theirs.is_floating_point() else 5e-6 * float(theirs.detach().abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=most)
+    elif isinstance(theirs, Mapping):
+        assert ours.keys() == theirs.keys()
+        assert_equal(list(ours.values()), list(theirs.values()))
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            assert_equal(*pair)
+    else:
+        assert ours == theirs
+
+
+def tokens(x: Tensor, mask: Tensor = MASK) -> Tensor:
+    """Of [B, S, ...], what is said at tokens."""
+    return x[mask.bool()]
+
+
+def gradients(model: PreTrainedModel) -> Tensor:
+    """Of all weights that have some, in one row, since some vanish but for rounding."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# Each asks one thing of a model for language, which may be changed.
+CASES: dict[str, Callable[[Any], Any]] = {}
+
+
+def case(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+# What a call takes and gives.
+
+
+@case
+def embeddings_in_the_place_of_ids(model: Any) -> Any:
+    embedded = model.get_input_embeddings()(PADDED)
+    found = model(inputs_embeds=embedded, attention_mask=MASK).logits
+    torch.testing.assert_close(tokens(found), tokens(model(PADDED, attention_mask=MASK).logits))
+    return tokens(found)
+
+
+@case
+def hidden_states(model: Any) -> Any:
+    found = model(PADDED, attention_mask=MASK, output_hidden_states=True).hidden_states
+    return [tokens(x) for x in found]
+
+
+@case
+def hidden_states_by_the_configuration(model: Any) -> Any:
+    model.config.output_hidden_states = True
+    return model(IDS).hidden_states
+
+
+@case
+def a_tuple(model: Any) -> Any:
+    found = model(IDS, return_dict=False, use_cache=False)
+    assert isinstance(found, tuple)
+    return found
+
+
+@case
+def the_loss(model: Any) -> Any:
+    return model(PADDED, attention_mask=MASK, labels=LABELS).loss
+
+
+@case
+def logits_of_some_tokens(model: Any) -> Any:
+    return model(IDS, logits_to_keep=2).logits, model(
+        IDS, logits_to_keep=torch.tensor([3, 7])
+    ).logits
+
+
+@case
+def a_mask_of_bool(model: Any) -> Any:
+    return tokens(model(PADDED, attention_mask=MASK.bool()).logits)
+
+
+@case
+def a_mask_of_floats(model: Any) -> Any:
+    return tokens(model(PADDED, attention_mask=MASK.float()).logits)
+
+
+@case
+def padding_on_the_left_changes_nothing(model: Any) -> Any:
+    padded = model(IDS[:1], attention_mask=LEFT[:1]).logits[:, 4:]
+    torch.testing.assert_close(padded, model(IDS[:1, 4:]).logits, rtol=0, atol=1e-4)
+    return padded
+
+
+@case
+def one_token(model: Any) -> Any:
+    return model(IDS[:, :1]).logits
+
+
+@case
+def positions_that_count(model: Any) -> Any:
+    return model(IDS, position_ids=torch.arange(12)[None]).logits
+
+
+@case
+def inference_mode(model: Any) -> Any:
+    with torch.inference_mode():
+        found = model(PADDED, attention_mask=MASK)
+        return tokens(found.logits).clone()
+
+
+@case
+def a_functional_call(model: Any) -> Any:
+    other = {name: 0.5 * x for name, x in model.named_parameters()}
+    return torch.func.functional_call(model, other, (IDS,)).logits
+
+
+# Caches.
+
+
+@case
+def the_rest_behind_a_cache(model: Any) -> Any:
+    start = model(IDS[:, :7], attention_mask=LEFT[:, :7], use_cache=True)
+    return model(IDS[:, 7:], attention_mask=LEFT, past_key_values=start.past_key_values).logits
+
+
+@case
+def a_cache_of_the_caller(model: Any) -> Any:
+    cache = DynamicCache(config=model.config)
+    out = [
+        model(IDS[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(5)
+    ]
+    assert cache.get_seq_length() == 5
+    return out
+
+
+@case
+def rows_of_a_cache_in_another_order(model: Any) -> Any:
+    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    return model(IDS[:, 7:8], past_key_values=cache).logits
+
+
+@case
+def a_cache_that_was_cropped(model: Any) -> Any:
+    cache = model(IDS[:, :9], use_cache=True).past_key_values
+    cache.crop(-4)
+    assert cache.get_seq_length() == 5
+    return model(IDS[:, 5:], past_key_values=cache).logits
+
+
+@case
+def rows_of_a_cache_repeated_and_chosen(model: Any) -> Any:
+    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3, 5]))
+    return model(IDS[:, 7:8], past_key_values=cache).logits
+
+
+@case
+@torch.no_grad()
+def a_copied_cache(model: Any) -> Any:
+    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    other = copy.deepcopy(cache)
+    model(IDS[:, 7:], past_key_values=cache)
+    return model(IDS[:, 7:], past_key_values=other).logits
+
+
+@case
+def gradients_through_a_cache(model: Any) -> Any:
+    cache = model(IDS[:, :7], use_cache=True).past_key_values
+    model(IDS[:, 7:], past_key_values=cache).logits.square().mean().backward()
+    return gradients(model)
+
+
+@case
+def no_cache(model: Any) -> Any:
+    assert model(IDS, use_cache=False).past_key_values is None
+    model.config.use_cache = False
+    assert model(IDS).past_key_values is None
+
+
+class Rounded(QuantizedLayer):
+    """Keys and values in 16 bits, but for the last three."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=3)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor.bfloat16()
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return tensor.float()
+
+
+@case
+def a_quantized_cache(model: Any) -> Any:
+    cache = Cache(layers=[Rounded(), Rounded()])
+    start = model(IDS[:, :7], past_key_values=cache).logits
+    rest = [model(IDS[:, i : i + 1], past_key_values=cache).logits for i in range(7, 12)]
+    assert not torch.equal(rest[-1], model(IDS).logits[:, -1:])
+    return start, rest
+
+
+# generate.
+
+
+def generated(**options: Any) -> Callable[[Any], Any]:
+    def case(model: Any) -> Any:
+        return model.generate(IDS, attention_mask=LEFT, **GENERATED | options)
+
+    return case
+
+
+CASES |= {
+    "generate: sampled beams": generated(num_beams=2, do_sample=True, num_return_sequences=2),
+    "generate: beams without a cache": generated(num_beams=2, use_cache=False),
+    "generate: beams with penalties": generated(
+        num_beams=3, repetition_penalty=1.2, no_repeat_ngram_size=2, length_penalty=2.0
+    ),
+    "generate: a prompt in chunks": generated(prefill_chunk_size=5),
+    "generate: a dynamic cache": generated(cache_implementation="dynamic"),
+    "generate: two sequences for each": generated(do_sample=True, num_return_sequences=2),
+}
+
+
+@case
+def all_that_generate_tells(model: Any) -> Any:
+    asked = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+    found = model.generate(IDS, **GENERATED, **asked, return_dict_in_generate=True)
+    return found.sequences, found.scores, found.logits, found.hidden_states
+
+
+@case
+def attentions_of_generate(model: Any) -> Any:
+    model.generation_config.pad_token_id = 0
+    found = model.generate(IDS, **GENERATED, output_attentions=True, return_dict_in_generate=True)
+    return [[w.shape for w in step] for step in found.attentions]
+
+
+@case
+def generate_from_embeddings(model: Any) -> Any:
+    embedded = model.get_input_embeddings()(IDS)
+    found = model.generate(inputs_embeds=embedded, attention_mask=LEFT, **GENERATED)
+    assert torch.equal(found, model.generate(IDS, attention_mask=LEFT, **GENERATED)[:, 12:])
+    return found
+
+
+@case
+def generate_that_goes_on(model: Any) -> Any:
+    whole = model.generate(IDS, attention_mask=LEFT, **GENERATED)
+    short = GENERATED | {"max_new_tokens": 2, "return_dict_in_generate": True}
+    first = model.generate(IDS, attention_mask=LEFT, **short)
+    mask = torch.cat([LEFT, torch.ones(3, 2, dtype=torch.int64)], dim=1)
+    rest = GENERATED | {"max_new_tokens": 4, "past_key_values": first.past_key_values}
+    assert torch.equal(model.generate(first.sequences, attention_mask=mask, **rest), whole)
+    return whole
+
+
+# Weights.
+
+
+@case
+def a_larger_and_a_smaller_vocabulary(model: Any) -> Any:
+    model.resize_token_embeddings(VOCABULARY + 10, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[VOCABULARY:] = 0.1
+        model.get_output_embeddings().weight[VOCABULARY:] = 0.1
+    larger = model(IDS).logits
+    assert larger.shape[-1] == model.config.vocab_size == VOCABULARY + 10
+    model.resize_token_embeddings(VOCABULARY - 10)
+    return larger, model(IDS % (VOCABULARY - 10)).logits
+
+
+@case
+def tied_weights_stay_tied(model: Any) -> Any:
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.ones(VOCABULARY, 32)))
+    model.tie_weights()
+    return model.get_output_embeddings().weight, model(IDS).logits
+
+
+@case
+def other_weights(model: Any) -> Any:
+    missing, unexpected = model.load_state_dict(
+        {name: 0.5 * x for name, x in model.state_dict().items()}
+    )
+    assert not missing and not unexpected
+    return model(IDS).logits
+
+
+@case
+def a_pickled_model(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))(IDS).logits
+
+
+@case
+def a_step_of_training(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(PADDED, attention_mask=MASK, labels=LABELS).loss.backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+@case
+def reentrant_checkpointing_of_embeddings_that_want_gradients(model: Any) -> Any:
+    for p in model.parameters():
+        p.requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    model.enable_input_require_grads()
+    start_checkpointing(model, use_reentrant=True)
+    model.train()(IDS, use_cache=False).logits.square().mean().backward()
+    return model.get_output_embeddings().weight.grad
+
+
+@case
+def gradients_of_hidden_states(model: Any) -> Any:
+    found = model(IDS, output_hidden_states=True)
+    for x in found.hidden_states:
+        x.retain_grad()
+    found.logits.square().mean().backward()
+    return [x.grad for x in found.hidden_states]
+
+
+@case
+def frozen_layers(model: Any) -> Any:
+    for name, p in model.named_parameters():
+        p.requires_grad_("query_key_value" in name or "Wqkv" in name)
+    model.train()(IDS).logits.square().mean().backward()
+    return gradients(model)
+
+
+def bloom_at_once(names: Iterable[str]) -> list[Any]:
+    """Rows of a name and a family each, of which `make test` runs BLOOM's."""
+    return rows(lambda name, family: family == "bloom", *itertools.product(names, CONFIGS))
+
+
+@pytest.mark.parametrize(("name", "family"), bloom_at_once(CASES))
+def test_a_fused_model_answers_as_the_model_did(name: str, family: str) -> None:
+    model = build(family)
+    answers = []
+    for each in (fuse(copy.deepcopy(model)), model):
+        torch.manual_seed(5)
+        answers.append(CASES[name](each))
+    assert_equal(*answers)
+
+
+# Heads of other tasks, with labels that fit each.
+SEQUENCE, TOKEN = AutoModelForSequenceClassification, AutoModelForTokenClassification
+HEADS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "base": (AutoModel, {}, {}),
+    "one class": (SEQUENCE, {}, {"labels": torch.tensor([0, 2, 1])}),
+    "classes": (
+        SEQUENCE,
+        {"problem_type": "multi_label_classification"},
+        {"labels": torch.tensor([[1.0, 0, 1], [0, 0, 1], [1, 1, 0]])},
+    ),
+    "a number": (SEQUENCE, {"num_labels": 1}, {"labels": torch.tensor([0.3, 1.0, -2.0])}),
+    "tokens": (TOKEN, {}, {"labels": LABELS.clamp(max=2)}),
+    "answers": (
+        AutoModelForQuestionAnswering,
+        {},
+        {"start_positions": torch.tensor([4, 1, 2]), "end_positions": torch.tensor([7, 3, 5])},
+    ),
+}
+
+
+@pytest.mark.parametrize(("head", "family"), bloom_at_once(HEADS))
+def test_heads_of_other_tasks(head: str, family: str, tmp_path: Path) -> None:
+    """What they say, their gradients, and what they are saved as."""
+    kind, settings, labels = HEADS[head]
+    model = build(family, kind, **settings)
+    if head == "answers":  # which are read at padding, too
+        given = {"input_ids": IDS}
+    else:
+        given = {"input_ids": PADDED, "attention_mask": MASK}
+    fused = fuse(copy.deepcopy(model))
+    found = [each(**given, **labels, use_cache=False) for each in (fused, model)]
+    if head in ("base", "tokens"):
+        values = [tokens(out[-1]) for out in found]
+    else:
+        values = [[x for x in out.to_tuple() if isinstance(x, Tensor)] for out in found]
+    assert_equal(*values)
+    for out in found:
+        (out.loss if labels else tokens(out[0]).pow(3).mean()).backward()
+    assert_equal(gradients(fused), gradients(model))
+    fused.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path).eval()
+    assert type(again) is type(model) and again.config._attn_implementation != "linbias"
+    assert_equal(again(**given)[0].detach(), model(**given)[0].detach())
+
+
+@each_family
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+@torch.no_grad()
+def test_another_type_of_numbers(family: str, dtype: torch.dtype, autocast: bool) -> None:
+    """As near to float32 as the model on its own attention is."""
+    model = build(family)
+    truth = model(IDS).logits
+    errors = []
+    for each in (fuse(copy.deepcopy(model)), model):
+        with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float64):
+            found = (each if autocast else each.to(dtype))(IDS).logits
+        assert found.dtype == (torch.float32 if autocast and dtype == torch.float64 else dtype)
+        errors.append(float((found.double() - truth).norm() / truth.norm()))
+    assert errors[0] <= 1.2 * errors[1] + 1e-6
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@each_family
+@torch.no_grad()
+def test_an_exported_program(family: str) -> None:
+    """Its attention is one operator, and in PyTorch's own where translators need them."""
+    model = build(family)
+    for implementation in ("auto", "dense"):
+        fused = fuse(copy.deepcopy(model), implementation=implementation)
+        given = {"input_ids": PADDED, "attention_mask": MASK, "use_cache": False}
+        program = torch.export.export(fused, (), given)
+        assert has_ours(program) == (implementation == "auto")
+        for each in (program, program.run_decompositions(decompositions())):
+            found = each.module()(**given).logits
+            assert_equal(tokens(found), tokens(model(**given).logits))
+        assert not has_ours(each)
+
+
+def has_ours(program: torch.export.ExportedProgram) -> bool:
+    return any("linbias" in str(node.target) for node in program.graph.nodes)
+
+
+# What PEFT puts in front of a text.
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_family
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens(family: str, kind: str) -> None:
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    # Not Falcon's with shared keys: PEFT's prefix has keys for each query head.
+    own = {"num_kv_heads": 4} if family == "falcon" else {}
+    model = build(family, **own)
+    sizes = {"num_layers": 2, "num_attention_heads": 4, "token_dim": 32}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **sizes)
+    tuned = peft.get_peft_model(model, config)
+    mask = torch.ones_like(IDS)
+    answers = []
+    for change in (lambda model: model, fuse):
+        change(model)
+        tuned.zero_grad()
+        out = tuned(IDS, attention_mask=mask, labels=IDS)
+        out.loss.backward()
+        written = tuned.eval().generate(input_ids=IDS, attention_mask=mask, **GENERATED)
+        answers.append((out.logits, gradients(tuned).clone(), written))
+    assert_equal(*reversed(answers))
+    # Padding on the left lies behind the virtual tokens, in the middle.
+    with pytest.raises(
+        ValueError, match="one unbroken run of tokens per row, got 2 runs in row 0"
+    ):
+        tuned(IDS, attention_mask=LEFT)
+
+
+# What is expected to differ. Beside this, what the other files refuse: packed rows, masks [T, S], torch.jit.trace.
+HOLE = torch.ones_like(IDS)
+HOLE[2, 5] = 0
+UNBROKEN = r"attention_mask must mark one unbroken run of tokens per row, got 2 runs in row"
+
+
+def ask_the_configuration(model: Any) -> None:
+    model.config.output_attentions = True
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    # Transformers hides the token.
+    "a mask with a hole": (lambda model: model(IDS, attention_mask=HOLE), UNBROKEN),
+    # New tokens would come behind the padding.
+    "new tokens behind padding": (
+        lambda model: model.generate(IDS, attention_mask=MASK, **GENERATED),
+        UNBROKEN,
+    ),
+    "a token behind padding": (
+        lambda model: model(
+            IDS[:, 9:],
+            attention_mask=torch.tensor([[1] * 7 + [0] * 2 + [1] * 3] * 3),
+            past_key_values=model(IDS[:, :9], attention_mask=MASK[:, :9]).past_key_values,
+        ),
+        UNBROKEN,
+    ),
+    # Transformers' MPT takes as much of it as it wants.
+    "a mask of another length": (
+        lambda model: model(IDS, attention_mask=torch.ones(3, 15)),
+        r"attention_mask must have shape \[B, S\] = \[3, 12\], got \[3, 15\]",
+    ),
+    "attentions asked of its configuration": (
+        ask_the_configuration,
+        r"`output_attentions` attribute is not supported .* set to linbias",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "family"), bloom_at_once(DIFFERENCES))
+def test_what_a_fused_model_refuses(name: str, family: str) -> None:
+    call, words = DIFFERENCES[name]
+    with pytest.raises(ValueError, match=words):
+        call(fuse(build(family)))
+
+
+@each_family
+def test_weights_of_attention_are_beside_what_a_model_says(family: str) -> None:
+    """On its own attention their gradient is that of what they weigh."""
+    model = fuse(build(family))
+    out = model(IDS, output_attentions=True)
+    for weights in out.attentions:
+        weights.retain_grad()
+    out.logits.square().mean().backward()
+    assert [weights.grad for weights in out.attentions] == [None, None]
+
+
+@each_family
+def test_what_padding_says_is_not_that_of_transformers(family: str) -> None:
+    """It sees nothing, and on Transformers' own attention what comes, too."""
+    model = build(family)
+    fused = fuse(copy.deepcopy(model))
+    found = [each(PADDED, attention_mask=MASK).logits[0, :4] for each in (fused, model)]
+    assert not torch.allclose(*found, atol=1e-3)
+
+
+@each_family
+def test_a_configuration_that_asks_for_attentions_is_refused(family: str, tmp_path: Path) -> None:
+    """Such a model would run, and could not be saved."""
+    words = "output_attentions of the configuration must be False, got True"
+    model = build(family)
+    model.config._attn_implementation = "eager"  # Falcon's default is not
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match=f"^fuse: {words}"):
+        fuse(model)
+    assert len(model(IDS).attentions) == 2  # and is as it was
+    install()
+    config = CONFIGS[family]()
+    config.output_attentions = True
+    with pytest.raises(ValueError, match=f"^attn_implementation='linbias': {words}"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="linbias")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"fuse: {words}"):
+        load(tmp_path)
+    load(tmp_path, output_attentions=False).save_pretrained(tmp_path / "again")
