@@ -265,7 +265,7 @@ def test_a_file_by_its_name_is_scored_whole_and_a_length_beyond_it_is_remarked_o
     # The model's own corpus was not held out as a whole, which is said.
     own = run("evaluate", model, "--corpus", corpus, "--limit-tokens", 99, "-q", "--json")
     assert re.fullmatch(
-        r"warning: read_text: text must be one .+ \(split 'test' is what it has not read\)\n",
+        r"warning: --corpus: text must be one .+ \(split 'test' is what it has not read\)\n",
         own.stderr,
     )
 
