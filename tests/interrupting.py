@@ -88,6 +88,18 @@ def fill_the_disk(patch: pytest.MonkeyPatch, is_full: Callable[[str], bool]) -> 
     patch.setattr(modeling_utils, "safe_save_file", save_tensors)
 
 
+class SignalAt(TrainerCallback):
+    """Sends its process a signal at the beginning of one step, once or more often."""
+
+    def __init__(self, step: int, number: signal.Signals, times: int = 1) -> None:
+        self.step, self.number, self.times = step, number, times
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == self.step:
+            for _ in range(self.times):
+                signal.raise_signal(self.number)
+
+
 class Stop(Exception):
     pass
 

@@ -7,7 +7,8 @@ import io
 import json
 import os
 import re
-from contextlib import nullcontext
+import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import linbias.lm.training as train_module
-from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
+from interrupting import SignalAt, callbacks_that_kill, fill_the_disk, killed_processes, torchrun
 from linbias._run.folders import hold_run_folder
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
@@ -28,6 +29,7 @@ from linbias.lm import loop
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.text import read_text
 from linbias.lm.training import LanguageModelMetrics, train
+from linbias.lm.watch import ProgressBar
 from linbias.models import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
@@ -160,12 +162,59 @@ def test_a_run_stopped_before_its_first_checkpoint_is_not_said_to_continue(tmp_p
     def stop(**_: object) -> None:
         raise KeyboardInterrupt
 
-    cpu = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(args=cpu, remove_callback=lambda _: None, train=stop)
-    checkpoints = Checkpoints(tmp_path)
+    cpu = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    nothing = dict.fromkeys(("remove_callback", "add_callback"), lambda _: None)
+    trainer = SimpleNamespace(args=cpu, train=stop, **nothing)
+    checkpoints, bar = Checkpoints(tmp_path), ProgressBar(1, visible=False)
     with pytest.raises(KeyboardInterrupt) as stopped:
-        loop.run_trainer(trainer, checkpoints, nullcontext(), tmp_path, at_the_end=stop)
+        loop.run_trainer(trainer, checkpoints, bar, tmp_path, at_the_end=stop)
     assert not stopped.value.args
+
+
+@pytest.mark.parametrize(
+    ("step", "number"), [(0, signal.SIGINT), (6, signal.SIGINT), (7, signal.SIGTERM)]
+)
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
+    step: int, number: signal.Signals, unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    arrived: list[int] = []
+
+    def arrive(number: int, _: object) -> None:
+        arrived.append(number)
+
+    before = signal.signal(number, arrive)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="The same command continues from here"):
+            train(SETTINGS, corpus, tmp_path, progress=False, callbacks=[SignalAt(step, number)])
+        assert arrived == [number] and signal.getsignal(number) is arrive
+    finally:
+        signal.signal(number, before)
+    assert (tmp_path / "checkpoints" / f"checkpoint-{step + 1}" / "complete.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same_run(train_into(SETTINGS, corpus, tmp_path), unbroken)
+    lines = [
+        [(line["step"], line["loss"]) for line in history(run)] for run in (tmp_path, unbroken)
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_a_second_signal_ends_a_run_at_once_and_an_ignored_one_never(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, steps=2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        twice = SignalAt(1, signal.SIGINT, times=2)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            train(settings, corpus, tmp_path / "run", progress=False, callbacks=[twice])
+        assert not stopped.value.args and not list(tmp_path.glob("run/checkpoints/*"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignored = SignalAt(0, signal.SIGINT)
+        with suppress(KeyboardInterrupt):  # which would end the tests, and not fail this one
+            train(settings, corpus, tmp_path / "run", progress=False, callbacks=[ignored])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert metrics(tmp_path / "run")["steps"] == 2
 
 
 @pytest.mark.thorough

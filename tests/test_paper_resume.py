@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interrupting import callbacks_that_kill, fill_the_disk, killed_processes, torchrun
+from interrupting import SignalAt, callbacks_that_kill, fill_the_disk, killed_processes, torchrun
 from linbias.lm.paper.train import train
 from linbias.models import load
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
@@ -45,6 +46,22 @@ def test_killed_run_ends_like_an_unbroken_one(
     assert ours["param_groups"] == theirs["param_groups"]  # lr_old is there
     for index, state in theirs["state"].items():
         assert torch.equal(ours["state"][index]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
+    paper_run: Path, paper_data: Path, tmp_path: Path
+) -> None:
+    before, stop = (
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+        SignalAt(2, signal.SIGINT),
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt, match="The same command continues from here"):
+            train(paper_data, tmp_path, RECIPE, progress=False, callbacks=[stop])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "checkpoints" / "checkpoint-3" / "complete.json").exists()
+    assert_same_run(train_into(paper_data, tmp_path), paper_run)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 uses_cpu            where to compute
 PiecesTrainer       a Trainer whose processes may share sequences
+StopAfterStep       what Ctrl-C and SIGTERM do to a training
 trainer_arguments   the Trainer's arguments
 run_trainer         train, from the newest complete checkpoint if there is one
 publish             write the model aside, then move its files into place
@@ -13,6 +14,8 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +26,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from linbias._run.files import Record, move_into_place, read_json, write_json
 from linbias._run.processes import is_main
@@ -114,14 +124,68 @@ class PiecesTrainer(Trainer):
         return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Forward and backward of a batch."""
+        """Forward and backward of a batch; the first one after a checkpoint that lies between two logs adds to its losses."""
         with self.in_pieces():
-            return super().training_step(*arguments, **options)
+            loss = super().training_step(*arguments, **options)
+        history = self.state.log_history
+        if history and "unlogged" in history[0]:
+            before = history.pop(0)
+            self._globalstep_last_logged = before["since"]
+            loss = loss + before["unlogged"]
+        return loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Keep the losses since the last log in a checkpoint that lies between two, which the Trainer would forget."""
+        if self.control.should_save and not self.control.should_log:
+            unlogged = {"unlogged": tr_loss.item(), "since": self._globalstep_last_logged}
+            self.state.log_history.insert(0, unlogged)
+        super()._maybe_log_save_evaluate(tr_loss, *arguments, **options)
 
     def prediction_step(self, *arguments: Any, **options: Any) -> Any:
         """Forward of a batch of a validation."""
         with self.in_pieces():
             return super().prediction_step(*arguments, **options)
+
+
+class StopAfterStep(TrainerCallback):
+    """Within the block, Ctrl-C and SIGTERM end a training after the step, with a checkpoint; the second one ends it at once.
+
+    Signals that the process ignores stay ignored.
+
+    Args:
+        checkpoints: Those of the run.
+        bar: Says what happens.
+
+    Attributes:
+        asked: The signal that came, for whoever called the Trainer to raise again.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, bar: ProgressBar) -> None:
+        self.checkpoints, self.bar = checkpoints, bar
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _ask(self, number: int, _: object) -> None:
+        self.__exit__()
+        self.asked = number
+        self.bar.console.print("Stopping after this step, with a checkpoint; once more: at once.")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.asked is not None:
+            control.should_save = control.should_training_stop = self.checkpoints.saving = True
 
 
 def is_finished(folder: Path) -> bool:
@@ -206,14 +270,21 @@ def run_trainer(
 
     Raises:
         OSError: A checkpoint or the model could not be written (disk full).
-        KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on from.
+        KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on from. One process saves its step
+            before; several end as they are, since they would have to agree on the step.
     """
     newest = checkpoints.latest()
     trainer.remove_callback(PrinterCallback)
+    stop = StopAfterStep(checkpoints, bar)
+    trainer.add_callback(stop)
     keep_freed_memory()
     try:
         with PeakMemory(trainer.args.device) as memory, bar:
-            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            with stop if trainer.args.world_size == 1 else nullcontext():
+                trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            if stop.asked is not None:
+                signal.raise_signal(stop.asked)
+                raise KeyboardInterrupt  # where that called a handler that returns
             at_the_end()
     except KeyboardInterrupt as interrupt:
         if not checkpoints.exist():

@@ -14,7 +14,8 @@ there on: it goes up to where that schedule has it, from 0 where the run was fin
 
 The training sequences are a pure function of the seed and the step, and a checkpoint holds all
 else that the future depends on. A run that is killed at any moment and started again therefore
-ends with the very weights, bit for bit, of an unbroken one (same machine, same threads).
+ends with the very weights, bit for bit, of an unbroken one (same machine, same threads). Ctrl-C and
+SIGTERM leave a checkpoint of the step that they came in.
 """
 
 from __future__ import annotations
