@@ -379,7 +379,7 @@ def test_a_mistyped_name_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) ->
     ):
         load("jinaai/typo")
     assert looked_only_here == [(True, False)]
-    with pytest.raises(ValueError, match=r"load: path must be a folder with .*got './typo'"):
+    with pytest.raises(ValueError, match=r"load: folder must be a folder with .*got './typo'"):
         load("./typo")
     assert len(looked_only_here) == 1
 
@@ -481,7 +481,7 @@ def test_refused_folders(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(original_config("mosaic")))
     with pytest.raises(ValueError, match=r"task must be one of .*for .*MosaicBERT.*got 'causal'"):
         load(folder, task="causal")
-    with pytest.raises(ValueError, match=r"path must be a folder with a config.json"):
+    with pytest.raises(ValueError, match=r"folder must be a folder with a config.json"):
         load(tmp_path)
     (tmp_path / "y").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "y")
