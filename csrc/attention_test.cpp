@@ -845,9 +845,9 @@ int main(int count, char** names) {
            test_new_tokens_go_into_the_cache<double>,
            test_new_tokens_go_into_the_cache<Half>,
            test_new_tokens_go_into_the_cache<Brain>,
-           test_what_is_left_out,
            test_points,
            test_several_threads_may_call_at_once_and_be_interrupted,
+           test_what_is_left_out,
        }) {
     test();
     if (failures) break;  // the first reason is the clearest

@@ -485,13 +485,15 @@ void check_heads_that_share_keys() {
   });
 }
 
-// A key head of zeros beside one with far keys that outweigh their distance: each has a bound of its own.
+// A key head of zeros beside one with far keys that outweigh their distance, by an entry beyond whole vectors: each has
+// a bound of its own.
 template <typename In>
 void check_heads_of_other_lengths() {
-  const Case c{1, 2, 2, 1, 3000, 8, 1};
+  const Case c{1, 2, 2, 1, 3000, 13, 1};
   Inputs x = draw(c, sizeof(In) == 2);
-  for (std::size_t i = 0; i < x.q.size(); ++i) x.q[i] = i % 8 ? 0 : 8;
-  for (std::int64_t i = 0; i < 2 * c.S * 8; ++i) x.k[i] = i % 8 == 0 && i / 8 >= c.S && i / 8 < c.S + 64 ? 6 : 0;
+  std::fill(x.q.begin(), x.q.end(), 0), std::fill(x.k.begin(), x.k.end(), 0);
+  for (const std::int64_t h : {0, 1}) x.q[h * c.D + c.D - 1] = 8;
+  for (std::int64_t s = c.S; s < c.S + 64; ++s) x.k[s * c.D + c.D - 1] = 8;
   x.left = {1.0 / 256, 1.0 / 256};
   on_every_target([&] {
     for (const bool bounded : {false, true}) {
