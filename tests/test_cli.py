@@ -290,7 +290,7 @@ def test_processes_of_torchrun_share_the_windows_and_print_one_table(model, corp
     (alone,) = json.loads(run(*words).stdout)
     shared = torchrun("--module", "linbias", *words)
     assert shared.returncode == 0, shared.stderr
-    assert shared.stderr.count("warning: --corpus: must be split") == 1
+    assert shared.stderr.count("warning: --corpus: text must be one") == 1
     (result,) = json.loads(shared.stdout)
     assert result["count_by_position"] == alone["count_by_position"]
     assert result["nll"] == pytest.approx(alone["nll"], rel=1e-14)

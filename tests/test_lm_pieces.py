@@ -118,7 +118,7 @@ def test_evaluation_in_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--context-parallel", "2"), "context_parallel must divide the number of processes, 1"),
+        (("--context-parallel", "2"), "--context-parallel: must divide the number of processes, 1"),
         (("--context-parallel", "0"), "--context-parallel"),
         (("--context-parallel", "2", "--position", "rotary"), "--context-parallel: must be 1 unless"),
         (("--context-parallel", "2", "--task", "masked"), "--context-parallel: must be 1 unless"),
