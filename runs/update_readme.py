@@ -203,6 +203,33 @@ def threads_table() -> str:
     return "\n".join([*lines, "", text])
 
 
+def neighbours_table() -> str:
+    """What a program takes beside busy processes, by how its threads wait."""
+    ways = {
+        "spins default": "as PyTorch comes",
+        "spins watched": "the commands",
+        "spins passive": "`OMP_WAIT_POLICY=PASSIVE`",
+        "spins one thread": "`OMP_NUM_THREADS=1`",
+    }
+    found = [r for r in newest_records("token beside") if " beside " in r["case"]]
+    last = {(r["case"], r["implementation"]): r for r in found}
+    lines = ["| | reading 512 tokens | a token |", "|---|---|---|"]
+    for way, words in ways.items():
+        cells = [
+            " / ".join(
+                f"{last[f'{work} beside {n} busy', way]['p50_ms']:,.{digits}f}" for n in range(3)
+            )
+            for work, digits in (("read", 0), ("token", 1))
+        ]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    r = found[-1]
+    text = (
+        f"Four layers of BLOOM-560m's shape, float32; {r['machine']}, torch {r['versions']['torch']}, {r['date']},"
+        " `python benchmarks/bench_neighbours.py`."
+    )
+    return "\n".join([*lines, "", text])
+
+
 def jax_table() -> str:
     """Median milliseconds of linbias.jax beside what a JAX user can write, and memory."""
     records = newest_records("jax-")
@@ -333,6 +360,7 @@ def written_parts() -> dict[tuple[str, str], str]:
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_tables(),
         ("docs/kernels.md", "threads"): threads_table(),
+        ("docs/faq.md", "neighbours"): neighbours_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
         ("README.md", "extrapolation"): extrapolation_table("segments"),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(

@@ -47,6 +47,13 @@ def test_a_name_tells_what_the_system_hides(
     assert _machine.kind() == kind
 
 
+def test_a_system_that_tells_nothing_is_of_unknown_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_machine, "_cpuinfo", str)
+    monkeypatch.setattr(_machine.platform, "processor", lambda: "arm")
+    assert _machine.processor() == "arm of unknown kind"
+    assert _machine.kind() == "processor of unknown kind"
+
+
 def test_a_processor_is_held_to_less_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "AuthenticAMD", 25, "avx2 fma f16c avx512f avx512_bf16")
     for most, kind, width in (

@@ -25,7 +25,7 @@ err = Console(stderr=True, highlight=False)
 _RESUMABLE = ("train", "extrapolate", "embed", "run")
 
 
-# What errors call the arguments of commands otherwise, since the functions do that raise them.
+# Arguments of commands, and what the functions behind them call the same in their errors.
 _ALSO_CALLED = {
     "data": ("folder",),
     "model": ("path", "folder"),
@@ -38,7 +38,7 @@ _ALSO_CALLED = {
     "train_lengths": ("train_length",),
     "fields": ("model",),
 }
-# What functions read, all of whose errors are about it.
+# Functions that read what one argument of a command names: all of their errors are about it.
 _READERS = {
     **dict.fromkeys(("load_corpus", "read_text", "stream_text"), "corpus"),
     **dict.fromkeys(("read_data", "read_ids"), "data"),
@@ -46,24 +46,16 @@ _READERS = {
 }
 
 
-class _PlainTypes:
-    """A command whose help says TEXT, INTEGER, FLOAT or PATH of a value, and nothing of a flag."""
+class _Command(TyperCommand):
+    def get_params(self, context: Any) -> Any:
+        return _with_plain_types(super().get_params(context))
+
+
+class _Commands(TyperGroup):
+    """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
 
     def get_params(self, context: Any) -> Any:
-        parameters = super().get_params(context)  # type: ignore[misc]
-        for parameter in parameters:
-            if parameter.param_type_name == "argument" and parameter.metavar is None:
-                parameter.metavar = parameter.name.upper()
-            parameter.display_type = partial(_type_in_words, parameter)
-        return parameters
-
-
-class _Command(_PlainTypes, TyperCommand):
-    pass
-
-
-class _Commands(_PlainTypes, TyperGroup):
-    """Commands that end an error with one line and status 2, and Ctrl-C with status 130."""
+        return _with_plain_types(super().get_params(context))
 
     def invoke(self, context: Any) -> Any:
         def as_typed(line: object) -> str:
@@ -88,6 +80,15 @@ class _Commands(_PlainTypes, TyperGroup):
         except KeyboardInterrupt as interrupt:
             err.print(f"\nStopped.{_advice(context.invoked_subcommand, interrupt)}")
             raise typer.Exit(130) from interrupt
+
+
+def _with_plain_types(parameters: Any) -> Any:
+    """Parameters of which the help says TEXT, INTEGER, FLOAT or PATH, and nothing of a flag."""
+    for parameter in parameters:
+        if parameter.param_type_name == "argument" and parameter.metavar is None:
+            parameter.metavar = parameter.name.upper()
+        parameter.display_type = partial(_type_in_words, parameter)
+    return parameters
 
 
 def _type_in_words(parameter: Any, _: Any) -> str:

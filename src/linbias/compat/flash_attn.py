@@ -390,9 +390,8 @@ def flash_attn_with_kvcache(
     options = _Options(
         0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse
     )
-    options.as_ours(
-        function, B, q.shape[2], q.shape[1], S
-    )  # refuses what is wrong before anything is written
+    # Refuses what is wrong before anything is written.
+    options.as_ours(function, B, q.shape[2], q.shape[1], S)
     if new and end is not None:
         at = torch.arange(B, device=q.device) if rows is None else rows
         places = at[:, None], end[:, None] + torch.arange(num_new, device=q.device)

@@ -58,7 +58,7 @@ def read_finished(
     """
     try:
         vectors, ids, num_tokens, made_by = _READERS[output.suffix](output)
-    except Exception as error:  # whatever pyarrow and NumPy raise for files of others
+    except (OSError, EOFError, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"embed: output must not exist, got {output}") from error
     if differences := list_differences(made_by, settings):
         raise ValueError(f"embed: output must not be another run's, got {output} ({differences})")
