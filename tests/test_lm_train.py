@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from contextlib import suppress
 from dataclasses import replace
@@ -78,6 +79,18 @@ def test_finished_run_is_returned_as_it_is(
     before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
     assert train(SETTINGS, corpus, unbroken) == LanguageModelMetrics.read(unbroken)
     assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpoints_that_a_kill_left_in_a_finished_run_are_deleted(
+    keep: bool, unbroken: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    last = run / "checkpoints" / "checkpoint-12"
+    shutil.copytree(last, last.with_name("checkpoint-10"))
+    train(SETTINGS, corpus, run, progress=False, keep_checkpoint=keep)
+    assert list(run.glob("checkpoints/*")) == ([last] if keep else [])
+    assert_same_run(run, unbroken)
 
 
 def test_training_learns(corpus: Corpus, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Checkpoints(TrainerCallback):
             found = _list(self.folder)
             for checkpoint in found[: len(found) - all_but]:
                 shutil.rmtree(checkpoint)
-            if not all_but:
+            if not all_but and self.folder.exists():
                 shutil.rmtree(self.folder)
 
     def exist(self) -> bool:

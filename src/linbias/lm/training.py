@@ -144,7 +144,9 @@ def train(
     with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
         steps = _open_run(settings, corpus, output)
         if not _is_finished(output, steps):
-            _run(settings, corpus, output, steps, progress, keep_checkpoint, callbacks)
+            _run(settings, corpus, output, steps, progress, callbacks)
+        # Of a finished run, too: it may have been killed here.
+        Checkpoints(output / "checkpoints").delete(all_but=int(keep_checkpoint))
         wait_for_all()
     return LanguageModelMetrics.read(output)
 
@@ -290,7 +292,6 @@ def _run(
     output: Path,
     steps: int,
     progress: bool,
-    keep_checkpoint: bool,
     callbacks: Sequence[TrainerCallback],
 ) -> None:
     checkpoints = Checkpoints(output / "checkpoints", corpus.tokenizer.save)
@@ -325,7 +326,6 @@ def _run(
             num_parameters=trainer.model.num_parameters(),
             num_processes=trainer.args.world_size,
         ).write(output)
-    checkpoints.delete(all_but=int(keep_checkpoint))
 
 
 def _trainer(

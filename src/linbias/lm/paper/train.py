@@ -134,6 +134,8 @@ def train(
         _open_run(recipe, data, splits, output)
         if not is_finished(output):
             _run(recipe, config, splits, data, output, progress, callbacks)
+        # Of a finished run, too: it may have been killed here.
+        Checkpoints(output / "checkpoints").delete()
         wait_for_all()
     return PaperMetrics.read(output)
 
@@ -266,7 +268,6 @@ def _run(
             num_parameters=trainer.model.num_parameters(),
             num_processes=trainer.args.world_size,
         ).write(output)
-    checkpoints.delete()
 
 
 def _training_batches(recipe: Recipe, split: StoredIds) -> Batches:
