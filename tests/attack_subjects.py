@@ -149,7 +149,7 @@ def _target(name: str | None):
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "tolerance"))
-def _jax_blocked(q, k, v, left, right, ranges, start, causal, tolerance):
+def _jax_blocked(q, k, v, left, right, ranges, start, positions, causal, tolerance):
     return linbias.jax.attention(
         q,
         k,
@@ -160,6 +160,7 @@ def _jax_blocked(q, k, v, left, right, ranges, start, causal, tolerance):
         scale=1.0,
         key_range=ranges,
         query_start=start,
+        positions=positions,
         tolerance=tolerance,
         implementation="blocked",
     )
@@ -174,8 +175,10 @@ def _jax(setting: Setting, chains: Chains) -> np.ndarray:
         left, right = (jnp.asarray(x[None], wide) for x in (chains.left, chains.right))
         ranges = jnp.asarray(np.stack([chains.first, chains.end], -1)[None], jnp.int32)
         start = jnp.asarray(chains.start[:1], jnp.int32)
+        # Counted from the last key: what float32 rounds off there is far below what counts as a loss.
+        x = jnp.asarray((chains.x - chains.x[:, -1:])[None], wide) if setting.placed else None
         options = {"causal": setting.causal, "tolerance": setting.tolerance}
-        out = _jax_blocked(q, k, v, left, right, ranges, start, **options)
+        out = _jax_blocked(q, k, v, left, right, ranges, start, x, **options)
     return np.asarray(out[0]).astype(np.float64).swapaxes(0, 1)
 
 
