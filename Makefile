@@ -36,7 +36,7 @@ core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every targe
 	$(BIN)/cmake --build build/test --parallel 2
 	build/test/attention_test
 
-mutants: $(VENV)/.dev  ## break the source on purpose, in a copy, and see which test notices: docs/mutants.md
+mutants: $(VENV)/.dev  ## break the source on purpose, in a copy, and see which test notices
 	$(BIN)/python tests/mutants.py
 
 fix: $(VENV)/.dev  ## format and mend what lint can mend

@@ -37,7 +37,7 @@ extensions = [
     "sphinx.ext.githubpages",  # a file that tells one host to serve _static
     "commands",
 ]
-exclude_patterns = ["LOG.md", "mutants.md"]  # for those who work on the code: read where they lie
+exclude_patterns = ["LOG.md"]  # for those who work on the code: read where they lie
 
 # Markdown
 myst_enable_extensions = ["deflist", "dollarmath", "attrs_inline", "colon_fence"]

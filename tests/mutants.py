@@ -5,8 +5,8 @@ it, what that breaks in words, and the tests that should notice. Each is made in
 the tree itself. A mutant is killed when a test fails that passes on the unchanged copy, crashes, or runs out of time.
 One that survives needs a written reason why nothing can notice it, and a reason that no longer holds is an error.
 
-Results are kept in records/mutants.jsonl with a hash of the changed file, the change and the test files, so that a
-run goes on where it was interrupted and later runs repeat only what may differ. docs/mutants.md is written from them.
+Results are kept in build/mutants.jsonl with a hash of the changed file, the change and the test files, so that a
+run goes on where it was interrupted and later runs repeat only what may differ.
 """
 
 import argparse
@@ -38,8 +38,7 @@ from linbias._run.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
-RECORDS = ROOT / "records" / "mutants.jsonl"
-TABLE = ROOT / "docs" / "mutants.md"
+RECORDS = ROOT / "build" / "mutants.jsonl"
 CORE_TEST = tuple(f"csrc/{name}" for name in (
     "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "points_test.cpp", "attention_test.h",
 ))  # fmt: skip
@@ -256,6 +255,7 @@ def keep_result(mutants: list[Mutant], result: Result) -> None:
     """Write down the results of the mutants that there are, in their order; another run may have added some."""
     results = read_results() | {result.breaks: result}
     kept = [results[m.breaks] for m in mutants if m.breaks in results]
+    RECORDS.parent.mkdir(exist_ok=True)
     write_whole(RECORDS, "".join(json.dumps(asdict(r)) + "\n" for r in kept).encode())
 
 
@@ -266,28 +266,6 @@ def verdict(mutant: Mutant, result: Result) -> str | None:
     if result.killed_by is not None and mutant.survives is not None:
         return f"it is said to survive, and is killed by {result.killed_by}"
     return None
-
-
-def table(mutants: list[Mutant], results: dict[str, Result]) -> str:
-    """docs/mutants.md."""
-    survivors = sum(m.survives is not None for m in mutants)
-    lines = [
-        "# What the tests notice",
-        "",
-        f"{len(mutants)} small changes were made to the source on purpose, one at a time, and the tests that should notice"
-        f" were run: {len(mutants) - survivors} made one fail, {survivors} cannot be noticed, for the reasons given."
-        " Written by `make mutants` from the lists in tests/mutants/; the tests check that every change can still be made.",
-    ]
-    for area in dict.fromkeys(m.area for m in mutants):
-        lines += ["", f"## {area}", "", "| what is broken | in | noticed by |", "|---|---|---|"]
-        for m in mutants:
-            if m.area != area:
-                continue
-            killed_by = results[m.breaks].killed_by
-            found = f"`{killed_by}`" if killed_by else f"survives: {m.survives}"
-            cells = (m.breaks, m.file.removeprefix("src/linbias/"), found)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 # ---- the command
@@ -367,8 +345,6 @@ def main() -> int:
     for mutant in chosen:
         if mutant not in todo and (problem := verdict(mutant, results[mutant.breaks])):
             problems.append(f"{mutant.area}: {mutant.breaks}: {problem}")
-    if all(mutant.breaks in results for mutant in mutants):
-        write_whole(TABLE, table(mutants, results).encode())
     print(*problems, f"{len(problems)} problems", sep="\n")
     return 1 if problems else 0
 

@@ -5,12 +5,10 @@ import pytest
 import mutants
 
 
-def test_every_change_can_be_made_and_has_its_line_in_the_table():
+def test_every_change_can_be_made():
     listed = mutants.read_mutants()
     assert len(listed) >= 120
     assert mutants.mistakes(listed) == []
-    table = mutants.TABLE.read_text(encoding="utf-8")
-    assert [m.breaks for m in listed if f"| {m.breaks} |" not in table] == []
 
 
 def test_a_target_that_this_machine_cannot_run_is_no_result(tmp_path, monkeypatch):

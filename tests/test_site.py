@@ -134,7 +134,7 @@ def test_every_document_is_a_page(pages):
         for path in DOCUMENTS
         if ROOT / "docs" in path.parents
     }
-    assert written - {"LOG.html", "mutants.html"} == set(documents(pages))
+    assert written - {"LOG.html"} == set(documents(pages))
 
 
 def num_words(page):
