@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -12,12 +11,11 @@ from unittest import mock
 import pytest
 
 import linbias
-from linbias import _moved
 
 PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
-ANYONE = {"schedules", "methods", "_machine", "_extras", "_moved"}
+ANYONE = {"schedules", "methods", "_machine", "_extras"}
 CORE = {"_checks", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
@@ -164,13 +162,6 @@ except AttributeError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "module 'linbias' has no attribute 'tensorflow'"
-
-
-@pytest.mark.parametrize("name", _moved.MOVED)
-def test_a_module_that_moved_says_what_to_write_now(name):
-    for old in (name, f"{name}.anything"):
-        with pytest.raises(ModuleNotFoundError, match=re.escape(_moved.MOVED[name])):
-            importlib.import_module(old)
 
 
 @pytest.mark.processes

@@ -327,15 +327,3 @@ def test_a_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "config.json").unlink()
     monkeypatch.setattr(loading, "answers", None)
     assert type(load(files)) is LinbiasForCausalLM
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("from linbias.models import from_pretrained", r"from_pretrained is linbias.models.load"),
-        ("from linbias.models import Padding", r"Padding is linbias.models.places.Places now"),
-    ],
-)
-def test_names_that_moved_answer_with_the_new_one(name: str, message: str) -> None:
-    with pytest.raises(ImportError, match=message):
-        exec(name)

@@ -8,7 +8,7 @@ runs well-known ALiBi code under its own names. The project's own idea, to read:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from linbias import _extras, _moved, near_to_far
+from linbias import _extras, near_to_far
 from linbias.definition import (
     attention,
     attention_backward,
@@ -21,8 +21,6 @@ from linbias.explain import Explanation, explain
 from linbias.schedules import slopes
 
 __version__ = "0.1.0"
-
-_moved.answer_for_moved_modules()
 
 __all__ = [
     "Explanation",
@@ -47,7 +45,6 @@ _LOADED_WHEN_NAMED = (
     "models",
     "plots",
     "torch",
-    "transformers",
 )
 
 if not TYPE_CHECKING:  # a type checker asks for the import to be written out
@@ -59,7 +56,7 @@ if not TYPE_CHECKING:  # a type checker asks for the import to be written out
 
     def __dir__() -> list[str]:
         """The public names, without the parts that this install cannot load: `help` asks for each."""
-        parts = (f"linbias.{name}" for name in _LOADED_WHEN_NAMED if name != "transformers")
+        parts = (f"linbias.{name}" for name in _LOADED_WHEN_NAMED)
         there = [part for part in parts if part not in _extras.PARTS or not _extras.missing(part)]
         own = [name for name in globals() if name.startswith("__")]
         return sorted([*own, *__all__, *(part.rpartition(".")[2] for part in there)])

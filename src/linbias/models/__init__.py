@@ -50,20 +50,3 @@ __all__ = [
     "prepack",
     "unfuse",
 ]
-
-_MOVED = {
-    "from_pretrained": "linbias.models.load(folder, task=...)",
-    "load_model": "linbias.models.load",
-    "Padding": "linbias.models.places.Places",
-    "read_attention_mask": "linbias.models.places.read_attention_mask",
-    "GrowingLayer": "linbias.models.cache.GrowingLayer",
-    "key_bound": "linbias.models.cache.key_bound",
-    "use_growing_layers": "linbias.models.cache.use_growing_layers",
-    "LinbiasMptForCausalLM": "linbias.models.load(folder)",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _MOVED:
-        raise ImportError(f"linbias.models: {name} is {_MOVED[name]} now", name=__name__)
-    raise AttributeError(f"module 'linbias.models' has no attribute {name!r}")
