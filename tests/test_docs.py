@@ -233,7 +233,7 @@ def test_tables_of_abilities_are_those_of_the_implementations():
 
 
 def test_results_are_what_the_records_say():
-    """`runs/update_readme.py`, and `--only write` of `runs/paper_small.py` and `runs/streams.py`, `runs/context_plan.py --write`, write them."""
+    """`runs/update_readme.py`, and `--only write` of `runs/paper_small.py` and `runs/streams.py`, write them."""
     report, update, minus = (
         run_script("paper_report"),
         run_script("update_readme"),
@@ -242,8 +242,6 @@ def test_results_are_what_the_records_say():
     comparison = report.parts(report.read_kept())
     parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
     parts["docs/guides/endless-texts.md", "measured"] = run_script("streams").measured()
-    plans = run_script("context_plan").written()
-    parts |= {("docs/guides/many-machines.md", part): text for part, text in plans.items()}
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
         shown = re.search(rf"<!-- {part}: .*? -->\n(.*?)\n<!-- /{part} -->", written, re.DOTALL)
@@ -268,13 +266,6 @@ def test_every_part_that_a_script_writes_names_the_command():
                 source += (ROOT / "runs" / f"{''.join(helper)}.py").read_text(encoding="utf-8")
             assert f'"{part}"' in source and document.name in source, f"{document.name}: {part}"
             assert all(f'"{word}"' in source for word in re.findall(r"--[a-z0-9-]+", options))
-
-
-def test_the_table_of_defects_is_that_of_its_record():
-    """`python runs/existing_defects.py --table` writes it."""
-    defects = run_script("existing_defects")
-    written = defects.table(json.loads(defects.RECORD.read_text()))
-    assert written in defects.DOCUMENT.read_text(encoding="utf-8")
 
 
 def test_files_that_documents_point_to_exist():
