@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import linbias
 import linbias.torch
 import record
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 from linbias.kernels import core
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
@@ -211,7 +211,7 @@ def trained_inputs(
 
 def inputs_of(model: torch.nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer of a model that reads these tokens."""
-    from linbias.models import positions
+    from linbias.models.decoder import positions
 
     caught = []
 

@@ -6,7 +6,7 @@ Without gradients, at BLOOM-560m's width: single layers for 1, 8 and 512 tokens,
 through oneDNN from weights that `prepack` ordered for it; the weights of all 24 blocks, which come from memory as in a model, for one
 token also as products of a matrix and a vector; and the layer before a GELU, with that apart and in one step. Then a whole model of
 that shape, as Transformers has it, fused, and fused and prepacked, from a folder with random weights: a forward pass over 512 tokens,
-and over one more. `linbias.models.linear` chooses among these by the processor. Records go to records, or where --records says.
+and over one more. `linbias.models.linear.layers` chooses among these by the processor. Records go to records, or where --records says.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from torch.nn.functional import gelu
 from transformers import BloomConfig, BloomForCausalLM
 
 import record
-from linbias.models import fuse, linear, prepack
+from linbias.models import fuse, prepack
+from linbias.models.linear import layers as linear
 
 SHAPES = ((1024, 3072), (1024, 4096), (4096, 1024))
 BLOCK = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))

@@ -22,10 +22,11 @@ from torch import Tensor
 import linbias
 import linbias.torch
 import record
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 from linbias.kernels import core
-from linbias.torch import points as functional
-from linbias.torch import points_blocked, points_cpu
+from linbias.torch.points import blocked as points_blocked
+from linbias.torch.points import cpu as points_cpu
+from linbias.torch.points import functional
 
 MASK_LIMIT_BYTES = 3 * 2**30  # beyond this the bias as a mask is left out
 ALLOWED_ERROR = 2e-5

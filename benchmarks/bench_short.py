@@ -26,9 +26,9 @@ import linbias.torch
 import record
 from bench_attention import BenchCase, bench
 from linbias.kernels import core
-from linbias.torch import cpu
 from linbias.torch.call import prepare
-from linbias.torch.operator import Results
+from linbias.torch.impl import cpu
+from linbias.torch.operators.operator import Results
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 NUM_TOKENS = 4096  # of all sequences of a case together

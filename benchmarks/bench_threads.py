@@ -20,9 +20,10 @@ import torch
 import record
 from linbias._machine import num_cores
 from linbias.kernels import core
-from linbias.torch import addresses, attention, cpu
+from linbias.torch import addresses, attention
 from linbias.torch.call import prepare
-from linbias.torch.operator import Results
+from linbias.torch.impl import cpu
+from linbias.torch.operators.operator import Results
 
 # B, H, T, D
 CASES = {"2 us": (8, 64, 16, 16), "30 us": (4, 64, 128, 32), "500 us": (1, 64, 256, 256)}

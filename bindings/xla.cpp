@@ -2,7 +2,7 @@
 //
 // Arrays are [B, length, heads, size] for q, k, v and [B, heads, length, size] for all that the core writes. Under
 // jax.vmap every array has further leading axes: they fold into B, unless there is dropout, whose mask counts B from
-// 0 in each call of its own. The caller (linbias/jax/cpu.py) has checked everything.
+// 0 in each call of its own. The caller (linbias/jax/impl/cpu.py) has checked everything.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

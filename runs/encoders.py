@@ -33,7 +33,7 @@ from linbias.data.masked import MaskTokens
 from linbias.lm.hidden import evaluate_hidden
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
-from linbias.models.config import ENCODER_POSITIONS
+from linbias.models.decoder.config import ENCODER_POSITIONS
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
 

@@ -30,13 +30,13 @@ from linbias import _machine, near_to_far
 from linbias._run.files import JsonLog
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm.evaluation import Evaluation, evaluate
-from linbias.lm.findings import loss_by_position
-from linbias.lm.records import EvaluationRecord
+from linbias.lm.report.findings import loss_by_position
+from linbias.lm.report.records import EvaluationRecord
 from linbias.lm.settings import TrainSettings
 from linbias.lm.training import train
+from linbias.models.decoder.positions import AttendOptions, Biased
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
-from linbias.models.positions import AttendOptions, Biased
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("tune", "train")

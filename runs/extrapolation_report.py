@@ -12,8 +12,8 @@ from typing import Any
 from extrapolation import PLANS, TILE, Record, records_of
 
 from linbias.lm.evaluation import Evaluation
-from linbias.lm.findings import change_in_words
-from linbias.lm.records import EvaluationRecord
+from linbias.lm.report.findings import change_in_words
+from linbias.lm.report.records import EvaluationRecord
 from linbias.methods import METHODS
 from linbias.models import LinbiasConfig
 

@@ -11,7 +11,7 @@
     speed    training and inference, positions in turn; trains the models that it reads with, where they are missing
     write    tables, claims and plots, from the records alone
 
-Everything is done by `linbias.lm.paper`; what was measured is a line of results.jsonl in the output folder.
+Everything is done by `linbias.paper`; what was measured is a line of results.jsonl in the output folder.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from linbias._run.files import JsonLog
 from linbias._run.folders import open_run_folder
 from linbias.data import SPLITS
 from linbias.data.corpus import load_corpus
-from linbias.lm.paper.checkpoint import load
-from linbias.lm.paper.prepare import prepare
-from linbias.lm.paper.recipe import Recipe
-from linbias.lm.paper.score import Scores, score
-from linbias.lm.paper.store import read_data
-from linbias.lm.paper.train import train
 from linbias.lm.watch import StopWatch
-from linbias.models.paper import PaperForCausalLM
+from linbias.paper.checkpoint import load
+from linbias.paper.model import PaperForCausalLM
+from linbias.paper.prepare import prepare
+from linbias.paper.recipe import Recipe
+from linbias.paper.score import Scores, score
+from linbias.paper.store import read_data
+from linbias.paper.train import train
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("tune", "train", "test", "speed", "write")

@@ -40,11 +40,11 @@ from transformers import DynamicCache  # noqa: E402
 import record  # noqa: E402
 from linbias._run.files import write_whole  # noqa: E402
 from linbias.data.corpus import load_corpus  # noqa: E402
-from linbias.models.cache import use_growing_layers  # noqa: E402
+from linbias.models.decoder.cache import use_growing_layers  # noqa: E402
+from linbias.models.decoder.places import Places  # noqa: E402
 from linbias.models.loading import load  # noqa: E402
-from linbias.models.places import Places  # noqa: E402
-from linbias.models.window_cache import WindowCache, WindowLayer  # noqa: E402
-from linbias.models.windows import _Questions, weights_windows  # noqa: E402
+from linbias.models.window_cache.cache import WindowCache, WindowLayer  # noqa: E402
+from linbias.models.window_cache.reach import _Questions, weights_windows  # noqa: E402
 from test_streams import worst_input  # noqa: E402
 
 RECORDS, DOCUMENT = ROOT / "records" / "streams.jsonl", "docs/guides/endless-texts.md"

@@ -10,8 +10,8 @@ from markers import fill
 
 import linbias.jax.call
 import linbias.torch.choice
-from linbias._checks import FLOATS
 from linbias._dispatch import Implementation
+from linbias._request import FLOATS
 
 DOCUMENTS = {
     "docs/torch.md": linbias.torch.choice.IMPLEMENTATIONS,

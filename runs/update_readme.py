@@ -16,7 +16,7 @@ from markers import fill
 from matplotlib import rc_context
 
 from linbias._run.files import write_json, write_whole
-from linbias.lm import figures
+from linbias.lm.report import figures
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"

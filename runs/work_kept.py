@@ -22,7 +22,7 @@ from markers import fill  # noqa: E402
 
 import linbias  # noqa: E402
 from bench_attention import trained_inputs  # noqa: E402
-from linbias._checks import TOLERANCE  # noqa: E402
+from linbias._request import TOLERANCE  # noqa: E402
 from linbias.kernels import core  # noqa: E402
 from linbias.torch import visited  # noqa: E402
 

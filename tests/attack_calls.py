@@ -20,7 +20,7 @@ import linbias.torch
 from budget import compare
 from cases import Case, Inputs, arguments, round_to
 from jax_subject import JaxSubject
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 from linbias.kernels import core
 from linbias.torch import call as calls
 from plain import plain_attention

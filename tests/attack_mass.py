@@ -23,7 +23,7 @@ import numpy as np
 
 import linbias
 from cases import round_to
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 
 ONE = 2.0**15
 # Shares of a column's weight that may be missing from rounding alone. Scores of some hundred lose digits.

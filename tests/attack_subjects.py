@@ -18,9 +18,9 @@ import linbias.jax
 import linbias.near_to_far
 import linbias.torch
 from attack_mass import ONE, Chains, Setting, Subject, indicators, probed_row, random_setting
-from linbias.jax import blocked as jax_blocked
+from linbias.jax.impl import blocked as jax_blocked
 from linbias.kernels import core
-from linbias.torch import blocked, cpu
+from linbias.torch.impl import blocked, cpu
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MODES = ("forward", "gradients wanted", "backward", "decode", "decode, key_bound")

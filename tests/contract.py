@@ -16,7 +16,7 @@ import torch
 import linbias
 from budget import assert_within_budget
 from cases import REPEATED, Case, Inputs, attained, make_inputs, round_to
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 from plain import plain_attention
 from truth import true_attention
 

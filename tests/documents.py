@@ -84,9 +84,9 @@ def extras_needed(document: Path) -> list[str]:
 
 def write_paper_model(folder: Path) -> None:
     """What `linbias paper convert` would have written to the folder of docs/paper.md."""
-    from linbias.data.dictionary import Dictionary
-    from linbias.lm.paper.checkpoint import add_words
     from linbias.models import PaperConfig, PaperForCausalLM
+    from linbias.paper.checkpoint import add_words
+    from linbias.paper.dictionary import Dictionary
 
     config = PaperConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -111,10 +111,10 @@ def write_existing_models(folder: Path) -> None:
         LinbiasBertConfig,
         LinbiasBertForMaskedLM,
     )
-    from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
+    from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+    from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
     from linbias.models.encoders.original import to_original
     from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-    from linbias.models.jais import JaisConfig, JaisForCausalLM
 
     storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
     decoders = {

@@ -59,7 +59,7 @@ def killed_processes(
 ) -> None:
     """Runs `target(*death, *arguments)` in a process of its own for each death, of which it has to die."""
     context = multiprocessing.get_context("forkserver")  # imports once, dies often
-    context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.lm.paper.pipeline"])
+    context.set_forkserver_preload(["linbias.lm.extrapolation", "linbias.paper.pipeline"])
     for death in deaths:
         process = context.Process(target=target, args=(*death, *arguments))
         process.start()

@@ -12,8 +12,9 @@ import pytest
 import linbias
 from cases import arguments
 from contract import SEED
-from linbias import _checks
-from linbias.jax import attention, call, cpu
+from linbias import _request
+from linbias.jax import attention, call
+from linbias.jax.impl import cpu
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 HEADS_SECOND = ("out", "q", "k", "v", "lse")  # arrays that JAX wants [B, T, H, ...]
@@ -101,7 +102,7 @@ def numpy_attention(q, k, v, *args, **options):
 SIZES = (2, 9, 4, 8)
 
 needs_core = pytest.mark.skipif(
-    cpu.why_not(_checks.Problem(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0))
+    cpu.why_not(_request.Problem(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", True, 1.0, 0.0))
     is not None,
     reason="linbias._xla is not compiled here",
 )

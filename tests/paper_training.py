@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from linbias.data.dictionary import Dictionary
-from linbias.lm.paper.recipe import Recipe
-from linbias.lm.paper.store import write_ids
-from linbias.lm.paper.train import train
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.recipe import Recipe
+from linbias.paper.store import write_ids
+from linbias.paper.train import train
 from lm_training import metrics
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import browser
-from linbias.lm import page
-from linbias.lm.records import ExtrapolationResults
+from linbias.lm.report import page
+from linbias.lm.report.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings
 from test_lm_findings import record, trained
 

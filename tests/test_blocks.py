@@ -19,8 +19,9 @@ from transformers import (
     MptForCausalLM,
 )
 
-from linbias.models import fuse, linear, prepack, unfuse
+from linbias.models import fuse, prepack, unfuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+from linbias.models.linear import layers as linear
 from small_models import every_type, fast_types, needs_bfloat16, needs_onednn, start_checkpointing
 
 pytestmark = needs_onednn

@@ -423,7 +423,7 @@ def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch):
     found = json.loads(run("doctor", "--json").stdout)
     assert set(found) == {"machine", "versions", "parts", "implementations"}
     assert found["implementations"]["dense"] == {"cpu": None}
-    from linbias.torch import dense
+    from linbias.torch.impl import dense
 
     monkeypatch.setattr(dense, "why_not", lambda call: "needs a moon [full]")
     shown = run("doctor").stdout

@@ -14,7 +14,7 @@ from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm import StreamScorer, generate
 from linbias.models import LinbiasForConditionalGeneration, LinbiasSeq2SeqConfig
 from linbias.models.loading import load
-from linbias.models.windows import weights_windows
+from linbias.models.window_cache.reach import weights_windows
 from small_models import build
 from test_cli import run
 

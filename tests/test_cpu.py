@@ -19,8 +19,9 @@ from cases import by_name, far_block, make_inputs
 from contract import check_case, rows
 from linbias import cpu
 from linbias.kernels import core
-from linbias.torch import addresses, attention, operator
-from linbias.torch import cpu as torch_cpu
+from linbias.torch import addresses, attention
+from linbias.torch.impl import cpu as torch_cpu
+from linbias.torch.operators import operator
 from test_torch import DTYPES, TorchSubject
 from truth import true_attention
 

@@ -18,11 +18,11 @@ from transformers import (
     MptForCausalLM,
 )
 
-import linbias.models.cache
+import linbias.models.decoder.cache
 import linbias.torch
 from linbias.kernels import core
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse
-from linbias.models.jais import JaisConfig, JaisForCausalLM
+from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.torch.decoding import TOLERANCES, decode
 
 pytestmark = [
@@ -286,7 +286,7 @@ def test_a_model_takes_it_for_every_token_but_the_prompt(
     ids = torch.randint(50, (2, 110))
     logits = []
     for steps in (Steps(), Steps(refuses=True)):
-        monkeypatch.setattr(linbias.models.cache, "decoding", steps)
+        monkeypatch.setattr(linbias.models.decoder.cache, "decoding", steps)
         cache = DynamicCache()
         found = [model(ids[:, :20], past_key_values=cache).logits]
         for first, end in (
@@ -310,7 +310,7 @@ def test_a_model_does_not_where_more_is_asked(name: str, monkeypatch: pytest.Mon
     padding[0, :3] = 0
     for options in ({"attention_mask": padding}, {"output_attentions": True}):
         steps = Steps()
-        monkeypatch.setattr(linbias.models.cache, "decoding", steps)
+        monkeypatch.setattr(linbias.models.decoder.cache, "decoding", steps)
         whole = model(ids, use_cache=False, **options)
         cache = DynamicCache()
         mask = options.get("attention_mask")

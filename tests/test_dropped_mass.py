@@ -18,10 +18,10 @@ from cases import ATTAINED, attained
 from contract import check_where_attained, rows
 from jax_subject import jax
 from linbias import near_to_far
-from linbias.jax import blocked as jax_blocked
 from linbias.jax import call as jax_call
-from linbias.torch import blocked
+from linbias.jax.impl import blocked as jax_blocked
 from linbias.torch.call import prepare
+from linbias.torch.impl import blocked
 
 TOLERANCES = (0.2, 0.1, 0.07, 1e-3)
 # With steep slopes whole blocks are much: for some of these the last one that is read was hardly needed.

@@ -14,7 +14,7 @@ import linbias
 import linbias.jax
 import linbias.plots
 import linbias.torch
-from linbias import _checks, _dispatch
+from linbias import _dispatch, _request
 
 INT = torch.int64
 
@@ -268,7 +268,7 @@ def test_every_argument_of_jax_is_answered_with_ours():
     names = signature(jax.nn.dot_product_attention).parameters.keys()
     x = np.zeros((1, 2, 2, 4), np.float32)
     for name in names - signature(linbias.jax.attention).parameters.keys():
-        advice = re.escape(_checks.OTHER_NAMES[name]) if name != "mask" else "say mask"
+        advice = re.escape(_request.OTHER_NAMES[name]) if name != "mask" else "say mask"
         with pytest.raises(TypeError, match=f"there is no argument {name}; {advice}"):
             linbias.jax.attention(x, x, x, **{name: None})
 
@@ -321,10 +321,10 @@ class Unable:
 
 
 def test_an_implementation_that_cannot_is_refused_by_name_and_passed_over_by_auto():
-    from linbias.torch import blocked, dense
+    from linbias.torch.impl import blocked, dense
 
-    one = _checks.Described((1, 1, 1, 1), "float32")
-    problem = _checks.check("f", one, one, one)
+    one = _request.Described((1, 1, 1, 1), "float32")
+    problem = _request.check("f", one, one, one)
     refused = "f: unable cannot run this call: it is Sunday"
     with pytest.raises(NotImplementedError, match=refused):
         _dispatch.choose("f", "unable", problem, (Unable, dense))
@@ -345,11 +345,11 @@ class NotBuilt:
 
 
 def test_a_slow_fallback_warns_once(monkeypatch):
-    from linbias.torch import dense
+    from linbias.torch.impl import dense
 
     monkeypatch.setattr(_dispatch, "_warned", [])
     on_gpu, problem = (
-        _checks.check("f", *[_checks.Described((1, 1, 1, 1), "float32", device)] * 3)
+        _request.check("f", *[_request.Described((1, 1, 1, 1), "float32", device)] * 3)
         for device in ("cuda", "cpu")
     )
     assert _dispatch.choose("f", "auto", on_gpu, (NotBuilt, dense)) is dense  # built or not
@@ -363,5 +363,5 @@ def test_a_slow_fallback_warns_once(monkeypatch):
 
 def test_every_message_of_the_checks_has_a_row():
     """Count raise sites, so that a new rule cannot come without its message here (of points: in test_points.py)."""
-    source = Path(_checks.__file__).read_text() + Path(_dispatch.__file__).read_text()
+    source = Path(_request.__file__).read_text() + Path(_dispatch.__file__).read_text()
     assert len(re.findall(r"^\s+raise ", source, re.MULTILINE)) == 50

@@ -25,9 +25,7 @@ from transformers import (
 import browser
 import linbias
 from linbias import explore
-from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer, character_tokenizer, train_bpe
-from linbias.data.words import save_word_tokenizer
 from linbias.explore import model, reading
 from linbias.lm import TrainSettings, evaluate, extrapolate
 from linbias.lm.settings import ExtrapolateSettings
@@ -42,6 +40,8 @@ from linbias.models import (
     load,
     load_tokenizer,
 )
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.words import save_word_tokenizer
 from linbias.variants import variant_slopes
 from test_cli import run
 

@@ -15,9 +15,9 @@ from rich.console import Console, RenderableType
 from linbias._run.folders import hold_run_folder
 from linbias.cli import report
 from linbias.cli.tables import NumberTable
-from linbias.lm import findings, page
 from linbias.lm.extrapolation import extrapolate
-from linbias.lm.records import ExtrapolationResults
+from linbias.lm.report import findings, page
+from linbias.lm.report.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

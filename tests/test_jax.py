@@ -29,10 +29,11 @@ from jax_subject import (
     to_numpy,
 )
 from linbias import _dispatch
-from linbias.jax import attention, attention_weights, blocked, cpu, merge
+from linbias.jax import attention, attention_weights, merge
 from linbias.jax import bias as jax_bias
 from linbias.jax.call import prepare
-from linbias.jax.tiles import LEFT, RIGHT, Tiles
+from linbias.jax.impl import blocked, cpu
+from linbias.jax.impl.tiles import LEFT, RIGHT, Tiles
 
 # Of long sequences `cpu` and `dense` know nothing that their other tests do not ask: one is the core, which the tests of
 # `linbias.torch` ask too, and one has no tiles.

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 import linbias
 import linbias.jax
 from budget import compare
-from linbias import _checks
-from linbias.jax import cpu
+from linbias import _request
 from linbias.jax.context_parallel import attention, needed_halo
+from linbias.jax.impl import cpu
 
 NUM_PIECES, T = 4, 16
 INF = np.inf
@@ -158,7 +158,7 @@ def worst_share(name, results):
     shares = {}
     for part, actual in results.items():
         dtype = case.dtype if part in ("out", "dq", "dk", "dv") else "float32"
-        tolerance = _checks.TOLERANCE[case.dtype]
+        tolerance = _request.TOLERANCE[case.dtype]
         share, words = compare(actual, truth[part], [plain[part]], dtype, tolerance)
         shares[part] = share, f"{name}: {part}: {words}"
     return max(shares.values())

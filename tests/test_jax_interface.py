@@ -11,7 +11,7 @@ import jaxlib
 import numpy as np
 import pytest
 
-from linbias.jax import cpu
+from linbias.jax.impl import cpu
 
 BINDINGS = Path(__file__).parents[1] / "bindings"
 

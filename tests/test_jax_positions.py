@@ -12,9 +12,10 @@ import linbias
 from contract import rows
 from jax_subject import random
 from linbias import near_to_far
-from linbias.jax import attention, attention_weights, blocked
+from linbias.jax import attention, attention_weights
 from linbias.jax.call import prepare
-from linbias.jax.certificate import log_sums
+from linbias.jax.impl import blocked
+from linbias.jax.impl.certificate import log_sums
 from linbias.jax.places import in_parts, stand
 from positions import PLACED, Placed, backward
 

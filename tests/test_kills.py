@@ -18,10 +18,10 @@ from interrupting import die, killed_processes
 from linbias._run.files import JsonLog
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.lm.extrapolation import extrapolate
-from linbias.lm.paper.pipeline import run as run_path
-from linbias.lm.paper.recipe import Recipe
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
+from linbias.paper.pipeline import run as run_path
+from linbias.paper.recipe import Recipe
 from paper_training import MODEL
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
@@ -126,10 +126,10 @@ def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
     texts: dict[str, Path], tmp_path: Path
 ) -> None:
     deaths = [
-        ("linbias.lm.paper.prepare.os.replace", 2),  # one split is written
+        ("linbias.paper.prepare.os.replace", 2),  # one split is written
         ("linbias.lm.checkpoints.write_json", 2),
-        ("linbias.lm.paper.score.write_whole", 2),  # the first scores are there
-        ("linbias.lm.paper.score._batches", 5),
+        ("linbias.paper.score.write_whole", 2),  # the first scores are there
+        ("linbias.paper.score._batches", 5),
     ]
     run_paper(texts, tmp_path / "whole")
     kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")

@@ -16,27 +16,29 @@ PACKAGE = Path(linbias.__file__).parent
 
 # What the modules of a layer may import of ours: itself and these.
 ANYONE = {"schedules", "methods", "_machine", "_extras"}
-CORE = {"_checks", "_dispatch"}
+CORE = {"_request", "_dispatch"}
 LAYERS = {
     **{module: set() for module in ANYONE},
-    "_checks": set(),
-    "_dispatch": {"_checks"},
+    "_request": set(),
+    "_dispatch": {"_request"},
     "variants": {"schedules"},
-    "definition": {"_checks"} | ANYONE,
+    "definition": {"_request"} | ANYONE,
     "explain": {"definition", "explain_html", "schedules"},
     "explain_html": {"definition", "methods"},
-    "near_to_far": {"definition", "_checks"},
-    "streams": {"definition", "near_to_far", "_checks"},
+    "near_to_far": {"definition", "_request"},
+    "streams": {"definition", "near_to_far", "_request"},
     "kernels": {"_cpu", "_machine"} | CORE,
     "cpu": {"kernels", "definition"} | CORE | ANYONE,
     "torch": {"kernels", "variants"} | CORE | ANYONE,
     "compat": {"torch", "definition", "explain"} | CORE | ANYONE,
     "jax": {"kernels", "_xla", "variants"} | CORE | ANYONE,
-    "models": {"data", "_run", "torch", "variants", "definition", "streams", "_checks"} | ANYONE,
+    "models": {"paper", "data", "_run", "torch", "variants", "definition", "streams", "_request"}
+    | ANYONE,
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
-    "lm": {"models", "torch", "data", "_run"} | ANYONE,
-    "plots": {"_checks", "definition", "explain", "near_to_far", "lm"} | ANYONE,
+    "paper": {"lm", "models", "data", "_run", "cli"} | ANYONE,
+    "lm": {"paper", "models", "torch", "data", "_run"} | ANYONE,
+    "plots": {"_request", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,
     "explore": {"example", "explain_html", "definition", "models", "lm"} | ANYONE,
@@ -44,6 +46,7 @@ LAYERS = {
     "cli": {
         *(
             "lm",
+            "paper",
             "models",
             "data",
             "_run",
@@ -60,9 +63,9 @@ LAYERS = {
     "__main__": {"cli"},
 }
 IMPLEMENTATIONS = {
-    *(f"linbias.torch.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
-    *(f"linbias.torch.points_{name}" for name in ("dense", "blocked", "cpu")),
-    *(f"linbias.jax.{name}" for name in ("dense", "blocked", "cpu")),
+    *(f"linbias.torch.impl.{name}" for name in ("dense", "blocked", "cpu", "triton", "sdpa")),
+    *(f"linbias.torch.points.{name}" for name in ("dense", "blocked", "cpu")),
+    *(f"linbias.jax.impl.{name}" for name in ("dense", "blocked", "cpu")),
 }
 
 

@@ -35,10 +35,10 @@ from linbias.models import (
     LinbiasForCausalLM,
     fuse,
     install,
-    linear,
     prepack,
     unfuse,
 )
+from linbias.models.linear import layers as linear
 from small_models import every_type, fast_types, has_bfloat16, needs_bfloat16, needs_onednn
 
 pytestmark = needs_onednn

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from linbias.lm import figures, findings
 from linbias.lm.evaluation import Evaluation
-from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
+from linbias.lm.report import figures, findings
+from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.lm.training import LanguageModelMetrics
 from linbias.methods import METHODS

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 from linbias import explore, plots
 from linbias.cli import app
 from linbias.explore import results as explorer_results
-from linbias.lm import page
-from linbias.lm.records import ExtrapolationResults, TrainingRecord
+from linbias.lm.report import page
+from linbias.lm.report.records import ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.lm.training import LanguageModelMetrics
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasForMaskedLM
-from linbias.models.positions import Position
+from linbias.models.decoder.positions import Position
 from test_lm_findings import record
 
 sys.modules["linbias.models.dummies"] = types.ModuleType("linbias.models.dummies")

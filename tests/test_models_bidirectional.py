@@ -20,8 +20,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import linbias
 from linbias.data.tokenizers import byte_tokenizer
 from linbias.models import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel, load
-from linbias.models.config import ENCODER_POSITIONS
-from linbias.models.positions import AttendOptions, Position, make_position
+from linbias.models.decoder.config import ENCODER_POSITIONS
+from linbias.models.decoder.positions import AttendOptions, Position, make_position
 from small_models import VOCAB, assert_same, left_padded, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -32,8 +32,8 @@ from linbias.models import (
     LinbiasSeq2SeqConfig,
     fuse,
 )
-from linbias.models.config import BLOCKS
-from linbias.models.packing import find_packing
+from linbias.models.decoder.config import BLOCKS
+from linbias.models.decoder.packing import find_packing
 from small_models import (
     assert_same,
     both_families,

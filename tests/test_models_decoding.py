@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import linbias.torch
-from linbias.models.cache import GrowingLayer
+from linbias.models.decoder.cache import GrowingLayer
 from linbias.torch import decoding
 from small_models import (
     assert_same,
@@ -53,8 +53,8 @@ def test_attention_is_given_a_bound_of_its_keys_whatever_happened_to_the_cache(
         slack.append(key_bound - k.norm(dim=-1).amax(-1))
         return linbias.torch.attention(q, k, *rest, key_bound=key_bound, **options)
 
-    monkeypatch.setattr("linbias.models.positions.attention", attention)
-    monkeypatch.setattr("linbias.models.cache.decoding", SimpleNamespace(decode=step))
+    monkeypatch.setattr("linbias.models.decoder.positions.attention", attention)
+    monkeypatch.setattr("linbias.models.decoder.cache.decoding", SimpleNamespace(decode=step))
     ids = tokens(3, 30)
     cache = model(ids[:, :7], use_cache=True).past_key_values
     layer = cache.layers[0]

@@ -25,8 +25,11 @@ from transformers import (
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
 from linbias.models import load
-from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
-from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
+from linbias.models.decoder.linbias import LinbiasForCausalLM
+from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.encoders import original
 from linbias.models.encoders.bert import LinbiasBertForMaskedLM
 from linbias.models.encoders.bert_config import LinbiasBertConfig
@@ -36,11 +39,8 @@ from linbias.models.fused.mpt_model import (
     LinbiasMptConfig,
     LinbiasMptForCausalLM,
 )
-from linbias.models.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
-from linbias.models.linbias import LinbiasForCausalLM
-from linbias.models.paper import PaperForCausalLM
-from linbias.models.paper_config import PaperConfig
-from linbias.models.seq2seq import LinbiasForConditionalGeneration
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
 from small_models import write_folder
 from test_transformers_encoders import original_config, original_weights
 

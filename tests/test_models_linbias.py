@@ -12,7 +12,7 @@ from transformers import StaticCache
 
 import linbias
 from linbias.models import LinbiasForCausalLM
-from linbias.models.config import POSITIONS
+from linbias.models.decoder.config import POSITIONS
 from small_models import (
     VOCAB,
     assert_same,

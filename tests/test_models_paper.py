@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paper_original as original
-from linbias.lm.paper.checkpoint import load
 from linbias.models import PaperConfig, PaperForCausalLM
-from linbias.models.paper_config import POSITIONS
+from linbias.paper.checkpoint import load
+from linbias.paper.config import POSITIONS
 from small_models import assert_same, build_paper, paper_tokens, start_checkpointing
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -160,7 +160,7 @@ def test_the_last_positions_alone_are_those_of_all(position):
 
 @pytest.mark.parametrize("cutoffs", [(), (11,), (11, 30)])
 def test_log_probs_of_many_rows_are_those_of_the_whole_vocabulary(cutoffs, monkeypatch):
-    from linbias.models import adaptive
+    from linbias.paper import adaptive
 
     monkeypatch.setattr(adaptive, "_LOGITS_AT_ONCE", 1)
     monkeypatch.setattr(adaptive, "_FEWEST_ROWS", 7)

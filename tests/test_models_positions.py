@@ -11,8 +11,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, load
-from linbias.models.config import POSITIONS
-from linbias.models.positions import (
+from linbias.models.decoder.config import POSITIONS
+from linbias.models.decoder.positions import (
     T5,
     Alibi,
     AttendOptions,

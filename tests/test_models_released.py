@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import linbias
 from linbias.models import load
-from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
-from linbias.models.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
+from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.jais import BtlmConfig, BtlmForCausalLM, JaisConfig, JaisForCausalLM
 from small_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("same_start")

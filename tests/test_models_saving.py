@@ -13,10 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
-from linbias.lm.paper.checkpoint import add_words
-from linbias.lm.paper.checkpoint import load as load_paper_model
 from linbias.models import (
     LinbiasConfig,
     LinbiasForCausalLM,
@@ -26,6 +23,9 @@ from linbias.models import (
     load_tokenizer,
 )
 from linbias.models.loading import encode
+from linbias.paper.checkpoint import add_words
+from linbias.paper.checkpoint import load as load_paper_model
+from linbias.paper.dictionary import Dictionary
 from small_models import assert_same, build, build_paper, every_block, every_position, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")
@@ -135,9 +135,9 @@ for folder in {[str(byte_folder), str(paper_folder)]!r}:
 
 SAVE_FOR_THE_HUB = """
 import sys
-from linbias.data.dictionary import Dictionary
+from linbias.paper.dictionary import Dictionary
 from linbias.data.tokenizers import byte_tokenizer
-from linbias.data.words import save_word_tokenizer
+from linbias.paper.words import save_word_tokenizer
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, PaperConfig, PaperForCausalLM
 small = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
 for config, model, own in (
@@ -179,7 +179,11 @@ def test_a_folder_for_the_hub_loads_with_and_without_its_code(tmp_path: Path) ->
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        *("LinbiasForCausalLM True", "linbias.models.linbias 256", "linbias.models.paper 16"),
+        *(
+            "LinbiasForCausalLM True",
+            "linbias.models.decoder.linbias 256",
+            "linbias.paper.model 16",
+        ),
     ]
 
 

@@ -27,7 +27,7 @@ from linbias.models import (
     LinbiasSeq2SeqModel,
     load,
 )
-from linbias.models.config import ENCODER_POSITIONS, POSITIONS
+from linbias.models.decoder.config import ENCODER_POSITIONS, POSITIONS
 from small_models import VOCAB, assert_same, left_padded, start_checkpointing, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

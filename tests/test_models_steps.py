@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasForConditionalGeneration
-from linbias.models.cache import keep_beside
-from linbias.models.config import LinbiasSeq2SeqConfig
-from linbias.models.places import Places
-from linbias.models.positions import Stepped
+from linbias.models.decoder.cache import keep_beside
+from linbias.models.decoder.config import LinbiasSeq2SeqConfig
+from linbias.models.decoder.places import Places
+from linbias.models.decoder.positions import Stepped
 from small_models import VOCAB, assert_same, build, decode, every_block, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

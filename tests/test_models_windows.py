@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
 from linbias.models.fused import fuse
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from linbias.models.jais import JaisConfig, JaisForCausalLM
-from linbias.models.windows import Windows, _Questions, weights_windows
+from linbias.models.window_cache.reach import Windows, _Questions, weights_windows
 from small_models import build, build_paper
 from test_transformers_fused import bloom, falcon, mpt
 
@@ -152,7 +152,7 @@ def test_a_layer_says_why_its_weights_do_not_say():
 def test_a_large_vocabulary_is_left_to_the_weights(monkeypatch):
     model = made("linbias")
     tried = weights_windows(model)
-    monkeypatch.setattr("linbias.models.windows._MOST_TOKENS", 60)
+    monkeypatch.setattr("linbias.models.window_cache.reach._MOST_TOKENS", 60)
     bounded = weights_windows(model)
     assert (tried.lead[0] < bounded.lead[0]).all()
     np.testing.assert_array_equal(tried.lead[1], bounded.lead[1])

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import small_models
 from linbias.compat import flash_attn
 from linbias.models import LinbiasForCausalLM, LinbiasForMaskedLM
-from linbias.models.config import ENCODER_POSITIONS, POSITIONS
+from linbias.models.decoder.config import ENCODER_POSITIONS, POSITIONS
 from linbias.torch import attention, attention_varlen
 
 pytestmark = pytest.mark.usefixtures("same_start")

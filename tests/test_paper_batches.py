@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linbias.lm.paper.blocks import Batches, batch_order, block_tokens, blocks
-from linbias.lm.paper.store import read_data
+from linbias.paper.blocks import Batches, batch_order, block_tokens, blocks
+from linbias.paper.store import read_data
 from paper_training import ORIGINAL
 
 BATCHES = json.loads((Path(__file__).parent / "golden" / "paper_batch_order.json").read_text())

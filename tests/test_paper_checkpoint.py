@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import paper_original as original
-from linbias.data.dictionary import Dictionary
-from linbias.lm.paper.checkpoint import convert, load, load_original
 from linbias.models import PaperConfig, PaperForCausalLM, PaperModel, install
-from linbias.models.paper_config import POSITIONS
+from linbias.paper.checkpoint import convert, load, load_original
+from linbias.paper.config import POSITIONS
+from linbias.paper.dictionary import Dictionary
 from small_models import build_paper, paper_tokens, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

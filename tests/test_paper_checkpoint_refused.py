@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.data.dictionary import Dictionary
-from linbias.lm.paper.checkpoint import convert, load, load_original
+from linbias.paper.checkpoint import convert, load, load_original
+from linbias.paper.dictionary import Dictionary
 
 
 class Hostile:

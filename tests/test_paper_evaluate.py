@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import paper_original as original
-from linbias.lm.paper import score as scoring
-from linbias.lm.paper.checkpoint import load
-from linbias.lm.paper.score import Scores, score, windows
 from linbias.models import PaperConfig, PaperForCausalLM
+from linbias.paper import score as scoring
+from linbias.paper.checkpoint import load
+from linbias.paper.score import Scores, score, windows
 
 VOCAB = 41
 RUNS = original.SHARED / "eval" / "perplexities.json"

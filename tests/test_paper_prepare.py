@@ -19,10 +19,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from linbias.data.dictionary import Dictionary
-from linbias.lm.paper import ranges
-from linbias.lm.paper.prepare import Split, prepare
-from linbias.lm.paper.store import read_data
+from linbias.paper import ranges
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.prepare import Split, prepare
+from linbias.paper.store import read_data
 from paper_training import write
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from linbias.lm.paper.blocks import batch_order
-from linbias.lm.paper.optimizer import NAG, cosine_lr
-from linbias.lm.paper.recipe import PRESETS
-from linbias.models.paper_config import PaperConfig
+from linbias.paper.blocks import batch_order
+from linbias.paper.config import PaperConfig
+from linbias.paper.optimizer import NAG, cosine_lr
+from linbias.paper.recipe import PRESETS
 from paper_training import GOLDEN, RECIPE
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from interrupting import SignalAt, callbacks_that_kill, fill_the_disk, killed_processes, torchrun
-from linbias.lm.paper.train import train
 from linbias.models import load
+from linbias.paper.train import train
 from paper_training import RECIPE, SMOOTH, KeepMomentum, assert_same_run, log, train_into
 
 
@@ -107,7 +107,7 @@ from dataclasses import replace
 from pathlib import Path
 from torch import distributed
 from interrupting import Stop, StopAt
-from linbias.lm.paper.train import train
+from linbias.paper.train import train
 from linbias.models import load
 from paper_training import SMOOTH
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linbias.data.dictionary import Dictionary
-from linbias.lm.paper.store import check_ids, ids_dtype, read_ids, write_ids
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.store import check_ids, ids_dtype, read_ids, write_ids
 from paper_training import write
 
 

@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
-import linbias.lm.paper.train as train_module
+import linbias.paper.train as train_module
 from interrupting import Stop, StopAt
-from linbias.lm.paper.blocks import batch_order, block_tokens, blocks
-from linbias.lm.paper.optimizer import NAG, cosine_lr
-from linbias.lm.paper.step import PaperTrainer, SeedEachStep
-from linbias.lm.paper.store import read_ids, write_ids
-from linbias.lm.paper.train import PaperMetrics, train
 from linbias.models import load as load_model
-from linbias.models.paper import PaperForCausalLM
-from linbias.models.paper_config import PaperConfig
+from linbias.paper.blocks import batch_order, block_tokens, blocks
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM
+from linbias.paper.optimizer import NAG, cosine_lr
+from linbias.paper.step import PaperTrainer, SeedEachStep
+from linbias.paper.store import read_ids, write_ids
+from linbias.paper.train import PaperMetrics, train
 from paper_training import MODEL, ORIGINAL, RECIPE, log, metrics, train_into
 
 
@@ -188,7 +188,7 @@ def test_progress_is_lines_on_stderr_or_nothing(
 @pytest.mark.skipif(not ORIGINAL.exists(), reason="no ../shared/golden/fairseq")
 def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> None:
     """It drops two tail terms, so that it says 5.291 where eval_lm says 5.295."""
-    from linbias.lm.paper.checkpoint import load
+    from linbias.paper.checkpoint import load
 
     golden = json.loads((ORIGINAL / "train" / "train_log_C.json").read_text())[-1]
     ids = read_ids(ORIGINAL / "data" / "wikitext-2-v1024" / "valid")

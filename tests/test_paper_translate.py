@@ -7,9 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from linbias import cli
-from linbias.lm.paper import train as training
-from linbias.lm.paper.recipe import PRESETS
-from linbias.lm.paper.translate import translate
+from linbias.paper import train as training
+from linbias.paper.recipe import PRESETS
+from linbias.paper.translate import translate
 
 # What the commands of all READMEs have in common.
 SHARED = (

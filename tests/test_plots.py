@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 import linbias
 from linbias import example, near_to_far, plots
 from linbias._run.files import write_json
-from linbias.lm.records import ExtrapolationResults
+from linbias.lm.report.records import ExtrapolationResults
 from linbias.lm.settings import ExtrapolateSettings, TrainSettings
 from linbias.methods import BIAS, WEIGHTS
 from linbias.plots.reach import tokens_read, tokens_that_hold

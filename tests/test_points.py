@@ -15,10 +15,12 @@ import linbias.torch
 from budget import assert_within_budget
 from cases import round_to
 from contract import spread
-from linbias._checks import TOLERANCE
+from linbias._request import TOLERANCE
 from linbias.kernels import core
-from linbias.torch import points, points_blocked, points_cpu
-from linbias.torch.geometry import along_a_curve
+from linbias.torch.points import blocked as points_blocked
+from linbias.torch.points import cpu as points_cpu
+from linbias.torch.points import functional as points
+from linbias.torch.points.geometry import along_a_curve
 
 IMPLEMENTATIONS = ("dense", "blocked", "cpu")
 NEAR_TO_FAR = {"blocked": points_blocked, "cpu": points_cpu}

@@ -20,7 +20,7 @@ from linbias._run.files import (
     write_whole,
 )
 from linbias._run.folders import hold_run_folder, list_differences, open_run_folder
-from linbias.data.dictionary import Dictionary
+from linbias.paper.dictionary import Dictionary
 
 
 def full(*_: object) -> None:
@@ -238,7 +238,7 @@ def test_where_there_are_no_locks_a_run_says_so_and_starts(why, tmp_path, monkey
 
 def test_files_and_the_preparation_of_text_do_not_load_torch():
     code = (
-        "import sys, linbias._run.files, linbias.lm.paper.prepare, linbias.lm.paper.store\n"
+        "import sys, linbias._run.files, linbias.paper.prepare, linbias.paper.store\n"
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

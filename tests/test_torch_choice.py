@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linbias import _dispatch
-from linbias._checks import Described, check
+from linbias._request import Described, check
 from linbias.kernels import core
 from linbias.torch.choice import asked_in_turn, explain_choice
 

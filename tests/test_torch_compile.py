@@ -9,8 +9,9 @@ import torch
 
 import linbias.torch
 from contract import rows
-from linbias.torch import MultiheadAttention, blocked, cpu
-from linbias.torch.operator import Inputs
+from linbias.torch import MultiheadAttention
+from linbias.torch.impl import blocked, cpu
+from linbias.torch.operators.operator import Inputs
 
 INF = float("inf")
 

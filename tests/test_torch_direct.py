@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import linbias.torch
-from linbias.torch import operator
 from linbias.torch.constant import default_slopes
+from linbias.torch.operators import operator
 
 
 class SeeOperators(TorchDispatchMode):

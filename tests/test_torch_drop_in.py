@@ -240,7 +240,7 @@ def test_nested_tensors_are_their_sequences(layout):
 @pytest.fixture
 def options(monkeypatch):
     """What `attention` was given."""
-    module, given = linbias.torch.nn, []
+    module, given = linbias.torch.layers.nn, []
     attend = module.attention
     monkeypatch.setattr(module, "attention", lambda *a, **o: given.append(o) or attend(*a, **o))
     return given

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import linbias.torch
-from linbias.torch import MultiheadAttention, blocked, cpu, dense, triton
+from linbias.torch import MultiheadAttention
 from linbias.torch.export import decompositions
-from linbias.torch.operator import Inputs
+from linbias.torch.impl import blocked, cpu, dense, triton
+from linbias.torch.operators.operator import Inputs
 
 # What the exporter warns of on the way.
 pytestmark = pytest.mark.filterwarnings(

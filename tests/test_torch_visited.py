@@ -13,7 +13,7 @@ from cases import CASES, REPEATED, by_name, make_inputs
 from contract import rows
 from linbias import near_to_far
 from linbias.torch import merge, visited
-from linbias.torch.operator import Inputs
+from linbias.torch.operators.operator import Inputs
 
 IMPLEMENTATIONS = ("blocked", "cpu")
 LONG = [case for case in CASES if case.T * case.S > 10_000 and not case.dropout]
@@ -151,7 +151,7 @@ def test_weights_are_those_of_attention():
 def test_ranges_that_nobody_checked_are_clamped(implementation):
     """As traced or mapped values come: the operators are called without the checks."""
     q, k, v = torch.randn(3, 3, 2, 70, 8)
-    forward = getattr(linbias.torch, implementation).operators.forward
+    forward = getattr(linbias.torch.impl, implementation).operators.forward
     results = []
     for ranges in (
         [[-300000, 70], [-5, 40], [60, 20]],

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from linbias.models.cache import GrowingLayer, key_bound, use_growing_layers
+from linbias.models.decoder.cache import GrowingLayer, key_bound, use_growing_layers
 from small_models import assert_same, build, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -28,9 +28,9 @@ from linbias.models import (
     load,
     loading,
 )
+from linbias.models.decoder.places import read_attention_mask
 from linbias.models.encoders import bert
 from linbias.models.encoders.original import to_original, to_ours
-from linbias.models.places import read_attention_mask
 from small_models import RELEASED, assert_near, needs_released, start_checkpointing, write_folder
 
 pytestmark = pytest.mark.usefixtures("same_start")

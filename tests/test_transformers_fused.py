@@ -28,9 +28,9 @@ from transformers.models.falcon import modeling_falcon
 
 import linbias
 from linbias.models import LinbiasConfig, LinbiasForCausalLM, fuse, install, load, unfuse
-from linbias.models.cache import key_bound
+from linbias.models.decoder.cache import key_bound
+from linbias.models.decoder.places import Places
 from linbias.models.fused import FAMILIES, bias
-from linbias.models.places import Places
 from small_models import GREEDY, RELEASED, needs_released, start_checkpointing
 
 VOCABULARY = 97

@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM, StaticCache
 
 from contract import rows
 from linbias.models import fuse
-from linbias.models.places import Places, fill_room, read_attention_mask
+from linbias.models.decoder.places import Places, fill_room, read_attention_mask
 from small_models import VOCAB, assert_same, both_families, build, every_position, settings, tokens
 
 pytestmark = pytest.mark.usefixtures("same_start")

@@ -22,9 +22,10 @@ from linbias.kernels.triton.certificate import log_share
 from linbias.kernels.triton.sizes import Sizes, Tile
 from linbias.models import LinbiasConfig, LinbiasForCausalLM
 from linbias.near_to_far import log_sums
-from linbias.torch import call, triton
+from linbias.torch import call
 from linbias.torch.call import prepare
-from linbias.torch.operator import Inputs
+from linbias.torch.impl import triton
+from linbias.torch.operators.operator import Inputs
 from positions import PLACED, across_blocks, arguments, check_torch, patterns, share_missing
 from test_torch import TorchSubject, check_decoding
 

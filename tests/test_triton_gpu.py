@@ -13,8 +13,8 @@ import torch
 import linbias.torch
 from cases import CASES, by_name
 from contract import check_case
-from linbias._checks import Described, check
-from linbias.torch import triton
+from linbias._request import Described, check
+from linbias.torch.impl import triton
 from test_torch import TorchSubject
 
 pytest.importorskip("triton")

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linbias.models import dropped_keys
-from linbias.models.dropped_keys import Ledger
+from linbias.models.decoder.places import Places
 from linbias.models.fused import fuse
-from linbias.models.places import Places
-from linbias.models.window_cache import Uncertified, WindowCache, WindowLayer
+from linbias.models.window_cache import dropped_keys
+from linbias.models.window_cache.cache import Uncertified, WindowCache, WindowLayer
+from linbias.models.window_cache.dropped_keys import Ledger
 from linbias.streams import Dropped
 from small_models import VOCAB, build, build_paper, left_padded, tokens
 from test_models_windows import MODELS, made

@@ -22,11 +22,12 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from linbias.models import dropped_keys, window_cache
-from linbias.models.cache import GrowingLayer
-from linbias.models.dropped_keys import DroppedKeys
-from linbias.models.places import Places
-from linbias.models.window_cache import WindowLayer
+from linbias.models.decoder.cache import GrowingLayer
+from linbias.models.decoder.places import Places
+from linbias.models.window_cache import cache as window_cache
+from linbias.models.window_cache import dropped_keys
+from linbias.models.window_cache.cache import WindowLayer
+from linbias.models.window_cache.dropped_keys import DroppedKeys
 from linbias.streams import window_of_lead
 from linbias.torch import attention
 

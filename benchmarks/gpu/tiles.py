@@ -8,7 +8,7 @@ from typing import Any
 from gpu.stages import by_definition, ours, random, slopes_of
 from gpu.timing import BACKWARD, FORWARD, Case, left_out_if_it_fails, write_times
 from linbias.kernels.triton.sizes import Sizes, Tile, forced
-from linbias.torch import triton
+from linbias.torch.impl import triton
 
 
 def tiles(options: argparse.Namespace) -> None:

@@ -77,7 +77,8 @@ def training_step(
     instead: Any = None,
 ) -> Call:
     """A function that takes a step, and returns the loss; `instead` takes the place of `linbias.torch.attention`."""
-    from linbias.models import LinbiasConfig, LinbiasForCausalLM, positions
+    from linbias.models import LinbiasConfig, LinbiasForCausalLM
+    from linbias.models.decoder import positions
 
     H, D = shape
     config = LinbiasConfig(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from linbias._checks import FLOATS, Problem
+from linbias._request import FLOATS, Problem
 
 
 @dataclass(frozen=True)

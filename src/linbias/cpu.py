@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _checks
+from linbias import _request
 from linbias.definition import Array, Options, flatten_batch, flatten_places, real_arrays, stand
 from linbias.kernels import core
 from linbias.schedules import slopes as slopes_of_paper
@@ -88,7 +88,7 @@ def attention(
         (1, 2, 3, 4)
     """
     if unknown:
-        _checks.refuse_unknown("attention", unknown, attention)
+        _request.refuse_unknown("attention", unknown, attention)
     given, batch = real_arrays("attention", q, k, v)
     given = [x.astype(np.float64) if x.dtype.kind in "iu" else x for x in given]
     if num_threads < 1:
@@ -100,11 +100,11 @@ def attention(
     ]
     wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     sides = [
-        None if side is None else _checks.real_array("attention", name, side).astype(wide)
+        None if side is None else _request.real_array("attention", name, side).astype(wide)
         for name, side in (("slopes", slopes), ("right_slopes", right_slopes))
     ]
     ranges, starts, places, query_places = (
-        None if x is None else flatten(_checks.as_array("attention", name, x), batch)
+        None if x is None else flatten(_request.as_array("attention", name, x), batch)
         for name, x, flatten in (
             ("key_range", key_range, flatten_batch),
             ("query_start", query_start, flatten_batch),
@@ -112,7 +112,7 @@ def attention(
             ("query_positions", query_positions, flatten_places),
         )
     )
-    problem = _checks.check(
+    problem = _request.check(
         "attention",
         *(_describe(array) for array in arrays),
         *(
@@ -123,19 +123,19 @@ def attention(
         scale=scale,
         tolerance=tolerance,
     )
-    _checks.warn_of_layout("attention", problem, depth=2)
+    _request.warn_of_layout("attention", problem, depth=2)
     reason = core.why_not(problem)
     if reason is not None:
         raise NotImplementedError(f"attention: cpu cannot run this call: {reason}")
     for name, side in zip(("slopes", "right_slopes"), sides, strict=True):
         if side is not None:
-            _checks.check_slope_values("attention", name, side)
+            _request.check_slope_values("attention", name, side)
     if ranges is not None:
-        _checks.check_key_range_values("attention", ranges, problem.S)
+        _request.check_key_range_values("attention", ranges, problem.S)
     if starts is not None:
-        _checks.check_query_start_values("attention", starts)
+        _request.check_query_start_values("attention", starts)
     if places is not None:
-        _checks.check_position_values(
+        _request.check_position_values(
             "attention", problem, places, query_places, ranges, starts, depth=2
         )
     out, lse = _run(
@@ -146,7 +146,7 @@ def attention(
 
 
 def _run(
-    problem: _checks.Problem,
+    problem: _request.Problem,
     arrays: list[Array],
     sides: list[Array | None],
     ranges: Array | None,
@@ -255,8 +255,8 @@ def _readable(array: Array) -> Array:
     return array if plain else np.ascontiguousarray(array)
 
 
-def _describe(array: Array) -> _checks.Described:
-    return _checks.Described(array.shape, array.dtype.name)
+def _describe(array: Array) -> _request.Described:
+    return _request.Described(array.shape, array.dtype.name)
 
 
 def _operand(array: Array) -> "core.Array":

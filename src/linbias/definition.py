@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, Never, TypedDict, TypeVar, Unpack, 
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _checks
-from linbias._checks import Described
+from linbias import _request
+from linbias._request import Described
 from linbias.schedules import slopes as slopes_of_paper
 
 Array = npt.NDArray[Any]
@@ -89,18 +89,18 @@ def bias(
     the paper's repository.
     """
     if unknown:
-        _checks.refuse_unknown("bias", unknown, bias)
-    left = _checks.real_array("bias", "slopes", slopes).astype(np.float64)
+        _request.refuse_unknown("bias", unknown, bias)
+    left = _request.real_array("bias", "slopes", slopes).astype(np.float64)
     right = left
     if right_slopes is not None:
-        right = _checks.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
+        right = _request.real_array("bias", "right_slopes", right_slopes).astype(np.float64)
     if left.ndim not in (1, 2):
         meant = f"; linbias.slopes({left:g}) are those of {left:g} heads" if left.ndim == 0 else ""
         raise ValueError(
             f"bias: slopes must have shape [H] or [B, H], got {list(left.shape)}{meant}"
         )
     for name, values in (("slopes", left), ("right_slopes", right)):
-        _checks.check_slope_values("bias", name, values)
+        _request.check_slope_values("bias", name, values)
     left, right = np.broadcast_arrays(left, right)
     order = distances(T, S, query_start)
     return _bias(left, right, order, order)
@@ -333,7 +333,7 @@ def attention_backward(
     if dlse is not None:
         given["dlse"] = (dlse, rows)
     for name, (values, shape) in given.items():
-        found = _checks.real_array("attention_backward", name, values).shape
+        found = _request.real_array("attention_backward", name, values).shape
         if found != shape:
             raise ValueError(
                 f"attention_backward: {name} must have shape {list(shape)}, got {list(found)}"
@@ -420,9 +420,9 @@ def merge(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike]) -> tuple
         >>> np.allclose(merge(*zip(*parts))[0], attention(q, k, v, [0.5]))
         True
     """
-    values = [_checks.real_array("merge", "outs", out) for out in outs]
-    logs = [_checks.real_array("merge", "lses", lse) for lse in lses]
-    _checks.check_parts([out.shape for out in values], [lse.shape for lse in logs])
+    values = [_request.real_array("merge", "outs", out) for out in outs]
+    logs = [_request.real_array("merge", "lses", lse) for lse in lses]
+    _request.check_parts([out.shape for out in values], [lse.shape for lse in logs])
     parts = np.stack([lse.astype(np.float64) for lse in logs])
     highest = parts.max(0)
     highest = np.where(np.isneginf(highest), 0.0, highest)  # any finite number serves an empty row
@@ -541,18 +541,18 @@ def prepare(
 ) -> Inputs:
     """Check the arguments of a call and fill in what they leave open."""
     if unknown:
-        _checks.refuse_unknown(function, unknown, prepare)
+        _request.refuse_unknown(function, unknown, prepare)
     # Every layout becomes [B, heads, length, size] in float64; `restore` gives the batch axes back.
     arrays, batch = real_arrays(function, q, k, v)
     dtype = arrays[0].dtype if arrays[0].dtype.kind not in "iu" else np.dtype(np.float64)
     B = math.prod(batch)
     q, k, v = (array.reshape(B, *array.shape[-3:]).astype(np.float64) for array in arrays)
     left, right = (
-        None if slope is None else _checks.real_array(function, name, slope).astype(np.float64)
+        None if slope is None else _request.real_array(function, name, slope).astype(np.float64)
         for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
     )
     ranges, starts, places, query_places = (
-        None if x is None else flatten(_checks.as_array(function, name, x), batch)
+        None if x is None else flatten(_request.as_array(function, name, x), batch)
         for name, x, flatten in (
             ("key_range", key_range, flatten_batch),
             ("query_start", query_start, flatten_batch),
@@ -561,8 +561,8 @@ def prepare(
         )
     )
     if mask is not None:
-        mask = _flatten_mask(_checks.as_array(function, "mask", mask), batch)
-    problem = _checks.check(
+        mask = _flatten_mask(_request.as_array(function, "mask", mask), batch)
+    problem = _request.check(
         function,
         *(Described(array.shape, "float64") for array in (q, k, v)),
         *(
@@ -572,7 +572,7 @@ def prepare(
         causal=causal,
         scale=scale,
     )
-    _checks.warn_of_layout(function, problem)
+    _request.warn_of_layout(function, problem)
     # What the call leaves open: the paper's slopes, an infinite slope to the right or the same one, all keys, and the
     # last query at the last key.
     H, G, T, S = problem.H, problem.G, problem.T, problem.S
@@ -581,17 +581,17 @@ def prepare(
     if right is None:
         right = np.full_like(left, np.inf) if causal else left
     for name, slope in (("slopes", left), ("right_slopes", right)):
-        _checks.check_slope_values(function, name, slope)
+        _request.check_slope_values(function, name, slope)
     if ranges is None:
         ranges = np.array([0, S])
     else:
-        _checks.check_key_range_values(function, ranges, S)
+        _request.check_key_range_values(function, ranges, S)
         ranges = ranges[:, None] if ranges.ndim == 2 else ranges
     ranges = np.broadcast_to(ranges, (B, G, 2)).astype(np.int64)
     if starts is None:
         starts = ranges[..., 1].max(1, initial=0) - T if G else np.full(B, S - T)
     else:
-        _checks.check_query_start_values(function, starts)
+        _request.check_query_start_values(function, starts)
     keys = np.arange(S)
     outside = (keys < ranges[..., :1]) | (keys >= ranges[..., 1:])
     # Keys and values outside their range may hold anything, and 0 * NaN is NaN.
@@ -599,7 +599,7 @@ def prepare(
     hidden = np.repeat(outside, H // max(1, G), axis=1)[:, :, None]
     added = np.zeros(())
     if mask is not None and mask.dtype != np.bool_:
-        _checks.check_mask_values(function, mask)
+        _request.check_mask_values(function, mask)
         hidden = hidden | np.isneginf(mask)
         added = np.where(np.isneginf(mask), 0.0, mask).astype(np.float64)
     elif mask is not None:
@@ -607,7 +607,7 @@ def prepare(
     left, right = np.broadcast_arrays(left, right)
     standing = {}
     if places is not None:
-        _checks.check_position_values(function, problem, places, query_places, ranges, starts)
+        _request.check_position_values(function, problem, places, query_places, ranges, starts)
         standing = stand(places, query_places, ranges.repeat(H // max(1, G), axis=1), starts, T)
     return Inputs(
         q,
@@ -650,7 +650,7 @@ def real_arrays(
     """q, k and v as arrays of real numbers [..., heads, length, size], and the batch axes that they share."""
     arrays = []
     for name, argument in (("q", q), ("k", k), ("v", v)):
-        array = _checks.real_array(function, name, argument)
+        array = _request.real_array(function, name, argument)
         if array.ndim < 3:
             hint = (
                 "; num_heads= splits the last of 2" if function in ("attention", "explain") else ""
@@ -678,14 +678,14 @@ def split_heads(
         )
     q = _as_heads(function, "q", q, num_heads)
     size = max(1, q.shape[-1])  # no columns are refused later
-    columns = _checks.as_array(function, "k", k).shape[-1:]
+    columns = _request.as_array(function, "k", k).shape[-1:]
     num_kv_heads = max(1, sum(columns) // size)
     k, v = (_as_heads(function, name, x, num_kv_heads) for name, x in (("k", k), ("v", v)))
     return q, k, v
 
 
 def _as_heads(function: str, name: str, values: npt.ArrayLike, num_heads: int) -> Array:
-    array = _checks.real_array(function, name, values)
+    array = _request.real_array(function, name, values)
     if array.ndim < 2 or array.shape[-1] % num_heads:
         raise ValueError(
             f"{function}: {name} must be [..., length, heads * size] with a multiple of {num_heads} columns,"

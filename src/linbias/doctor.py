@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from linbias import _extras, _machine
-from linbias._checks import Described, check
+from linbias._request import Described, check
 from linbias._run.neighbours import waiting
 from linbias.kernels import core
 
@@ -58,7 +58,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
                 device: implementation.why_not(_plain_call(device)) for device in devices
             }
     if parts.get("linbias.lm", "not asked") is None:
-        from linbias.models.linear import ways_in_words
+        from linbias.models.linear.layers import ways_in_words
 
         machine["linear layers"] = ways_in_words()
     if parts.get("linbias.jax", "not asked") is None:

@@ -27,7 +27,7 @@ class Method:
         label: Its name in reports and charts.
         colour: Of its lines on a light page, #RRGGBB.
         dark: Of its lines on a dark page.
-        kind: Its class, as module and name below `linbias.models`.
+        kind: Its class, as module and name below `linbias.models.decoder`.
         models: Which models may use it: "decoder" (`LinbiasConfig.position`), "encoder"
             (`LinbiasConfig.encoder_position`) and "paper" (`PaperConfig.position`).
         linear: Whether its bias is linear in distance.

@@ -23,7 +23,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from linbias import _checks
+from linbias import _request
 from linbias.definition import Array, Float64, Inputs, Options, attention_weights, prepare
 
 __all__ = ["attention", "share_outside", "window"]
@@ -65,7 +65,7 @@ def window(
         [67.1, inf]
     """
     slope, q_norm, k_norm = (np.asarray(x, np.float64) for x in (slope, q_norm, k_norm))
-    _checks.check_slope_values("window", "slope", slope)
+    _request.check_slope_values("window", "slope", slope)
     if not 0 < tolerance < 1:
         raise ValueError(f"window: tolerance must be in (0, 1), got {tolerance}")
     nats = 2 * abs(scale) * q_norm * k_norm + log_geometric(slope, num_keys) - math.log(tolerance)

@@ -21,8 +21,9 @@ from typing import Annotated
 import typer
 
 from linbias._run.neighbours import considerate
-from linbias.cli import biases, encoders, explore, models, paper, start, streams
+from linbias.cli import biases, encoders, explore, models, start, streams
 from linbias.cli.console import new_group, out
+from linbias.paper import command as paper
 
 app = new_group()
 for name, panel, command in (

@@ -14,9 +14,9 @@ import typer
 
 from linbias.cli import presets
 from linbias.data import SPLITS
-from linbias.lm.paper.recipe import OPTIONS, PRESETS, Recipe
 from linbias.lm.settings import TrainSettings
 from linbias.methods import DECODER, ENCODER, PAPER, methods_of
+from linbias.paper.recipe import OPTIONS, PRESETS, Recipe
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from linbias.cli.tables import NumberTable
-from linbias.lm import findings
-from linbias.lm.records import ExtrapolationResults
+from linbias.lm.report import findings
+from linbias.lm.report.records import ExtrapolationResults
 from linbias.methods import METHODS
 
 

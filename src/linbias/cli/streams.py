@@ -20,7 +20,7 @@ from linbias.schedules import written
 if TYPE_CHECKING:
     from linbias.lm.streaming import StreamEvaluation, StreamScorer
     from linbias.models.loading import Files
-    from linbias.models.windows import Windows
+    from linbias.models.window_cache.reach import Windows
 
 _MOST_HEADS = 12  # a column each, up to here
 _PLOTS = (".svg", ".png")
@@ -58,7 +58,7 @@ def windows(
         raise ValueError(f"--plot: must end in {' or '.join(_PLOTS)}, got {plot}")
     from linbias.lm.checkpoints import readable_model
     from linbias.models.loading import Files, load
-    from linbias.models.windows import weights_windows
+    from linbias.models.window_cache.reach import weights_windows
 
     files = Files.at("windows", readable_model("windows", model))
     loaded = load(files)
@@ -67,7 +67,7 @@ def windows(
     kept, scorer = None, None
     if corpus is not None:
         from linbias.lm import StreamScorer
-        from linbias.models.window_cache import WindowCache
+        from linbias.models.window_cache.cache import WindowCache
 
         cache = WindowCache.for_model(loaded, max(tolerance, _finest(loaded)), weights=found)
         scorer = StreamScorer(loaded, cache=cache)
@@ -120,7 +120,7 @@ def windows(
 
 def _finest(model: Any) -> float:
     """The smallest tolerance that a cache for the model takes."""
-    from linbias.models.window_cache import TOLERANCES
+    from linbias.models.window_cache.cache import TOLERANCES
 
     return TOLERANCES[model.dtype]
 
@@ -157,7 +157,7 @@ def _in_words(kept: Any, tolerance: float) -> str:
 def _draw(path: Path, needed: Any, kept: Any, found: Windows) -> None:
     """The windows of all heads, as a PNG or SVG file."""
     from linbias._run.files import write_whole
-    from linbias.lm import figures
+    from linbias.lm.report import figures
 
     slopes = found.slopes
     sharing = needed.shape[1] // found.key_heads[0]

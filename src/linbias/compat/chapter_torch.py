@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from linbias import _checks
+from linbias import _request
 from linbias.compat._rules import check_head_size
 from linbias.schedules import slopes
 from linbias.torch import attention_weights
@@ -79,7 +79,7 @@ class ALiBiAttention(nn.Module):
             TypeError, ValueError: A dtype or shape breaks a rule above.
         """
         for name, x in (("Q", Q), ("K", K), ("V", V)):
-            if x.dim() != 2 or not _checks.has_shape(x, (len(Q), self.d_model)):
+            if x.dim() != 2 or not _request.has_shape(x, (len(Q), self.d_model)):
                 raise ValueError(
                     f"ALiBiAttention: {name} must have shape [N, d_model = {self.d_model}], the same N for all,"
                     f" got {list(x.shape)}"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linbias import _checks
+from linbias import _request
 from linbias.torch import attention, attention_varlen
 
 __all__ = [
@@ -425,7 +425,7 @@ class _Options(NamedTuple):
             raise NotImplementedError(
                 f"{function}: softcap must be at most 0 (none), since capped scores are not built, got {self.softcap}"
             )
-        if not 0 <= self.dropout_p <= _checks.LARGEST_DROPOUT:
+        if not 0 <= self.dropout_p <= _request.LARGEST_DROPOUT:
             raise ValueError(
                 f"{function}: dropout_p must be in [0, 1 - 2^-32], got {self.dropout_p}"
             )
@@ -507,13 +507,13 @@ def _slopes(function: str, alibi_slopes: Any, B: int, H: int) -> Tensor | list[f
         raise TypeError(
             f"{function}: alibi_slopes must be a tensor of floating point, got {kind.removeprefix('torch.')}"
         )
-    if not _checks.has_shape(alibi_slopes, (H,), (B, H)):
+    if not _request.has_shape(alibi_slopes, (H,), (B, H)):
         raise ValueError(
             f"{function}: alibi_slopes must have shape [H] = {[H]} or [B, H] = {[B, H]}, got {list(alibi_slopes.shape)}"
         )
     if _is_readable(alibi_slopes):
         values = alibi_slopes.detach().double().numpy()
-        _checks.check_slope_values(function, "alibi_slopes", values)
+        _request.check_slope_values(function, "alibi_slopes", values)
     return alibi_slopes
 
 
@@ -597,7 +597,7 @@ def _integers(
     if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
         kind = str(getattr(values, "dtype", type(values).__name__)).removeprefix("torch.")
         raise TypeError(f"{function}: {name} must hold integers, got {kind}")
-    if not _checks.has_shape(values, (B,)):
+    if not _request.has_shape(values, (B,)):
         raise ValueError(
             f"{function}: {name} must have shape [B] = {[B]}, got {list(values.shape)}"
         )

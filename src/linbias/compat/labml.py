@@ -11,7 +11,7 @@ _extras.require("linbias.compat.labml")
 import torch
 from torch import Tensor, nn
 
-from linbias import _checks
+from linbias import _request
 from linbias.compat._rules import check_count, check_head_size
 from linbias.schedules import slopes
 from linbias.torch import attention
@@ -118,7 +118,7 @@ class AlibiMultiHeadAttention(nn.Module):
         self.d_k = check_head_size("AlibiMultiHeadAttention", d_model, "heads", heads)
         self.heads = heads
         self.scale = self.d_k**-0.5
-        if not 0 <= dropout_prob <= _checks.LARGEST_DROPOUT:
+        if not 0 <= dropout_prob <= _request.LARGEST_DROPOUT:
             raise ValueError(
                 f"AlibiMultiHeadAttention: dropout_prob must be in [0, 1 - 2^-32], got {dropout_prob}"
             )
@@ -179,7 +179,7 @@ class AlibiMultiHeadAttention(nn.Module):
         _check_mask(name, mask, 3, "[T, T, 1] or [T, T, B]")
         assert mask is not None
         T, B, _ = query.shape
-        if not _checks.has_shape(mask, (T, T, 1), (T, T, B)):
+        if not _request.has_shape(mask, (T, T, 1), (T, T, B)):
             raise ValueError(
                 f"{name}: mask must have shape [T, T, 1] = {[T, T, 1]} or [T, T, B] = {[T, T, B]}, got {list(mask.shape)}"
             )

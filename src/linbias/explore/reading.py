@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from linbias import definition
 from linbias.definition import Float64
-from linbias.models.bidirectional import LittleBird
+from linbias.models.decoder.bidirectional import LittleBird
+from linbias.models.decoder.positions import AttendOptions, Biased, Stepped
+from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.limits import able_to_read
-from linbias.models.positions import AttendOptions, Biased, Stepped
-from linbias.models.slopes import ModelSlopes
 
 SHARE = 0.9  # of the weight that the stated distance holds
 NUM_GUESSES = 5

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from linbias.lm.records import EvaluationRecord, ExtrapolationResults
+    from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults
 
 _DIGITS = 5  # decimals of a loss: what a page that draws and prints them can show
 
@@ -53,7 +53,7 @@ def _read_one(folder: Path) -> ExtrapolationResults:
             "begun and not finished: the same command continues it" if begun else "no results.json"
         )
         raise ValueError(f"{rule}, got {folder} ({state})")
-    from linbias.lm.records import ExtrapolationResults
+    from linbias.lm.report.records import ExtrapolationResults
 
     try:
         found = ExtrapolationResults.from_dict(json.loads(path.read_bytes()))
@@ -78,7 +78,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
         over seeds, and their range), its `positions` the losses by tokens of context. `limit` is
         the test length after which its table of positions has no more rows, or None.
     """
-    from linbias.lm import findings
+    from linbias.lm.report import findings
 
     evaluations, pooled = results.evaluations, findings.records_by_position(results)
     groups = []
@@ -105,7 +105,7 @@ def _line(
     pooled: Sequence[EvaluationRecord],
     longest: int,
 ) -> dict[str, Any]:
-    from linbias.lm import findings
+    from linbias.lm.report import findings
 
     points = findings.curve(evaluations, method, train_length)
     same = [r for r in pooled if (r.method, r.train_length) == (method, train_length)]

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from linbias import _checks
+from linbias import _request
 
 
 def bias(
@@ -46,7 +46,7 @@ def bias(
     Source: Press, Smith and Lewis, ICLR 2022, section 3.
     """
     if unknown:
-        _checks.refuse_unknown("bias", unknown, bias)
+        _request.refuse_unknown("bias", unknown, bias)
     left = jnp.asarray(slopes)
     left = left.astype(jnp.promote_types(left.dtype, jnp.float32))
     if left.ndim not in (1, 2):
@@ -57,7 +57,7 @@ def bias(
     right = left if right_slopes is None else jnp.asarray(right_slopes, left.dtype)
     for name, slope in (("slopes", left), ("right_slopes", right)):
         if not isinstance(slope, jax.core.Tracer):
-            _checks.check_slope_values("bias", name, np.asarray(slope))
+            _request.check_slope_values("bias", name, np.asarray(slope))
     if right.shape not in ((), left.shape):
         raise ValueError(
             f"bias: right_slopes must be one number or have the shape of slopes, {list(left.shape)}, got {list(right.shape)}"

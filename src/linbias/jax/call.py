@@ -10,9 +10,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _checks, _dispatch
-from linbias.jax import blocked, cpu, dense, places
+from linbias import _dispatch, _request
+from linbias.jax import places
 from linbias.jax.dropout import draw_seed
+from linbias.jax.impl import blocked, cpu, dense
 from linbias.jax.operator import Inputs
 from linbias.schedules import slopes as slopes_of_paper
 
@@ -61,7 +62,7 @@ def prepare(
     dropout_key: Array | None = None,
     tolerance: float | None = None,
     sequence_axes: Sequence[str] = (),
-) -> tuple[Inputs, _checks.Problem]:
+) -> tuple[Inputs, _request.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take.
 
     sequence_axes: mesh axes of a shard_map over which the length is split, and the heads are not.
@@ -75,7 +76,7 @@ def prepare(
     optional = {"slopes": left, "right_slopes": right, "key_range": key_range}
     optional |= {"query_start": query_start, "key_bound": key_bound, "mask": mask}
     optional |= {"positions": positions, "query_positions": query_positions}
-    problem = _checks.check(
+    problem = _request.check(
         function,
         *described,
         *(
@@ -88,7 +89,7 @@ def prepare(
         tolerance=tolerance,
         layout="BTHD",
     )
-    _checks.warn_of_layout(function, problem, "BTHD")
+    _request.warn_of_layout(function, problem, "BTHD")
     _check_values(function, left, right, key_range, query_start, problem.S)
     if positions is not None:
         _check_places(function, problem, positions, query_positions, key_range, query_start)
@@ -123,7 +124,7 @@ def prepare(
 
 
 def run(
-    function: str, inputs: Inputs, problem: _checks.Problem, implementation: str
+    function: str, inputs: Inputs, problem: _request.Problem, implementation: str
 ) -> tuple[Array, Array]:
     """Choose an implementation and call it: out [B, T, H, E] and lse [B, T, H]."""
     chosen = _dispatch.choose(function, implementation, problem, IMPLEMENTATIONS)
@@ -171,7 +172,7 @@ def _refuse_in_shard_map(function: str, sequence_axes: Sequence[str]) -> None:
 
 
 def _start_and_range(
-    key_range: ArrayLike | None, query_start: ArrayLike | None, problem: _checks.Problem
+    key_range: ArrayLike | None, query_start: ArrayLike | None, problem: _request.Problem
 ) -> tuple[Array | None, Array | None]:
     """The range [B, G, 2] and the start [B] as the implementations take them, int32, or None.
 
@@ -185,11 +186,11 @@ def _start_and_range(
         if query_start is None:
             query_start = key_range[..., 1].max(1, initial=0) - problem.T
     if query_start is not None:
-        query_start = _clamp(query_start, -_checks.LARGEST_START, _checks.LARGEST_START)
+        query_start = _clamp(query_start, -_request.LARGEST_START, _request.LARGEST_START)
     return key_range, query_start
 
 
-def _with_four_axes(mask: ArrayLike, problem: _checks.Problem, wide: type) -> Array:
+def _with_four_axes(mask: ArrayLike, problem: _request.Problem, wide: type) -> Array:
     """[B or 1, H or 1, T or 1, S], bool or wide."""
     mask = jnp.asarray(mask, wide if problem.added else bool)
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
@@ -205,14 +206,14 @@ def _clamp(integers: ArrayLike, low: int, high: int) -> Array:
     return clamped.astype(jnp.int32)
 
 
-def describe_all(function: str, *arrays: Any) -> list[_checks.Described]:
+def describe_all(function: str, *arrays: Any) -> list[_request.Described]:
     """Describe q, k and v. Where one lies in parts on several devices, so does the call; the rest is JAX's to check."""
     found = [describe(name, x, function) for name, x in zip("qkv", arrays, strict=True)]
     device = max((x.device for x in found), key=lambda name: " " in name)
     return [x._replace(device=device) for x in found]
 
 
-def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
+def describe(name: str, array: Any, function: str = "attention") -> _request.Described:
     """Describe an array to the argument rules. Anything else is refused, and so is float64 while JAX has it switched off."""
     if not isinstance(array, Array | np.ndarray):
         raise TypeError(
@@ -226,7 +227,7 @@ def describe(name: str, array: Any, function: str = "attention") -> _checks.Desc
         raise TypeError(
             f"{function}: {name} must be at most float32 while jax_enable_x64 is off, got float64"
         )
-    return _checks.Described(tuple(array.shape), array.dtype.name, _device(array))
+    return _request.Described(tuple(array.shape), array.dtype.name, _device(array))
 
 
 def _device(array: ArrayLike) -> str:
@@ -246,7 +247,7 @@ def _device(array: ArrayLike) -> str:
 def _as_slopes(function: str, name: str, values: Slopes, wide: type) -> ArrayLike:
     """Slopes in the wide dtype. What is no JAX array stays in NumPy, where values can be read even when tracing."""
     if not isinstance(values, Array):
-        return _checks.real_array(function, name, values).astype(wide)
+        return _request.real_array(function, name, values).astype(wide)
     if jnp.iscomplexobj(values):
         raise TypeError(f"{function}: {name} must hold real numbers, got {values.dtype.name}")
     return values.astype(wide)
@@ -263,16 +264,16 @@ def _check_values(
     """Check what only the values tell, where they are known and reading them does not wait for a device."""
     for name, slope in (("slopes", left), ("right_slopes", right)):
         if slope is not None and _is_known(slope):
-            _checks.check_slope_values(function, name, np.asarray(slope))
+            _request.check_slope_values(function, name, np.asarray(slope))
     if key_range is not None and _is_known(key_range):
-        _checks.check_key_range_values(function, np.asarray(key_range), S)
+        _request.check_key_range_values(function, np.asarray(key_range), S)
     if query_start is not None and _is_known(query_start):
-        _checks.check_query_start_values(function, np.asarray(query_start))
+        _request.check_query_start_values(function, np.asarray(query_start))
 
 
 def _check_places(
     function: str,
-    problem: _checks.Problem,
+    problem: _request.Problem,
     positions: ArrayLike,
     query_positions: ArrayLike | None,
     key_range: ArrayLike | None,
@@ -283,7 +284,7 @@ def _check_places(
     if all(x is None or _is_known(x) for x in given):
         x, xq, ranges, starts = (None if x is None else np.asarray(x) for x in given)
         assert x is not None
-        _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
+        _request.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def _is_known(array: ArrayLike) -> bool:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from linbias import _checks
+from linbias import _request
 from linbias.jax.call import ArrayLike, Slopes, prepare, run
-from linbias.jax.certificate import norm
-from linbias.jax.tiles import LEFT, RIGHT
+from linbias.jax.impl.certificate import norm
+from linbias.jax.impl.tiles import LEFT, RIGHT
 
 __all__ = ["attention", "needed_halo"]
 
@@ -352,7 +352,7 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def _check_lengths(function: str, problem: _checks.Problem) -> None:
+def _check_lengths(function: str, problem: _request.Problem) -> None:
     if problem.T != problem.S:
         raise ValueError(
             f"{function}: k must be as long as q, a piece of the same sequence, got {problem.S} keys and"
@@ -366,7 +366,7 @@ def _check_halo(function: str, halo: Halo, num_heads: int) -> np.ndarray[Any, An
         raise TypeError(
             f"{function}: halo must be known when the program is traced, got {halo}; measure it in a program of its own"
         )
-    given = _checks.as_array(function, "halo", halo)
+    given = _request.as_array(function, "halo", halo)
     if given.dtype.kind not in "iu":
         raise TypeError(f"{function}: halo must hold integers, got {given.dtype}")
     if given.shape not in ((), (num_heads,)):
@@ -379,7 +379,7 @@ def _check_halo(function: str, halo: Halo, num_heads: int) -> np.ndarray[Any, An
     return np.broadcast_to(given.astype(np.int64), num_heads)
 
 
-def _hidden(slopes: Slopes | None, problem: _checks.Problem) -> np.ndarray[Any, Any]:
+def _hidden(slopes: Slopes | None, problem: _request.Problem) -> np.ndarray[Any, Any]:
     """[G]: whether the slopes are known to hide a side from all query heads of a key/value head."""
     if slopes is None or isinstance(slopes, jax.core.Tracer):
         return np.zeros(problem.G, bool)
@@ -396,4 +396,4 @@ def _refuse_unknown(function: str, unknown: dict[str, object]) -> NoReturn:
                 " as linbias.jax.attention has them for a whole one"
             )
     called = attention if function.endswith("attention") else needed_halo
-    _checks.refuse_unknown(function, unknown, called)
+    _request.refuse_unknown(function, unknown, called)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from linbias import _checks, _extras
+from linbias import _extras, _request
 from linbias.jax.call import Slopes, prepare, run
 from linbias.variants import is_causal as is_causal_variant
 from linbias.variants import variant_slopes
@@ -79,7 +79,7 @@ def attention_fn(
     Source: Press, Smith and Lewis, ICLR 2022.
     """
     if unknown:
-        _checks.refuse_unknown("attention_fn", unknown, attention_fn)
+        _request.refuse_unknown("attention_fn", unknown, attention_fn)
     variant_slopes("attention_fn", variant, 2, schedule, max_bias)  # refuses what is unknown
     causal = is_causal_variant(variant)
     if causal and right_slopes is not None:

@@ -5,8 +5,8 @@ from typing import Literal, Never, Unpack, overload
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from linbias import _checks
-from linbias.jax import dense, places
+from linbias import _request
+from linbias.jax import places
 from linbias.jax.call import (
     ArrayLike,
     Options,
@@ -16,6 +16,7 @@ from linbias.jax.call import (
     run,
     spec_on_mesh,
 )
+from linbias.jax.impl import dense
 
 
 @overload
@@ -130,7 +131,7 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if unknown:
-        _checks.refuse_unknown("attention", unknown, attention)
+        _request.refuse_unknown("attention", unknown, attention)
     inputs, problem = prepare(
         "attention",
         q,
@@ -190,7 +191,7 @@ def attention_weights(
         [[1.0, 0.0], [0.5, 0.5]]
     """
     if unknown:
-        _checks.refuse_unknown("attention_weights", unknown, attention_weights)
+        _request.refuse_unknown("attention_weights", unknown, attention_weights)
     inputs, _ = prepare(
         "attention_weights",
         q,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from linbias import _checks
+from linbias import _request
 
 
 def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
@@ -36,7 +36,7 @@ def merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
         >>> bool(jnp.allclose(out, attention(q, k, v), atol=1e-5))
         True
     """
-    _checks.check_parts([x.shape for x in outs], [x.shape for x in lses])
+    _request.check_parts([x.shape for x in outs], [x.shape for x in lses])
     parts, scores = jnp.stack(list(outs)), jnp.stack(list(lses))
     empty = scores == -jnp.inf
     nothing = empty.all(0)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from linbias._checks import LARGEST_POSITION
+from linbias._request import LARGEST_POSITION
 from linbias.jax.operator import Inputs
 
 ArrayLike = Array | np.ndarray[Any, Any]

@@ -10,8 +10,8 @@ count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not`
 """
 
 from linbias import _machine
-from linbias._checks import Problem
 from linbias._dispatch import Abilities
+from linbias._request import Problem
 
 _machine.most()  # which csrc/dispatch.cpp reads, too; a kind that does not exist is refused here
 

@@ -40,10 +40,10 @@ from linbias._run.processes import Sharing, max_over_all, num_processes, sum_ove
 from linbias.lm.memory import PeakMemory
 from linbias.lm.settings import PRECISIONS
 from linbias.lm.windows import Window, check_tokens, equal_windows
+from linbias.models.decoder.linbias import LinbiasForMaskedLM
+from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.limits import able_to_read, position_limit
-from linbias.models.linbias import LinbiasForMaskedLM
-from linbias.models.paper import PaperForCausalLM
-from linbias.models.seq2seq import LinbiasForConditionalGeneration
+from linbias.paper.model import PaperForCausalLM
 from linbias.torch.context_parallel import shard, use
 
 _OTHERS = {

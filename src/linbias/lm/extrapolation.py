@@ -28,12 +28,12 @@ from linbias._run.folders import hold_run_folder, open_run_folder
 from linbias._run.progress import progress_bar
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.lm.evaluation import Evaluation, evaluate
-from linbias.lm.page import write_report
-from linbias.lm.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
+from linbias.lm.report.page import write_report
+from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
 from linbias.lm.settings import ExtrapolateSettings
 from linbias.lm.training import train
 from linbias.methods import METHODS
-from linbias.models.config import LinbiasConfig
+from linbias.models.decoder.config import LinbiasConfig
 from linbias.models.limits import position_limit
 from linbias.models.loading import load
 

@@ -14,11 +14,11 @@ from linbias._run.files import fingerprint
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.settings import TrainSettings
-from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
+from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.families import find_family
-from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.loading import Files, load
-from linbias.models.seq2seq import LinbiasForConditionalGeneration
 
 LanguageModel = LinbiasForCausalLM | LinbiasForMaskedLM | LinbiasForConditionalGeneration
 _KINDS: dict[str, type[LanguageModel]] = {

@@ -137,7 +137,7 @@ class TrainSettings(Checked):
         rule = "without vocab_size and train_length, which follow from corpus and length"
         self._require("model", not given, rule, ", ".join(given))
         if self.model:  # Transformers takes long to load: the other rules come first
-            from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+            from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
             from linbias.models.fields import own_fields
 
             family = LinbiasSeq2SeqConfig if self.task == "seq2seq" else LinbiasConfig

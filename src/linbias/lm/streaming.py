@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from linbias.lm.memory import PeakMemory
-from linbias.models.cache import CACHE
-from linbias.models.window_cache import WindowCache
+from linbias.models.decoder.cache import CACHE
+from linbias.models.window_cache.cache import WindowCache
 
 CHUNK = 512
 _MOST_LOGITS = 1 << 25  # that a chunk may have at once

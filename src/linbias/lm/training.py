@@ -61,7 +61,7 @@ from linbias.lm.settings import TrainSettings
 from linbias.lm.trainer import LanguageModelTrainer
 from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
 from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
-from linbias.models.config import LinbiasConfig
+from linbias.models.decoder.config import LinbiasConfig
 from linbias.models.loading import no_bars
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model

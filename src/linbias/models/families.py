@@ -14,8 +14,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from linbias.models import fused
-from linbias.models.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
-from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM, BaichuanModel
+from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.jais import (
+    BtlmConfig,
+    BtlmForCausalLM,
+    BtlmModel,
+    JaisConfig,
+    JaisForCausalLM,
+    JaisModel,
+)
+from linbias.models.decoder.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
+from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
 from linbias.models.encoders import original
 from linbias.models.encoders.bert import (
     LinbiasBertForMaskedLM,
@@ -25,18 +35,8 @@ from linbias.models.encoders.bert import (
 )
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
-from linbias.models.jais import (
-    BtlmConfig,
-    BtlmForCausalLM,
-    BtlmModel,
-    JaisConfig,
-    JaisForCausalLM,
-    JaisModel,
-)
-from linbias.models.linbias import LinbiasForCausalLM, LinbiasForMaskedLM, LinbiasModel
-from linbias.models.paper import PaperForCausalLM, PaperModel
-from linbias.models.paper_config import PaperConfig
-from linbias.models.seq2seq import LinbiasForConditionalGeneration, LinbiasSeq2SeqModel
+from linbias.paper.config import PaperConfig
+from linbias.paper.model import PaperForCausalLM, PaperModel
 
 Settings = Mapping[str, Any]  # the contents of a config.json
 Weights = dict[str, Tensor]  # by name; of a folder that is only looked at, on the device "meta"

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from linbias._checks import LARGEST_DROPOUT
+from linbias._request import LARGEST_DROPOUT
 from linbias.methods import METHODS
 from linbias.schedules import SCHEDULES
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linbias.methods import METHODS
-from linbias.models.config import LinbiasConfig
+from linbias.models.decoder.config import LinbiasConfig
 
 _DEFAULT_LENGTH = 1024  # of a model whose configuration says nothing
 # The names under which configurations say for which length a model was made.

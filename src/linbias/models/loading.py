@@ -33,15 +33,15 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from linbias._run.hub import answers
-from linbias.data.dictionary import Dictionary
 from linbias.data.tokenizers import Tokenizer
-from linbias.models.config import LinbiasConfig, LinbiasSeq2SeqConfig
+from linbias.models.decoder.config import LinbiasConfig, LinbiasSeq2SeqConfig
 from linbias.models.encoders.bert_config import LinbiasBertConfig
 from linbias.models.families import NAMES, TASKS, Weights, find_family, is_plain
 from linbias.models.fields import check_sizes
 from linbias.models.fused import fuse
 from linbias.models.fused.family import Options
-from linbias.models.paper_config import PaperConfig
+from linbias.paper.config import PaperConfig
+from linbias.paper.dictionary import Dictionary
 
 _WEIGHTS = (
     "model.safetensors",

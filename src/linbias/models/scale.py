@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from linbias.models.decoder.slopes import ModelSlopes, SlopeScale
 from linbias.models.fields import SHARED
 from linbias.models.limits import stated_length
-from linbias.models.slopes import ModelSlopes, SlopeScale
 
 
 @contextmanager

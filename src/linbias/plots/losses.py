@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from linbias.plots.figure import STYLE, PaperFigure, inches, laid_out
 
 if TYPE_CHECKING:
-    from linbias.lm.records import EvaluationRecord
+    from linbias.lm.report.records import EvaluationRecord
 
 
 def loss_by_length(
@@ -44,7 +44,7 @@ def loss_by_length(
 
     Source: Press, Smith and Lewis, ICLR 2022, figure 4.
     """
-    from linbias.lm import figures, findings
+    from linbias.lm.report import figures, findings
 
     records = _read(results) if isinstance(results, str | os.PathLike) else list(results)
     if not records:
@@ -84,7 +84,7 @@ def _read(folder: str | os.PathLike[str]) -> "list[EvaluationRecord]":
     """The evaluations of a finished experiment."""
     import json
 
-    from linbias.lm.records import ExtrapolationResults
+    from linbias.lm.report.records import ExtrapolationResults
 
     path = Path(folder) / "results.json"
     try:

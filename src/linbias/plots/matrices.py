@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import linbias.definition
-from linbias import _checks
+from linbias import _request
 from linbias.definition import Float64
 from linbias.explain import Explanation, printable
 from linbias.methods import BIAS, WEIGHTS
@@ -72,7 +72,7 @@ def bias(
         ['head 0, slope 1/4', 'head 1, slope 1/16']
     """
     if unknown:
-        _checks.refuse_unknown("plots.bias", unknown, bias)
+        _request.refuse_unknown("plots.bias", unknown, bias)
     if causal and right_slopes is not None:
         raise ValueError("plots.bias: right_slopes needs causal=False, got both")
     slopes = np.asarray(slopes, np.float64)

@@ -5,11 +5,11 @@ from linbias import _extras
 _extras.require("linbias.torch")
 
 from linbias.torch.functional import attention, attention_weights
+from linbias.torch.layers.nn import MultiheadAttention
+from linbias.torch.layers.replace import replace_attention
 from linbias.torch.merge import merge
-from linbias.torch.nn import MultiheadAttention
-from linbias.torch.points import attention_points
-from linbias.torch.replace import replace_attention
-from linbias.torch.varlen import attention_varlen
+from linbias.torch.packed.varlen import attention_varlen
+from linbias.torch.points.functional import attention_points
 from linbias.torch.visited import Visited, visited
 
 __all__ = [

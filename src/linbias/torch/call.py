@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linbias import _checks, _dispatch
-from linbias.torch import places, transforms
+from linbias import _dispatch, _request
+from linbias.torch import places
 from linbias.torch.choice import asked_in_turn
 from linbias.torch.constant import default_slopes
 from linbias.torch.dropout import draw_seed
-from linbias.torch.operator import Inputs, without_autocast
+from linbias.torch.operators import transforms
+from linbias.torch.operators.operator import Inputs, without_autocast
 
 Slopes = Tensor | Sequence[float] | np.ndarray[Any, Any]
 
@@ -89,10 +90,10 @@ def prepare(
     tolerance: float | None = None,
     lse: bool = False,
     **unknown: object,
-) -> tuple[Inputs, _checks.Problem]:
+) -> tuple[Inputs, _request.Problem]:
     """Check the arguments of a call and fill in what they leave open: what the implementations take."""
     if unknown:
-        _checks.refuse_unknown(function, unknown, prepare)
+        _request.refuse_unknown(function, unknown, prepare)
     if torch._C._get_tracing_state() is not None:
         raise NotImplementedError(
             f"{function}: torch.jit.trace, which takes sizes for constants, is not supported; use torch.export or torch.compile"
@@ -142,7 +143,7 @@ def prepare(
         transformed=transforms.active(),
     )
     if not torch.compiler.is_compiling():
-        _checks.warn_of_layout(function, problem)
+        _request.warn_of_layout(function, problem)
         if not (left is None and right is None and key_range is None and query_start is None):
             _check_values(function, left, right, key_range, query_start, problem.S)
         if positions is not None:
@@ -169,7 +170,7 @@ def prepare(
 
 
 def run(
-    inputs: Inputs, problem: _checks.Problem, implementation: str, return_lse: bool
+    inputs: Inputs, problem: _request.Problem, implementation: str, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Choose an implementation for a call that is prepared, and give out, or out and lse."""
     chosen = _dispatch.choose("attention", implementation, problem, asked_in_turn(problem))
@@ -189,14 +190,14 @@ def last_end(key_range: Tensor) -> Tensor:
     return ends.amax(1) if ends.shape[1] else ends.sum(1)
 
 
-def describe(name: str, array: Any, function: str = "attention") -> _checks.Described:
+def describe(name: str, array: Any, function: str = "attention") -> _request.Described:
     if not isinstance(array, Tensor):
         raise TypeError(f"{function}: {name} must be a torch.Tensor, got {type(array).__name__}")
     if array.is_nested:
         raise TypeError(
             f"{function}: {name} is a nested tensor, which attention takes, jagged [B, H, lengths, D]"
         )
-    return _checks.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
+    return _request.Described(tuple(array.shape), _name(array.dtype), _name(array.device))
 
 
 def _name(thing: torch.dtype | torch.device) -> str:
@@ -226,8 +227,8 @@ _CHECKED = (
 )
 
 
-def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Problem:
-    """`_checks.check`, whose answers are kept: most calls pose the same problem as one before."""
+def _check(function: str, arrays: Sequence[Any], **options: Any) -> _request.Problem:
+    """`_request.check`, whose answers are kept: most calls pose the same problem as one before."""
     if not torch.compiler.is_compiling():
         try:
             return _kept_check(function, *map(_signature, arrays), **options)
@@ -237,7 +238,7 @@ def _check(function: str, arrays: Sequence[Any], **options: Any) -> _checks.Prob
         None if array is None else describe(name, array, function)
         for name, array in zip(_CHECKED, arrays, strict=True)
     ]
-    return _checks.check(function, *described, **options)
+    return _request.check(function, *described, **options)
 
 
 def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
@@ -250,12 +251,12 @@ def _signature(array: Any) -> tuple[torch.Size, torch.dtype, torch.device] | Non
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _kept_check(function: str, *signatures: Any, **options: Any) -> _checks.Problem:
+def _kept_check(function: str, *signatures: Any, **options: Any) -> _request.Problem:
     described: list[Any] = [
-        None if x is None else _checks.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
+        None if x is None else _request.Described(tuple(x[0]), _name(x[1]), _name(x[2]))
         for x in signatures
     ]
-    return _checks.check(function, *described, **options)
+    return _request.check(function, *described, **options)
 
 
 def as_slopes(
@@ -268,7 +269,7 @@ def as_slopes(
             raise TypeError(f"{function}: {name} must hold real numbers, got {kind}")
         return values.to(device=device, dtype=dtype)
     if not torch.compiler.is_compiling():
-        values = _checks.real_array(function, name, values).astype(np.float64)
+        values = _request.real_array(function, name, values).astype(np.float64)
     return torch.as_tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
@@ -289,9 +290,9 @@ def _check_values(
         for x in (key_range, query_start)
     )
     if ranges is not None:
-        _checks.check_key_range_values(function, ranges, S)
+        _request.check_key_range_values(function, ranges, S)
     if starts is not None:
-        _checks.check_query_start_values(function, starts)
+        _request.check_query_start_values(function, starts)
 
 
 # Values of the slopes that the last call checked, by argument: most calls have those of the one before. PyTorch's count of a
@@ -306,14 +307,14 @@ def check_slopes(function: str, name: str, slopes: Tensor) -> None:
     values = transforms.known_values(slopes)
     if values is None:
         return
-    _checks.check_slope_values(function, name, values)
+    _request.check_slope_values(function, name, values)
     if given is not None:
         _last_slopes[name] = given
 
 
 def _check_positions(
     function: str,
-    problem: _checks.Problem,
+    problem: _request.Problem,
     positions: Tensor,
     query_positions: Tensor | None,
     key_range: Tensor | None,
@@ -326,7 +327,7 @@ def _check_positions(
         if all(x is None or values is not None for x, values in zip(given, known, strict=True)):
             x, xq, ranges, starts = known
             assert x is not None
-            _checks.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
+            _request.check_position_values(function, problem, x, xq, ranges, starts, depth=4)
 
 
 def autocast(*arrays: Tensor) -> tuple[Tensor, ...]:

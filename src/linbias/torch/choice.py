@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from linbias import _dispatch
-from linbias._checks import FLOATS, Described, Problem, check
-from linbias.torch import blocked, cpu, dense, sdpa, triton
+from linbias._request import FLOATS, Described, Problem, check
+from linbias.torch.impl import blocked, cpu, dense, sdpa, triton
 
 # In the order in which "auto" asks them. On the CPU, Triton's interpreter can run `triton`, for tests: that comes last.
 IMPLEMENTATIONS: tuple[types.ModuleType, ...] = (triton, cpu, blocked, sdpa, dense)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from linbias.schedules import slopes
-from linbias.torch.direct import unobserved
+from linbias.torch.operators.direct import unobserved
 
 _MAX_ENTRIES = 256
 _kept: dict[tuple[tuple[float, ...], torch.dtype, torch.device], Tensor] = {}

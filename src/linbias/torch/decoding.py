@@ -8,17 +8,17 @@ the attention itself.
 import torch
 from torch import Tensor
 
-from linbias import _checks
+from linbias import _request
 from linbias.kernels import core
 from linbias.kernels.core import FEW_QUERIES as FEW_QUERIES
-from linbias.torch import cpu
 from linbias.torch.addresses import array
 from linbias.torch.call import check_slopes, pieces_here
-from linbias.torch.direct import unobserved
-from linbias.torch.operator import Inputs
+from linbias.torch.impl import cpu
+from linbias.torch.operators.direct import unobserved
+from linbias.torch.operators.operator import Inputs
 
 # What calls may lose unless they say otherwise.
-TOLERANCES = {getattr(torch, name): value for name, value in _checks.TOLERANCE.items()}
+TOLERANCES = {getattr(torch, name): value for name, value in _request.TOLERANCE.items()}
 
 
 def decode(

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from linbias.torch import blocked, cpu, dense, points_blocked, points_cpu, points_dense, triton
-from linbias.torch.geometry import PointInputs
-from linbias.torch.operator import Inputs, Operators
-from linbias.torch.points_operator import PointOperators
+from linbias.torch.impl import blocked, cpu, dense, triton
+from linbias.torch.operators.operator import Inputs, Operators
+from linbias.torch.points import blocked as points_blocked
+from linbias.torch.points import cpu as points_cpu
+from linbias.torch.points import dense as points_dense
+from linbias.torch.points.geometry import PointInputs
+from linbias.torch.points.operator import PointOperators
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -4,10 +4,12 @@ from typing import Literal, Never, Unpack, overload
 
 from torch import Tensor
 
-from linbias import _checks
-from linbias.torch import dense, nested, places
+from linbias import _request
+from linbias.torch import places
 from linbias.torch.call import Options, Slopes, pieces_here, prepare, refuse_pieces, run
-from linbias.torch.operator import without_autocast
+from linbias.torch.impl import dense
+from linbias.torch.operators.operator import without_autocast
+from linbias.torch.packed import nested
 
 
 @overload
@@ -130,7 +132,7 @@ def attention(
     Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022, section 3.
     """
     if unknown:
-        _checks.refuse_unknown("attention", unknown, attention)
+        _request.refuse_unknown("attention", unknown, attention)
     if nested.is_nested(q, k, v):
         return nested.attention(
             q, k, v, slopes, causal=causal, right_slopes=right_slopes, scale=scale, key_range=key_range, query_start=query_start,
@@ -205,7 +207,7 @@ def attention_weights(
                   [0.5000, 0.5000]]]])
     """
     if unknown:
-        _checks.refuse_unknown("attention_weights", unknown, attention_weights)
+        _request.refuse_unknown("attention_weights", unknown, attention_weights)
     refuse_pieces("attention_weights")
     inputs, problem = prepare(
         "attention_weights",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linbias import _checks
+from linbias import _request
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         ...          for part in ([0, 3], [3, 8])]
         >>> torch.testing.assert_close(merge(*zip(*parts))[0], attention(q, k, v))
     """
-    _checks.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
+    _request.check_parts([tuple(out.shape) for out in outs], [tuple(lse.shape) for lse in lses])
     parts = torch.stack(tuple(lses))
     highest = parts.detach().amax(0)
     # Any finite number serves an empty row.

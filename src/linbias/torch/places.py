@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from linbias._checks import Problem
-from linbias.torch.operator import Inputs
+from linbias._request import Problem
+from linbias.torch.operators.operator import Inputs
 
 
 def stand(

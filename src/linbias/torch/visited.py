@@ -9,7 +9,7 @@ from linbias import _dispatch
 from linbias.torch import places
 from linbias.torch.call import Options, Slopes, prepare
 from linbias.torch.choice import asked_in_turn
-from linbias.torch.operator import Inputs
+from linbias.torch.operators.operator import Inputs
 
 
 class Visited(NamedTuple):

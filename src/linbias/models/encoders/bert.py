@@ -21,11 +21,11 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from linbias.models.decoder import asked
+from linbias.models.decoder.decoder import asked
+from linbias.models.decoder.places import Places, read_attention_mask
+from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.linear import read_faster
-from linbias.models.places import Places, read_attention_mask
-from linbias.models.slopes import ModelSlopes
+from linbias.models.linear.layers import read_faster
 from linbias.torch import attention, attention_varlen, attention_weights
 
 

@@ -31,7 +31,7 @@ from linbias.models.fused.family import (
     make_mask,
     stop_checking_texts,
 )
-from linbias.models.linear import prepack_layers, read_as_before, read_faster
+from linbias.models.linear.layers import prepack_layers, read_as_before, read_faster
 from linbias.torch.choice import IMPLEMENTATIONS
 
 Model = TypeVar("Model", bound=nn.Module)

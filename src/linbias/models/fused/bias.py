@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.utils import logging
 
-from linbias.models.cache import attending_layer, decode, key_bound, use_growing_layers
-from linbias.models.places import Places
-from linbias.models.slopes import ModelSlopes
+from linbias.models.decoder.cache import attending_layer, decode, key_bound, use_growing_layers
+from linbias.models.decoder.places import Places
+from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, attention_weights
 
 logger = logging.get_logger(__name__)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import attend
-from linbias.models.linear import is_plain, prepacked_of, read_prepacked
-from linbias.models.places import Places
+from linbias.models.linear.layers import is_plain, prepacked_of, read_prepacked
 
 
 @dataclass(frozen=True)

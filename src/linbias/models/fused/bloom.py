@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import BloomConfig, Cache
 from transformers.models.bloom import modeling_bloom as reference
 
+from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
-from linbias.models.linear import linear_gelu
-from linbias.models.places import Places
+from linbias.models.linear.layers import linear_gelu
 from linbias.schedules import slopes
 
 

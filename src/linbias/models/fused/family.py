@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from linbias.models.cache import CACHE
+from linbias.models.decoder.cache import CACHE
+from linbias.models.decoder.packing import find_packing
+from linbias.models.decoder.places import Places, fill_room, read_attention_mask
+from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.fused.bias import Bias, Rounded
 from linbias.models.fused.block import Parts
-from linbias.models.linear import forward_name
-from linbias.models.packing import find_packing
-from linbias.models.places import Places, fill_room, read_attention_mask
-from linbias.models.slopes import ModelSlopes
+from linbias.models.linear.layers import forward_name
 
 NAME = "linbias"  # as in attn_implementation="linbias"
 MODEL_TYPES = ("bloom", "falcon", "mpt")

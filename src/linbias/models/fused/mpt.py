@@ -13,12 +13,12 @@ from transformers import Cache, MptConfig
 from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
-from linbias.models.cache import CACHE, takes_cache
+from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
-from linbias.models.linear import linear_gelu
-from linbias.models.places import Places
+from linbias.models.linear.layers import linear_gelu
 from linbias.schedules import slopes
 
 logger = logging.get_logger(__name__)

@@ -1,0 +1,1 @@
+"""What a run leaves to read: its records, findings, figures and page."""

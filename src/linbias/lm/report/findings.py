@@ -1,0 +1,407 @@
+"""What the records of an extrapolation experiment say: numbers and sentences, without any layout.
+
+Terminal, page and figures (the modules of these names) show what is found here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from linbias._run.files import Record
+from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
+from linbias.lm.settings import TrainSettings
+from linbias.methods import METHODS
+
+T = TypeVar("T")
+
+# Another seed can change the loss by up to this share.
+_CLEAR_CHANGE = 0.01
+# A model that is this near to the same one without positions has hardly learnt to use its own.
+_HARDLY_BETTER = 0.02
+# Tokens read for each parameter: what is usual for a full training (Hoffmann et al., 2022).
+_FULL_TRAINING = 20
+# The mean loss over fewer predictions is mostly noise.
+_MIN_PREDICTIONS = 100
+
+
+class Point(NamedTuple):
+    """Bits per byte of one method at one test length: the mean over seeds, and the range."""
+
+    test_length: int
+    mean: float
+    low: float
+    high: float
+
+
+def curve(evaluations: Iterable[EvaluationRecord], method: str, train_length: int) -> list[Point]:
+    """Bits per byte of one method by test length, over the seeds that were measured."""
+    by_length: dict[int, list[float]] = {}
+    for record in evaluations:
+        if (record.method, record.train_length) == (method, train_length):
+            by_length.setdefault(record.test_length, []).append(record.bits_per_byte)
+    return [Point(n, fmean(bits), min(bits), max(bits)) for n, bits in sorted(by_length.items())]
+
+
+def unique(values: Iterable[T]) -> list[T]:
+    """The different values, in order of appearance."""
+    return list(dict.fromkeys(values))
+
+
+def methods(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[str]:
+    """The methods that were compared, in the order of the run."""
+    return unique(record.method for record in records)
+
+
+def train_lengths(records: Iterable[EvaluationRecord | TrainingRecord]) -> list[int]:
+    """The training lengths, in the order of the run."""
+    return unique(record.train_length for record in records)
+
+
+def test_lengths(evaluations: Iterable[EvaluationRecord], train_length: int) -> list[int]:
+    """The test lengths of the models with a training length, shortest first."""
+    return sorted({r.test_length for r in evaluations if r.train_length == train_length})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How the loss of one method changed from the training length to its longest test length."""
+
+    method: str
+    train_length: int
+    at_training: Point
+    at_longest: Point
+    num_seeds: int
+
+    @property
+    def change(self) -> float:
+        """Relative change of bits per byte; negative is better."""
+        return self.at_longest.mean / self.at_training.mean - 1.0
+
+    @property
+    def verdict(self) -> str:
+        """The change in words."""
+        if self.at_longest.test_length == self.train_length:
+            return "limited to its training length"
+        if self.change <= 0.0:
+            return "no worse"
+        return "clearly worse" if self.change > _CLEAR_CHANGE else "slightly worse"
+
+    def __str__(self) -> str:
+        multiple = self.at_longest.test_length / self.train_length
+        first, last = self.at_training.mean, self.at_longest.mean
+        seeds = "one seed" if self.num_seeds == 1 else f"mean of {self.num_seeds} seeds"
+        if multiple == 1:
+            return f"{self.verdict}: {first:.3f} bits per byte at {self.train_length:,} tokens ({seeds})"
+        return (
+            f"{self.verdict} at {multiple:g}x the training length of {self.train_length:,}: "
+            f"{first:.3f} to {last:.3f} bits per byte ({change_in_words(self.change)}, {seeds})"
+        )
+
+
+def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
+    """One finding per training length and method, in the order of the run."""
+    found = []
+    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
+        points = {point.test_length: point for point in curve(evaluations, method, train_length)}
+        if train_length in points:
+            longest = points[max(points)]
+            seeds = {
+                record.seed
+                for record in evaluations
+                if (record.method, record.train_length) == (method, train_length)
+            }
+            at_training = points[train_length]
+            found.append(Finding(method, train_length, at_training, longest, len(seeds)))
+    return found
+
+
+def scope(trainings: Sequence[TrainingRecord]) -> str | None:
+    """What so short a training cannot show; None where the models read as much as is usual for their size."""
+    read = max((t.metrics.tokens / t.metrics.num_parameters for t in trainings), default=math.inf)
+    if read >= _FULL_TRAINING:
+        return None
+    parameters = max(training.metrics.num_parameters for training in trainings)
+    return (
+        f"This was a short training of small models: they have {parameters / 1e6:.2f} M parameters and read {read:.2g} "
+        f"tokens for each parameter, where about {_FULL_TRAINING} are usual. It can show whose loss rises beyond the "
+        "training length. It cannot show which method is best after a full training, or in a large model."
+    )
+
+
+def cautions(results: ExtrapolationResults) -> list[str]:
+    """What to keep in mind about the findings: who is ahead of ALiBi, who has hardly learnt, and what rests on one seed."""
+    found = findings(results.evaluations)
+    said = []
+    for length in train_lengths(results.evaluations):
+        trained = {f.method: f.at_training.mean for f in found if f.train_length == length}
+        said.append(_ahead(length, trained))
+        if scope(results.trainings):
+            said.append(_hardly_learnt(length, trained))
+    if any(finding.num_seeds == 1 for finding in found):
+        said.append(
+            "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
+            "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "
+            "and the range of three."
+        )
+    return [sentence for sentence in said if sentence]
+
+
+def _ahead(length: int, trained: dict[str, float]) -> str:
+    """Which methods have a lower loss than ALiBi at the training length."""
+    alibi = trained.get("alibi", -math.inf)
+    better = {METHODS[method].label: bits for method, bits in trained.items() if bits < alibi}
+    if not better:
+        return ""
+    names = _listed([f"{label} ({bits:.3f})" for label, bits in better.items()])
+    return (
+        f"At the training length of {length:,}, {names} {'is' if len(better) == 1 else 'are'} ahead of ALiBi "
+        f"({alibi:.3f} bits per byte)."
+    )
+
+
+def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
+    """Which methods are hardly better than none at the training length, so that their change with length says little."""
+    without = trained.get("none", math.inf)
+    near = [
+        METHODS[method].label
+        for method, bits in trained.items()
+        if method != "none" and without * (1 - _HARDLY_BETTER) <= bits < math.inf
+    ]
+    if not near:
+        return ""
+    return (
+        f"At the training length of {length:,}, {_listed(near)} {'is' if len(near) == 1 else 'are'} less than "
+        f"{_HARDLY_BETTER:.0%} better than the same model without positions ({without:.3f} bits per byte): so little has "
+        "been learnt of positions there that the change with length says little about the method."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def change_in_words(change: float) -> str:
+    """A relative change in percent, with its sign unless it rounds to zero."""
+    text = f"{change:+.1%}"
+    return text.lstrip("+-") if float(text[:-1]) == 0.0 else text
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        method: Names the row.
+        cells: The numbers as text; None where the length is beyond the method's table of positions.
+        bars: For some columns, counted from 0, the share of the largest number, which the page draws as a bar.
+    """
+
+    method: str
+    cells: list[str | None]
+    bars: tuple[tuple[int, float], ...] = ()
+
+
+class Table(NamedTuple):
+    """A table with a row per method; a line end in a head divides it."""
+
+    caption: str
+    heads: list[str]
+    rows: list[Row]
+    note: str = ""
+
+
+def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Table:
+    """Bits per byte for one training length, a column per test length, and the change from there to the longest."""
+    lengths, rows = test_lengths(evaluations, train_length), []
+    for method in methods(evaluations):
+        means = {p.test_length: p.mean for p in curve(evaluations, method, train_length)}
+        if means:
+            first, last = means.get(train_length), means.get(lengths[-1])
+            change = change_in_words(last / first - 1) if first and last else ""
+            losses = [f"{means[n]:.3f}" if n in means else None for n in lengths]
+            rows.append(Row(method, [*losses, change]))
+    heads = [f"{length:,}\n{length / train_length:g}x" for length in lengths]
+    caption = f"Bits per byte, trained on {train_length:,} tokens, tested on"
+    return Table(caption, [*heads, "change"], rows)
+
+
+def cost_table(results: ExtrapolationResults) -> Table:
+    """What training took: a row per training length and method, with means over the seeds."""
+    trainings = results.trainings
+    grouped = [
+        (length, method, same)
+        for length, method in product(train_lengths(trainings), methods(trainings))
+        if (
+            same := [
+                r.metrics for r in trainings if (r.train_length, r.method) == (length, method)
+            ]
+        )
+    ]
+    speeds = [fmean(m.tokens_per_second for m in same) for *_, same in grouped]
+    memories = [fmean(m.peak_memory_bytes for m in same) for *_, same in grouped]
+    rows = []
+    for (length, method, same), speed, memory in zip(grouped, speeds, memories, strict=True):
+        cells: list[str | None] = [
+            f"{length:,}",
+            f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
+            f"{fmean(m.seconds for m in same):.0f} s",
+            f"{speed:,.0f}",
+            f"{memory / 2**20:,.0f} MiB",
+        ]
+        bars = ((3, speed / max(speeds)), (4, memory / max(memories)))
+        rows.append(Row(method, cells, bars))
+    heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
+    note = "tokens/s: of a median step, without start-up"
+    return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
+
+
+class ValidationRow(NamedTuple):
+    """What the last validation of a method's training kept: means over the seeds; None where it cannot read so much."""
+
+    method: str
+    losses: list[float | None]
+    accuracy: float | None
+    continuations: list[str]
+
+    def cells(self) -> list[str | None]:
+        """The numbers as text, in the order of `Validations.titles`."""
+        shown = [None if loss is None else f"{loss:.3f}" for loss in self.losses]
+        return [*shown, None if self.accuracy is None else f"{self.accuracy:.1%}"]
+
+
+class Validations(NamedTuple):
+    """The table of validations for one training length: titles of its columns, and a row per method."""
+
+    titles: list[str]
+    rows: list[ValidationRow]
+
+    def table(self, train_length: int) -> Table:
+        """The numbers."""
+        caption = f"Nats per token, last validation while training on {train_length:,} tokens"
+        heads = [title.replace(" at ", "\nat ") for title in self.titles]
+        return Table(caption, heads, [Row(row.method, row.cells()) for row in self.rows])
+
+
+def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
+    """What the trainings kept at their last validation (see `linbias.lm.validate`); None where it was the loss only."""
+    by_method: dict[str, list[Record]] = {}
+    for training in trainings:
+        validation = training.metrics.validation
+        if training.train_length == train_length and validation is not None:
+            by_method.setdefault(training.method, []).append(validation)
+    if not by_method:
+        return None
+    lengths = sorted({int(n) for kept in by_method.values() for n in kept[0]["lengths"]})
+    places = {1: "first", train_length: "trained", lengths[-1]: "last"}
+    titles = [f"mean at {n:,}" for n in lengths]
+    titles += [f"token {n:,}" for n in sorted(places)]
+    rows = []
+    for method, kept in by_method.items():
+        losses = [_mean_entry(kept, str(n), "loss") for n in lengths]
+        longest = str(max(map(int, kept[0]["lengths"])))  # that this method reads
+        for _, name in sorted(places.items()):
+            read = str(lengths[-1]) if name == "last" else longest
+            losses.append(_mean_entry(kept, read, name))
+        texts = [v["continuation"] for v in kept if v["continuation"] is not None]
+        accuracy = _mean_entry(kept, longest, "accuracy")
+        rows.append(ValidationRow(method, losses, accuracy, texts))
+    return Validations([*titles, "accuracy"], rows)
+
+
+def _mean_entry(kept: Sequence[Record], length: str, name: str) -> float | None:
+    values = [validation["lengths"].get(length, {}).get(name) for validation in kept]
+    return None if None in values else fmean(values)
+
+
+def loss_by_position(records: Sequence[EvaluationRecord]) -> tuple[list[float], list[float]]:
+    """One method's mean bits per byte by position: the positions (middles of pools), the bits.
+
+    Every token counts as many bytes as tokens of the scored text have in the mean.
+
+    What a causal model predicts at a position does not depend on the length of its segment. Each
+    position is therefore taken from the shortest segments that have it: there are most of those.
+    Neighbouring positions are pooled over half octaves, and further until there are enough
+    predictions.
+    """
+    total, count = np.zeros(0), np.zeros(0)
+    evaluations = [record.evaluation for record in records]
+    num_bytes = sum(evaluation.num_bytes or 0 for evaluation in evaluations)
+    nats_per_bit = math.log(2.0) * num_bytes / sum(each.num_tokens for each in evaluations)
+    for length in sorted({record.test_length for record in records}):
+        same = [record.evaluation for record in records if record.test_length == length]
+        counts = np.array([evaluation.count_by_position for evaluation in same], dtype=float)
+        losses = np.array([evaluation.loss_by_position for evaluation in same], dtype=float)
+        new = slice(len(count), length)
+        total = np.append(total, (np.nan_to_num(losses, posinf=np.inf) * counts).sum(0)[new])
+        count = np.append(count, counts.sum(0)[new])
+    ends = np.unique(np.round(2.0 ** np.arange(0.5, math.log2(len(count)) + 0.5, 0.5)).astype(int))
+    positions, bits, first = [], [], 0
+    for end in [*ends[ends < len(count)], len(count)]:
+        num = count[first:end].sum()
+        if num >= _MIN_PREDICTIONS:
+            positions.append(math.sqrt((first + 1) * end))  # positions count from 1
+            bits.append(float(total[first:end].sum() / num / nats_per_bit))
+            first = end
+    return positions, bits
+
+
+def records_by_position(results: ExtrapolationResults) -> list[EvaluationRecord]:
+    """The records that `loss_by_position` may pool.
+
+    These are all records, unless the slopes depend on the segment's length: then a position has
+    another loss in a longer segment, and only the longest segments are taken.
+    """
+    evaluations = results.evaluations
+    if results.settings.training.model.get("slope_scale") != "interpolate":
+        return list(evaluations)
+    longest = {n: max(test_lengths(evaluations, n)) for n in train_lengths(evaluations)}
+    return [record for record in evaluations if record.test_length == longest[record.train_length]]
+
+
+def introduction(evaluations: Sequence[EvaluationRecord]) -> str:
+    """What was compared, in one sentence."""
+    lengths = " or ".join(f"{n:,}" for n in train_lengths(evaluations))
+    longest = max(record.test_length for record in evaluations)
+    return (
+        f"Language models that differ only in how they represent the order of tokens, trained on "
+        f"{lengths} tokens at a time and tested on up to {longest:,}."
+    )
+
+
+def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
+    """The figure of losses by test length, for readers who do not see it."""
+    parts = [
+        f"{METHODS[method].label} trained on {train_length:,} tokens: "
+        + ", ".join(f"{point.mean:.3f} at {point.test_length:,}" for point in points)
+        for train_length, method in product(train_lengths(evaluations), methods(evaluations))
+        if (points := curve(evaluations, method, train_length))
+    ]
+    return f"Lines of bits per byte by test length. {'; '.join(parts)}."
+
+
+def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
+    """The figure of losses by position, for readers who do not see it."""
+    parts = []
+    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
+        key = (method, train_length)
+        same = [r for r in evaluations if (r.method, r.train_length) == key]
+        positions, bits = loss_by_position(same) if same else ([], [])
+        if positions:
+            parts.append(
+                f"{METHODS[method].label} trained on {train_length:,} tokens: {bits[0]:.2f} after "
+                f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
+            )
+    return f"Lines of bits per byte by context. {'; '.join(parts)}."
+
+
+def budget(training: TrainSettings) -> str:
+    """What the models that are compared have in common, in words."""
+    if training.seconds is not None:
+        return "equal time for every method"
+    return "the same tokens in the same order for every method"

@@ -1,0 +1,209 @@
+"""Baichuan-13B and Baichuan2-13B, from their own folders and without their code.
+
+A pre-norm decoder with ALiBi, RMS norms and a gated feed-forward part; modules are named as the original names its
+weights. `linbias.models.install()` makes it known to `AutoModelForCausalLM` under the `model_type` of the original,
+"baichuan". The models of 7B have rotary positions and are refused.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import GenerationMixin
+from transformers.activations import ACT2FN
+
+from linbias.models import fields
+from linbias.models.decoder import decoder
+from linbias.models.decoder.linbias import LinbiasForCausalLM
+from linbias.models.decoder.positions import Alibi
+from linbias.models.linear.snapshot import Snapshot
+
+_BAICHUAN2_VOCABULARY = 125_696
+
+
+class BaichuanConfig(fields.CheckedConfig):
+    """Describe a Baichuan model with ALiBi: the fields of the original config.json, and a few of ours.
+
+    Args:
+        vocab_size: Number of token ids.
+        hidden_size: Width of the residual stream, a multiple of num_attention_heads.
+        intermediate_size: Width inside the feed-forward part.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Heads H.
+        hidden_act: Activation in the feed-forward part.
+        model_max_length: Tokens per training sequence, from which slope_scale="interpolate" acts. No limit.
+        rms_norm_eps: Added to the mean square in every norm.
+        normalize_head: Divide each row of the output weights by its norm, as Baichuan2 does; nothing in its
+            config.json says so. None means: if vocab_size is that of Baichuan2, 125,696.
+        slope_scale: As in `LinbiasConfig`.
+        attention_implementation: As in `LinbiasConfig`.
+        initializer_range: Standard deviation of fresh weights.
+        use_cache: Keep keys and values for decoding when the model is not training.
+
+    Raises:
+        ValueError: A field breaks its rule, or the model has rotary positions.
+    """
+
+    model_type = "baichuan"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    num_key_value_heads = property(lambda self: self.num_attention_heads)
+    head_size = property(lambda self: self.hidden_size // self.num_attention_heads)
+    train_length = property(lambda self: self.model_max_length)
+    slope_schedule = "paper"
+    attention_dropout = 0.0
+
+    vocab_size: int = 64_000
+    hidden_size: int = 5120
+    intermediate_size: int = 13_696
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 40
+    hidden_act: str = "silu"
+    model_max_length: int = 4096
+    rms_norm_eps: float = 1e-6
+    normalize_head: bool | None = None
+    slope_scale: str | float | None = None
+    attention_implementation: str = "auto"
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        fields.check_fields(self, _RULES)
+        fields.check_shared_width(self)
+        words = "absent: the models of 7B, which have it, have rotary positions instead of ALiBi"
+        fields.require(
+            self, "max_position_embeddings", self.max_position_embeddings is None, words
+        )
+        if kwargs.get("z_loss_weight"):  # a part of the loss that is not built
+            raise ValueError(
+                f"BaichuanConfig: z_loss_weight must be 0, got {kwargs['z_loss_weight']!r}"
+            )
+        if self.normalize_head is None:
+            self.normalize_head = self.vocab_size == _BAICHUAN2_VOCABULARY
+        super().__post_init__(**kwargs)
+
+
+_RULES = {
+    **{name: rule for name, rule in fields.SHARED.items() if name in BaichuanConfig.__annotations__},
+    **dict.fromkeys(("intermediate_size", "model_max_length"), fields.COUNT),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range"), fields.POSITIVE),
+    "hidden_act": fields.ACTIVATION,
+    "tie_word_embeddings": fields.Rule("False", lambda value: value is False),
+    "normalize_head": fields.Rule(
+        "None, True or False", lambda value: value is None or fields.FLAG.holds(value)
+    ),
+}  # fmt: skip
+
+
+class SelfAttention(decoder.SelfAttention):
+    """Attention whose queries, keys and values come from one product."""
+
+    names = ("W_pack", "o_proj")
+
+    def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.W_pack = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+
+class FeedForward(nn.Module):
+    """down(act(gate) * up)."""
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention, then feed-forward, each behind an RMS norm."""
+
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+    def __init__(self, config: BaichuanConfig, layer_index: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, layer_index)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.dropout = nn.Identity()
+
+
+class BaichuanPreTrainedModel(decoder.DecoderPreTrainedModel):
+    """What the two models below share."""
+
+    config_class = BaichuanConfig
+
+
+class BaichuanModel(decoder.Decoder, BaichuanPreTrainedModel):
+    """Turn token ids into hidden states, one per token.
+
+    Call, padding and cache are those of `decoder.Decoder`.
+
+    Example:
+        >>> config = BaichuanConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> BaichuanModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = Alibi(config)
+        self.dropout = nn.Identity()
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+
+class NormHead(nn.Linear):
+    """Scores by direction alone: the product with weights whose rows have norm 1.
+
+    While the model does not train, the norms are computed once.
+    """
+
+    _kept: tuple[Snapshot, Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight) / self._norms().to(hidden.dtype)
+
+    def _norms(self) -> Tensor:
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._compute()
+        if self._kept is None or not self._kept[0].shows(self.weight):
+            self._kept = Snapshot(self.weight), self._compute()
+        return self._kept[1]
+
+    def _compute(self) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.weight, dim=-1, dtype=wide).clamp(min=1e-12)
+
+
+class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
+    """Predict the next token. Call, loss and logits are those of `LinbiasForCausalLM`.
+
+    Example:
+        >>> config = BaichuanConfig(vocab_size=50, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> BaichuanForCausalLM(config).generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
+
+    accepts_loss_kwargs = True
+    forward = LinbiasForCausalLM.forward
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.model = BaichuanModel(config)
+        head = NormHead if config.normalize_head else nn.Linear
+        self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()

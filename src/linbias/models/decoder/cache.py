@@ -1,0 +1,340 @@
+"""A growing cache in which a step costs what is new, and which knows how large its keys are.
+
+Transformers' own growing cache copies all keys and values at every step: with 32,768 tokens, ten times the work
+of the near-to-far attention that follows. Here they lie in buffers with room for more. And near-to-far attention
+leaves far keys unread only if it knows a bound on their norms (`key_bound`), which costs a cache one pass over
+the new keys.
+
+A model calls `use_growing_layers` on the cache that it is given or makes, before the first layer updates it, and
+in each layer hands `key_bound(cache.layers[index])` to `linbias.torch.attention`. What tokens have beside keys and values lies in
+layers of its own (`keep_beside`). A layer that does not keep all keys is an `AttendingLayer`, which the model lets attend in its place.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from linbias.models.decoder.places import Places
+from linbias.torch import decoding
+from linbias.torch.decoding import FEW_QUERIES
+
+# What Transformers calls a cache in arguments and outputs of a model: `cache` since 5.24, before that `past_key_values`.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward that has an argument `past_key_values` take it as `cache` too."""
+
+    @wraps(forward)
+    def with_either(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        if cache is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: give either cache or past_key_values, its older name, and not both"
+                )
+            kwargs["past_key_values"] = cache
+        return forward(self, *args, **kwargs)
+
+    return with_either
+
+
+class AttendingLayer(CacheLayerMixin):
+    """A layer that does not hand out its keys, since heads keep different ones, but attends itself."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
+    ) -> Tensor:
+        """Append new tokens, and let their queries attend to what is kept.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, G, T, D], of the new tokens.
+            slopes: [H], float32 or wider.
+            scale: Factor on q . k; None is 1 / sqrt(D).
+            places: Where the new tokens stand.
+
+        Returns:
+            [B, H, T, D].
+        """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Any:
+        """Refuse: there is no one set of keys for all heads."""
+        raise ValueError(
+            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
+            "that runs on linbias (linbias.models.load gives one)"
+        )
+
+
+def attending_layer(cache: Cache | None, index: int) -> AttendingLayer | None:
+    """The layer of a cache, where it attends itself."""
+    if cache is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if isinstance(layer, AttendingLayer) else None
+
+
+@dataclass(eq=False)
+class _Buffers:
+    """Keys and values [B, G, room, size], of which the first rows are in use.
+
+    Rows are written once, since somebody may hold a view of them. Copies of a layer share the buffers, and so the
+    count: the first copy that grows writes here, the others see that the next row is taken.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_written: int
+
+
+@dataclass(eq=False)
+class _Last:
+    """Keys and values as an update left them, and how often PyTorch had counted a change of the keys by then.
+
+    A deep copy or a pickle of it is None: what is made so is counted anew, and might be changed until it has the same count.
+    """
+
+    keys: Tensor
+    values: Tensor
+    version: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values [B, G, S, size]: the first rows of buffers with room for more.
+
+    `keys` and `values` may be replaced at will, as Transformers does to reorder, select or crop: the next
+    `update` then starts new buffers, and `key_bound` looks at all keys again. A copy (`copy.copy`) goes its own
+    way from the next `update` on. With gradients enabled, and under `torch.compile`, the layer grows as
+    Transformers' own does, since autograd and graphs need tensors that nobody writes to.
+
+    Example:
+        >>> layer = GrowingLayer()
+        >>> with torch.no_grad():
+        ...     keys, values = layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
+        ...     keys, values = layer.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+        >>> keys.shape
+        torch.Size([1, 2, 4, 8])
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: _Buffers | None = None
+        self._last: _Last | None = None
+        self._num_bounded = 0
+        self._bound: Tensor | None = None  # [B, G], of the first _num_bounded keys
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens.
+
+        Args:
+            key_states: [B, G, T, D].
+            value_states: [B, G, T, E].
+            args, kwargs: Taken for Transformers' sake, and not used.
+
+        Returns:
+            All keys [B, G, S, D] and values [B, G, S, E]. They keep what they hold, whatever is appended later.
+        """
+        if torch.compiler.is_compiling():
+            self._buffers = self._last = None
+            return super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._forget_if_replaced()
+        if torch.is_grad_enabled():
+            self._buffers = None
+            super().update(key_states, value_states)
+        else:
+            self._append(key_states, value_states)
+        self._remember()
+        return self.keys, self.values
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
+    ) -> Tensor | None:
+        """Append a few new tokens, none of them padding, and attend to all, in one step of `linbias.torch.decoding`.
+
+        Args:
+            q: [B, H, T, D].
+            k, v: [B, G, T, D] and [B, G, T, E].
+            slopes: [H] or [B, H], float32 or wider.
+            scale: Factor on q . k; None is 1 / sqrt(D).
+
+        Returns:
+            [B, H, T, E]; or None, and nothing has changed, where it takes `update`, `key_bound` and `attention`.
+        """
+        old, T = self.get_seq_length(), k.shape[2]
+        self._forget_if_replaced()
+        if self._bound is None or self._num_bounded != old or k.shape[0] != len(self._bound):
+            return None
+        if T > FEW_QUERIES or torch.is_grad_enabled():  # before anything is moved to make room
+            return None
+        buffers = self._with_room_for(k, v)
+        out = decoding.decode(
+            *(q, k, v, buffers.keys, buffers.values, old, self._bound, slopes, scale)
+        )
+        if out is not None:
+            self._take(buffers, old + T)
+            self._num_bounded = old + T
+            self._remember()
+        return out
+
+    def key_bound(self) -> Tensor | None:
+        """Return [B, G], float32 or wider: at least the norm of every key. None while there is no key.
+
+        Only keys that came since the last call are looked at, unless `keys` was replaced or, outside of inference
+        mode, written to in a way that PyTorch counts (not through `keys.data`).
+        """
+        if not self.get_seq_length():
+            return None
+        self._forget_if_replaced()
+        new = self.keys[:, :, self._num_bounded :].detach()
+        if new.numel():
+            wide = torch.promote_types(new.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(new, dim=-1, dtype=wide).amax(2)
+            # More than the rounding of the norm, and than the squares that vanish in it.
+            norm.mul_(1 + 2**-16).add_(2**-56)
+            self._bound = norm if self._bound is None else torch.maximum(self._bound, norm)
+            self._num_bounded = self.keys.shape[2]
+        return self._bound
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        old, T = self.get_seq_length(), key_states.shape[2]
+        buffers = self._with_room_for(key_states, value_states)
+        buffers.keys.narrow(2, old, T).copy_(key_states)
+        buffers.values.narrow(2, old, T).copy_(value_states)
+        self._take(buffers, old + T)
+
+    def _with_room_for(self, key_states: Tensor, value_states: Tensor) -> _Buffers:
+        """The buffers, or larger ones with the same tokens: the rows of new tokens are free."""
+        old = self.get_seq_length()
+        new = old + key_states.shape[2]
+        buffers = self._buffers
+        if buffers is None or buffers.num_written != old or buffers.keys.shape[2] < new:
+            buffers = self._buffers = _Buffers(
+                _with_room(self.keys, old, key_states, new),
+                _with_room(self.values, old, value_states, new),
+                old,
+            )
+        return buffers
+
+    def _take(self, buffers: _Buffers, num_tokens: int) -> None:
+        """Hold the first tokens of buffers."""
+        buffers.num_written = num_tokens
+        self.keys = buffers.keys.narrow(2, 0, num_tokens)
+        self.values = buffers.values.narrow(2, 0, num_tokens)
+
+    def _remember(self) -> None:
+        version = 0 if self.keys.is_inference() else self.keys._version
+        self._last = _Last(self.keys, self.values, version)
+
+    def _forget_if_replaced(self) -> None:
+        """Drop buffers and bound unless keys and values are those that the last update left."""
+        if (last := self._last) is not None:
+            same = self.keys is last.keys and self.values is last.values
+            if same and last.keys.is_inference():
+                # Outside of inference mode nothing may be written there, and autograd would refuse the bound.
+                same = torch.is_inference_mode_enabled()
+            elif same:
+                same = last.keys._version == last.version
+            if same:
+                return
+        self._buffers = self._last = self._bound = None
+        self._num_bounded = 0
+
+
+def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
+    """A buffer for `new` tokens and a quarter more, which begins with the `old` ones that are kept."""
+    B, G, _, size = added.shape
+    buffer = added.new_empty(B, G, new + new // 4 + 64, size)
+    if old:
+        buffer[:, :, :old] = kept
+    return buffer
+
+
+def use_growing_layers(cache: Cache) -> None:
+    """Replace the layers of a cache that grow as Transformers' own do, and are empty yet, by `GrowingLayer`s.
+
+    All others stay: layers of another kind, layers that hold tokens, and those of a cache that moves its layers
+    off the device (`offloading`), where buffers would keep what is to leave.
+
+    Args:
+        cache: Changed in place.
+    """
+    if cache.offloading:
+        return
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and not layer.is_initialized:
+            cache.layers[index] = GrowingLayer()
+
+
+def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
+    """Append what new tokens have beside keys and values, and return that of all tokens.
+
+    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders, selects, crops or resets
+    the cache does the same there.
+
+    Args:
+        cache: One that keeps all tokens, and holds keys already. It is given the layer, if it has none.
+        index: Of the layer, at least the number of the model's.
+        states: [B, heads, T, size], any dtype.
+
+    Returns:
+        [B, heads, S, size], S as of the keys: a static cache has room behind the last token.
+
+    Raises:
+        ValueError: The cache moves its layers off the device.
+    """
+    if cache.offloading:
+        raise ValueError(
+            "linbias: past_key_values must stay on the device for a model with learned steps between tokens, got a cache "
+            "with offloading"
+        )
+    first = cache.layers[0]
+    while len(cache.layers) <= index:
+        is_static = isinstance(first, StaticLayer)
+        cache.layers.append(StaticLayer(first.max_cache_len) if is_static else GrowingLayer())
+    kept: Tensor = cache.layers[index].update(states, states[..., :0])[0]
+    return kept
+
+
+def decode(
+    cache: Cache, index: int, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
+) -> Tensor | None:
+    """As `GrowingLayer.decode`, of a layer of any cache; None where it has not come to be, or is another."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if torch.compiler.is_compiling() or type(layer) is not GrowingLayer:
+        return None
+    return layer.decode(q, k, v, slopes, scale)
+
+
+def key_bound(layer: CacheLayerMixin) -> Tensor | None:
+    """Return a `key_bound` for `linbias.torch.attention`, if the layer can tell one without reading all keys.
+
+    Args:
+        layer: Of any cache, just updated.
+
+    Returns:
+        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under `torch.compile`,
+        where a count that changes at every step would mean a graph for every step.
+    """
+    if torch.compiler.is_compiling() or not isinstance(layer, GrowingLayer):
+        return None
+    return layer.key_bound()

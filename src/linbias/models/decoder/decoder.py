@@ -1,0 +1,405 @@
+"""What the decoders of all families share: everything but embedding, feed-forward parts, norms and their names.
+
+A family's model is a `Decoder` with a few attributes of its own, its blocks are `DecoderBlock`s, and each has a
+`SelfAttention`; all of them name their modules as the family's weights are named. `linbias.py` and `paper.py` are families of our own; `baichuan.py` and `jais.py` read released models.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import can_return_tuple
+
+from linbias.models.decoder.cache import (
+    CACHE,
+    attending_layer,
+    decode,
+    keep_beside,
+    key_bound,
+    takes_cache,
+    use_growing_layers,
+)
+from linbias.models.decoder.packing import attend_packed, packed_weights
+from linbias.models.decoder.places import Places, fill_room, read_attention_mask
+from linbias.models.decoder.positions import AttendOptions, Biased, Position, Stepped
+from linbias.models.linear.layers import read_faster
+
+
+class SelfAttention(nn.Module):
+    """Project to queries, keys and values, let the position method attend, project back.
+
+    A family makes the two modules of `names`: to queries, keys and values side by side, and back. One whose position
+    methods may be `Stepped` makes `gate` as well, by `make_gate`.
+    """
+
+    names = ("qkv", "out")
+    gate: nn.Module | None
+
+    def __init__(self, config: PreTrainedConfig, layer_index: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        # In a cache: behind the layers of keys.
+        self.index_beside = layer_index + max(
+            config.num_hidden_layers, getattr(config, "decoder_layers", 0)
+        )
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", heads)
+        self.widths = tuple(count * config.head_size for count in (heads, shared, shared))
+        self.head_size = config.head_size
+        self.dropout = config.attention_dropout
+
+    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, T, H * D] and k, v [B, T, G * D] for hidden [B, T, hidden_size]."""
+        projected = getattr(self, self.names[0])(hidden)
+        if projected.shape[-1] != sum(self.widths):
+            raise ValueError(
+                f"{type(self).__name__}: {self.names[0]} must give {sum(self.widths)} numbers, got "
+                f"{projected.shape[-1]}: queries, keys and values lie side by side, so that processes cannot share them "
+                "(linbias.torch.MultiheadAttention has a projection for each)"
+            )
+        return projected.split(self.widths, dim=-1)
+
+    def make_steps(self, hidden: Tensor, position: Position) -> tuple[Tensor, ...]:
+        """The steps of new tokens, [B, H, T, 1], which go where keys go; none but for a `Stepped` method."""
+        if not isinstance(position, Stepped):
+            return ()
+        assert self.gate is not None
+        return (position.steps(self.gate(hidden)).transpose(1, 2)[..., None],)
+
+    def project_out(self, gathered: Tensor) -> Tensor:
+        """Return [B, T, hidden_size] for what the heads gathered, [B, T, H * D]."""
+        return getattr(self, self.names[1])(gathered)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        places: Places,
+        keep: int,
+        output_attentions: bool,
+        past_key_values: Cache | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [B, keep, hidden_size], what the last `keep` of the new tokens gather, and their weights, if asked."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for part in self.project_in(hidden)
+        )
+        q, k = position.rotate(q, k, places.positions)
+        steps = self.make_steps(hidden, position)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if places.packing is not None:
+            gathered = attend_packed(
+                lambda q, k, v, r, *steps: position.attend(
+                    q, k, v, _from_start(r, *steps, dropout=dropout)
+                ),
+                places.packing,
+                *(q, k, v, *steps),
+            )[:, :, q.shape[2] - keep :]
+            if output_attentions:
+                weights = packed_weights(
+                    lambda q, k, r, *steps: position.weights(q, k, _from_start(r, *steps)),
+                    places.packing,
+                    *(q, k, *steps),
+                )
+        elif (own := attending_layer(past_key_values, self.layer_index)) is not None:
+            if not isinstance(position, Biased) or steps:
+                raise ValueError(
+                    f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
+                    f"that do not depend on the text, got one with {type(position).__name__}"
+                )
+            fall = position.fall(q, k.shape[2], AttendOptions())
+            places = replace(places, need_weights=output_attentions)
+            gathered = own.attend(q, k, v, fall["slopes"], fall.get("scale"), places)[:, :, -keep:]
+        elif (
+            not (output_attentions or steps or self.training)
+            and (decoded := self._decode(q, k, v, position, places, past_key_values)) is not None
+        ):
+            gathered = decoded[:, :, decoded.shape[2] - keep :]
+        else:
+            bound = None
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_index)
+                steps = tuple(keep_beside(past_key_values, self.index_beside, x) for x in steps)
+                if position.uses_key_bound:
+                    bound = key_bound(past_key_values.layers[self.layer_index])
+            kept = places.last_queries(keep)
+            options = AttendOptions(
+                *(kept.key_range, kept.query_start, bound, dropout), _positions(*steps)
+            )
+            q = q[:, :, q.shape[2] - keep :]
+            gathered = position.attend(q, k, v, options)
+            if output_attentions:
+                weights = position.weights(q, k, options)
+        return self.project_out(gathered.transpose(1, 2).flatten(2)), weights
+
+    def _decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Position,
+        places: Places,
+        cache: Cache | None,
+    ) -> Tensor | None:
+        """What a few new tokens gather, appended to a cache in the same step; None, and nothing is appended, where it takes several."""
+        if cache is None or not (
+            isinstance(position, Biased) and position.decodes and places.are_last
+        ):
+            return None
+        num_keys = cache.get_seq_length(self.layer_index) + k.shape[2]
+        fall = position.fall(q, num_keys, AttendOptions())
+        return decode(cache, self.layer_index, q, k, v, fall["slopes"], fall.get("scale"))
+
+
+def _from_start(key_range: Tensor | None, *steps: Tensor, dropout: float = 0.0) -> AttendOptions:
+    """Options of texts whose first query stands at the first key, as in a packed batch."""
+    start = None if key_range is None else torch.zeros_like(key_range[:, 0])
+    return AttendOptions(key_range, start, dropout=dropout, positions=_positions(*steps))
+
+
+def _positions(steps: Tensor | None = None) -> Tensor | None:
+    """[B, H, S], where the keys stand that came by steps [B, H, S, 1]: in float64, since far from 0 the nearest differ least."""
+    return None if steps is None else steps.squeeze(-1).double().cumsum(-1)
+
+
+class DecoderBlock(GradientCheckpointingLayer):
+    """Add attention and feed-forward to the stream, one after the other or side by side; each reads it through a norm.
+
+    A family makes `dropout` and the four parts of `names`: the norm before attention, attention, the norm before
+    feed-forward (not used side by side, where both read the first), and feed-forward.
+    """
+
+    names = ("norm", "attention", "feed_forward_norm", "feed_forward")
+    parallel = False
+
+    def forward(
+        self,
+        hidden: Tensor,
+        position: Position,
+        places: Places,
+        keep: int,
+        output_attentions: bool = False,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their attention weights, if asked."""
+        parts: list[Any] = [getattr(self, name, None) for name in self.names]
+        norm, attention, feed_forward_norm, feed_forward = parts
+        skipped = hidden.shape[1] - keep
+        normed = norm(hidden)
+        attended, weights = attention(
+            normed, position, places, keep, output_attentions, past_key_values
+        )
+        hidden = hidden[:, skipped:]
+        if self.parallel:
+            return hidden + self.dropout(attended + feed_forward(normed[:, skipped:])), weights
+        hidden = hidden + self.dropout(attended)
+        return hidden + self.dropout(feed_forward(feed_forward_norm(hidden))), weights
+
+
+class DecoderPreTrainedModel(PreTrainedModel):
+    """What saving, sharding and gradient checkpointing need to know of the models of all families."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
+
+    def post_init(self) -> None:
+        """What Transformers does, and linear layers as this processor reads them fastest."""
+        super().post_init()
+        # Sharding takes it amiss if one of these is not there.
+        there = {type(module).__name__ for module in self.modules()}
+        self._no_split_modules = there.intersection(self._no_split_modules)  # type: ignore[assignment,misc]
+        read_faster(self)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **given: Any) -> Tensor | None:
+        """Keep the mask [B, S]: with a static cache, `generate` would make one of [B, 1, T, S] that we do not read."""
+        return fill_room(attention_mask, given[CACHE])
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse it in words: it would fail in a thread of its own, request by request."""
+        raise ValueError(
+            f"{type(self).__name__}: generate_batch, which keeps keys in pages, is not built: generate takes padded prompts"
+        )
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """None for a cache that attends itself: `generate` would carry the numbers of all tokens along, which we count anyway."""
+        if attending_layer(model_kwargs.get(CACHE), 0) is not None:
+            return None
+        numbers: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        return numbers
+
+
+class Decoder(DecoderPreTrainedModel):
+    """Turn token ids into hidden states, one per token.
+
+    A family's constructor makes the modules below and ends with `self.post_init()`; its blocks are called as
+    `DecoderBlock`s are.
+
+    Padding is allowed on the left (for generation) and, where no more tokens follow, on the right (for
+    training); what the model says at padding tokens means nothing. Tokens are numbered from the first of
+    their row that is no padding, so a padded row and the same row alone give the same result.
+    """
+
+    embed_tokens: nn.Module
+    position: Position
+    dropout: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    gradient_checkpointing = False
+
+    def before_layers(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """What the first block reads, given the embedded tokens."""
+        return self.dropout(self.position.embed(embedded, positions))
+
+    def after_layers(self, hidden: Tensor) -> Tensor:
+        """The final norm, if there is one."""
+        return self.norm(hidden)
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        keep: int = 0,
+    ) -> BaseModelOutputWithPast:
+        """Run the decoder over new tokens, which follow those in the cache.
+
+        Args:
+            input_ids: [B, T] token ids.
+            attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that are
+                no padding stand together. None means no padding.
+            position_ids: [1 or B, T], the number of each token in its text. Numbers that start anew mark several
+                texts in one row, as `DataCollatorWithFlattening` packs them: none sees another, and there is no
+                cache. None: counted from the first token of each row that is no padding.
+            past_key_values: A growing or static cache of earlier tokens. It is extended in place.
+            inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of
+                input_ids.
+            use_cache: Make and return a cache. None means config.use_cache, but never while
+                training, nor for several texts in a row.
+            output_attentions: Return the attention weights of every block, [B, H, T, S] before dropout. They need
+                memory for all of them, which the attention itself does not.
+            output_hidden_states: Return the input of every block and the final output as well.
+            keep: Return the states of the last so many tokens only, which saves work in the last
+                block; 0 means all.
+
+        Raises:
+            ValueError: Not exactly one kind of input, a cache for a model that reads in both directions, a mask of the wrong shape or with gaps, position_ids of the
+                wrong shape or of several texts with a cache, or more tokens than a learned position table or a
+                static cache has room for.
+            IndexError: An id beyond the vocabulary.
+        """
+        name = type(self).__name__
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{name}: give either input_ids or inputs_embeds, and not both")
+        if not self.position.causal:
+            if use_cache or past_key_values is not None:
+                raise ValueError(
+                    f"{name}: a model that reads in both directions has no cache; "
+                    "use_cache must be False and past_key_values None"
+                )
+            use_cache = False
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        places = self._read_mask(
+            attention_mask, position_ids, embedded, past_key_values, bool(use_cache)
+        )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and places.packing is None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+            use_growing_layers(past_key_values)
+        output_attentions, output_hidden_states = asked(
+            self.config, output_attentions, output_hidden_states
+        )
+        hidden = self.before_layers(embedded, places.positions)
+        num_tokens = hidden.shape[1]
+        keep = min(keep or num_tokens, num_tokens)
+        states: tuple[Tensor, ...] = ()
+        attentions: tuple[Tensor, ...] = ()
+        for index, layer in enumerate(self.layers, 1):
+            if output_hidden_states:
+                states += (hidden,)
+            hidden, weights = layer(
+                hidden,
+                self.position,
+                places,
+                keep if index == len(self.layers) else num_tokens,
+                output_attentions,
+                past_key_values=past_key_values,
+            )
+            if output_attentions:
+                attentions += (weights,)
+        hidden = self.after_layers(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            **{CACHE: past_key_values},
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+        )
+
+    def _read_mask(
+        self,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        embedded: Tensor,
+        past_key_values: Cache | None,
+        use_cache: bool,
+    ) -> Places:
+        """Where the new tokens stand, after those of a cache."""
+        name = type(self).__name__
+        num_cached: int | Tensor = 0
+        is_static = False
+        if past_key_values is not None:
+            use_growing_layers(past_key_values)
+            num_cached = past_key_values.get_seq_length()
+            is_static = past_key_values.is_compileable
+            if is_static and not torch.compiler.is_compiling():
+                num_keys = int(num_cached) + embedded.shape[1]
+                room = past_key_values.layers[0].get_max_length()
+                if num_keys > room:
+                    raise ValueError(
+                        f"{name}: past_key_values must have room for {num_keys} tokens, "
+                        f"got a static cache of {room}"
+                    )
+        return read_attention_mask(
+            *(name, attention_mask, embedded, num_cached),
+            position_ids=position_ids,
+            has_cache=past_key_values is not None or use_cache,
+            has_room=is_static,
+        )
+
+
+def asked(
+    config: PreTrainedConfig, attentions: bool | None, hidden_states: bool | None
+) -> tuple[bool, bool]:
+    """Whether a call wants attention weights and hidden states; None means what the configuration says."""
+    return (
+        config.output_attentions if attentions is None else attentions,
+        config.output_hidden_states if hidden_states is None else hidden_states,
+    )
+
+
+def score(model: Any, hidden: Tensor, labels: Tensor | None, **how: Any) -> dict[str, Any]:
+    """The logits of `model.lm_head` in at least float32, and where there are labels the loss of the model's task."""
+    logits = model.lm_head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = None
+    if labels is not None:
+        loss = model.loss_function(logits, labels, vocab_size=model.config.vocab_size, **how)
+    return {"loss": loss, "logits": logits}

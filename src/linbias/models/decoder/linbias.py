@@ -1,0 +1,313 @@
+"""The project's own language model: a pre-norm transformer with a choice of positions.
+
+Read from the bottom up to follow a token: `LinbiasForCausalLM` or, where later tokens are seen as well,
+`LinbiasForMaskedLM` (logits and loss) calls `LinbiasModel` (embedding, blocks, final norm; its forward is `decoder.Decoder.forward`), which calls
+`DecoderBlock`s, which call `SelfAttention` and `FeedForward` (or `FusedBlock`s, which do both).
+"""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import Cache, GenerationMixin
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
+from transformers.utils import can_return_tuple
+
+from linbias.models.decoder import bidirectional, decoder
+from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.config import ENCODER_POSITIONS, LinbiasConfig
+from linbias.models.decoder.positions import make_gate, make_position
+
+
+class SelfAttention(decoder.SelfAttention):
+    """Attention whose queries, keys and values come from one product, and may share key/value heads.
+
+    Args:
+        config: Of the model.
+        layer_index: Of the layer, from 0.
+        method: The name of the position method; None means that of the configuration.
+    """
+
+    def __init__(self, config: LinbiasConfig, layer_index: int, method: str | None = None) -> None:
+        super().__init__(config, layer_index)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
+        self.gate = make_gate(method or config.method, config)
+        self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
+
+
+class FeedForward(nn.Sequential):
+    """Widen, GELU, narrow."""
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        super().__init__(
+            nn.Linear(config.hidden_size, config.intermediate_size, bias=False),
+            nn.GELU(),
+            nn.Linear(config.intermediate_size, config.hidden_size, bias=False),
+        )
+
+
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention and feed-forward, one after the other or side by side."""
+
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+        super().__init__()
+        self.parallel = config.block == "parallel"
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = SelfAttention(config, layer_index)
+        if not self.parallel:
+            self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+
+class SplitGate(nn.Module):
+    """What is left of a gate whose product is made already: [..., H] where it lies, and the bias, if it has one."""
+
+    def __init__(self, gate: nn.Linear, first: int) -> None:
+        super().__init__()
+        self.columns = slice(first, first + gate.out_features)
+        self.bias = gate.bias
+
+    def reset(self) -> None:
+        """Fill in the bias of a fresh model."""
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = hidden[..., self.columns]
+        return product if self.bias is None else product + self.bias
+
+
+class SplitAttention(decoder.SelfAttention):
+    """Attention over queries, keys, values and gates that lie side by side, before what else there is."""
+
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.width_in = sum(self.widths)
+        if (gate := make_gate(config.method, config)) is not None:
+            self.gate = SplitGate(gate, self.width_in)
+            self.width_in += gate.out_features
+        self.out = nn.Linear(self.widths[0], config.hidden_size, bias=False)
+
+    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return hidden[..., : sum(self.widths)].split(self.widths, dim=-1)
+
+
+class FusedBlock(decoder.DecoderBlock):
+    """Attention and feed-forward side by side, from one product.
+
+        q, k, v, wide, gate = split(fused(rms_norm(hidden)))
+        hidden + out(attention(q, k, v)) + narrow(wide * silu(gate))
+
+    Position methods with learned steps have their projection in the product as well, after v.
+
+    Source: the parallel block in the discussions of the paper's repository.
+    """
+
+    names = ("project", "attention", "", "feed_forward")
+    parallel = True
+
+    def __init__(self, config: LinbiasConfig, layer_index: int) -> None:
+        super().__init__()
+        self.inner = config.intermediate_size
+        self.norm = nn.RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = SplitAttention(config, layer_index)
+        width = self.attention.width_in + 2 * self.inner
+        self.fused = nn.Linear(config.hidden_size, width, bias=False)
+        self.narrow = nn.Linear(self.inner, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return self.fused(self.norm(hidden))
+
+    def feed_forward(self, projected: Tensor) -> Tensor:
+        wide, gate = projected[..., -2 * self.inner :].chunk(2, dim=-1)
+        return self.narrow(wide * silu(gate))
+
+
+class LinbiasPreTrainedModel(decoder.DecoderPreTrainedModel):
+    """What the two models below share."""
+
+    config_class = LinbiasConfig
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "FusedBlock"]
+    # What slopes are made of: in 16 bits they would not be those of training.
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {
+        *("position.log_left", "position.log_right"),
+        *("position.left", "position.right", "position.first"),
+    }
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, bidirectional.Sloped | SplitGate):
+            module.reset()
+
+
+class LinbiasModel(decoder.Decoder, LinbiasPreTrainedModel):
+    """Turn token ids into hidden states, one per token: embedding, blocks, final norm.
+
+    Call, padding and cache are those of `decoder.Decoder`.
+
+    Example:
+        >>> model = LinbiasModel(LinbiasConfig(hidden_size=32, num_attention_heads=2))
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        causal = config.encoder_position is None
+        self.position = make_position(config.method, config, causal=causal)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        fused = config.block == "parallel_fused"
+        block, norm = (FusedBlock, nn.RMSNorm) if fused else (DecoderBlock, nn.LayerNorm)
+        self.layers = nn.ModuleList(
+            block(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = norm(config.hidden_size, config.layer_norm_eps)
+        self.post_init()
+
+
+class _WithHead(LinbiasPreTrainedModel):
+    """A body, and a linear layer to logits that is tied to its embedding."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        super().__init__(config)
+        self.model = LinbiasModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class LinbiasForCausalLM(_WithHead, GenerationMixin):
+    """Predict the next token: `LinbiasModel`, then a linear layer tied to the embedding.
+
+    It saves and loads (`save_pretrained`, `from_pretrained`, safetensors), generates and trains as
+    any Transformers model does; `linbias.models.install()` makes it known to the Auto classes.
+
+    Example:
+        >>> model = LinbiasForCausalLM(LinbiasConfig(hidden_size=32, num_attention_heads=2))
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        if config.encoder_position is not None:
+            raise ValueError(
+                "LinbiasForCausalLM: encoder_position must be None, or tokens would see those to "
+                f"predict, got {config.encoder_position!r} (LinbiasForMaskedLM reads so)"
+            )
+        super().__init__(config)
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return logits in at least float32, and with labels the mean loss in nats.
+
+        Arguments not listed here are those of `decoder.Decoder.forward`.
+
+        Args:
+            labels: [B, T]; the logits at token t are scored on labels[:, t + 1]. -100 is not
+                scored.
+            token_type_ids: Not used; some tokenizers make them.
+            logits_to_keep: Compute logits for the last so many tokens only; 0 means all. Hidden
+                states and attentions come for all tokens.
+            num_items_in_batch: Divide the summed loss by this instead of the number of scored
+                tokens, so that the parts of a larger batch add up to its mean.
+        """
+        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            keep=0 if is_whole else logits_to_keep,
+            return_dict=True,
+        )
+        hidden = outputs.last_hidden_state[:, -logits_to_keep:]
+        return CausalLMOutputWithPast(
+            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
+            **{CACHE: getattr(outputs, CACHE)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LinbiasForMaskedLM(_WithHead):
+    """Predict masked tokens from those on both sides: `LinbiasModel`, then a linear layer tied to the embedding.
+
+    As `LinbiasForCausalLM`, but that it generates nothing; `DataCollatorForLanguageModeling` makes its batches, and
+    `config.encoder_position` names its position method.
+
+    Example:
+        >>> config = LinbiasConfig(hidden_size=32, num_attention_heads=2, encoder_position="symmetric")
+        >>> LinbiasForMaskedLM(config)(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 256])
+    """
+
+    def __init__(self, config: LinbiasConfig) -> None:
+        if config.encoder_position is None:
+            raise ValueError(
+                f"LinbiasForMaskedLM: encoder_position must be one of {ENCODER_POSITIONS}, got None"
+            )
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> MaskedLMOutput:
+        """Return logits in at least float32, and with labels the mean loss in nats.
+
+        Arguments not listed here are those of `decoder.Decoder.forward`.
+
+        Args:
+            labels: [B, T]; the logits at token t are scored on labels[:, t]. -100 is not scored.
+            token_type_ids: Not used; some tokenizers make them.
+            num_items_in_batch: As for `LinbiasForCausalLM`.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        hidden = outputs.last_hidden_state
+        return MaskedLMOutput(
+            **decoder.score(self, hidden, labels, num_items_in_batch=num_items_in_batch),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

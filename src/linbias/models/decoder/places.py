@@ -1,0 +1,249 @@
+"""Where tokens stand: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
+
+A batch of texts of unequal length is filled up with padding tokens, before each text (for generation) or after
+it (for training), and `attention_mask` tells them apart. Every key keeps its place in the padded row: the key
+range hides the padding, and `query_start` says where in the row the new tokens stand. T = 5 tokens, none cached:
+
+    attention_mask    key_range    query_start    positions
+    1 1 1 1 1         [0, 5]       0              0 1 2 3 4
+    0 0 1 1 1         [2, 5]       0              0 0 0 1 2
+    1 1 1 0 0         [0, 3]       0              0 1 2 2 2
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
+
+from linbias.models.decoder.packing import Packing, find_packing
+from linbias.torch.call import pieces_here
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the new tokens of a batch stand, and which keys they may see.
+
+    The layers of all families are given one, fused models of Transformers in the place of their mask. It is no tensor: a
+    layer that takes it for one stops with an error instead of computing without the bias.
+
+    Attributes:
+        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that add or
+            rotate by position. Counting starts at 0 with the first token that is no padding, so that a padded
+            row and the same row alone give the same result. Padding repeats the nearest token's number.
+        key_range: [B, 2] or None, as `linbias.torch.attention` takes it; None where every key is a token.
+        query_start: [B] or None, likewise.
+        packing: The texts of each row, where rows hold several; then the two before are None.
+        is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
+        need_weights: Whether the layers of a fused model return attention weights as well.
+    """
+
+    positions: Tensor
+    key_range: Tensor | None = None
+    query_start: Tensor | None = None
+    packing: Packing | None = None
+    is_token: Tensor | None = None
+    need_weights: bool = False
+    ndim: ClassVar[int] = 0  # models look whether a mask has two or four axes: neither
+
+    @property
+    def are_last(self) -> bool:
+        """Whether the new tokens stand behind all others, none of which is padding."""
+        return self.key_range is None and self.query_start is None and self.packing is None
+
+    def last_queries(self, count: int) -> "Places":
+        """The same for the last `count` new tokens alone; the keys stay."""
+        skipped = self.positions.shape[1] - count
+        if skipped == 0:
+            return self
+        start = None if self.query_start is None else self.query_start + skipped
+        return replace(self, positions=self.positions[:, skipped:], query_start=start)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Leave padding out, for layers that work token by token: [N, ...] of x [B, T, ...].
+
+            is_token    1 1 1 0 0        tokens    a b c d e f g h
+                        1 1 1 1 1
+
+        Without padding x stays as it is; and under `torch.compile` and `torch.export`, where the number of tokens
+        would be a number of the graph.
+        """
+        return x if self._kept is None else x[self._kept]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Undo `pack`: [B, T, ...] of x [N, ...], zero at padding."""
+        if self._kept is None:
+            return x
+        whole = x.new_zeros(*self._kept.shape, *x.shape[1:])
+        whole[self._kept] = x
+        return whole
+
+    @property
+    def _kept(self) -> Tensor | None:
+        return None if torch.compiler.is_compiling() else self.is_token
+
+    def to(self, *args: Any, **kwargs: Any) -> "Places":
+        """On another device, where one is named: a model that lies on several moves what its layers are given.
+
+        A dtype means nothing here: MPT asks for bool.
+        """
+        device = kwargs.get("device", args[0] if args else None)
+        if device is None or isinstance(device, torch.dtype):
+            return self
+        parts = ("positions", "key_range", "query_start", "packing", "is_token")
+        found = {name: getattr(self, name) for name in parts}
+        moved = {name: part.to(device) for name, part in found.items() if part is not None}
+        return replace(self, **moved)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        # Not a TypeError, which Python's operators would replace by a message of their own.
+        raise ValueError(
+            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
+            "tensor: this layer does not know attn_implementation='linbias'"
+        )
+
+
+def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
+    """The mask [B, S] of `generate` with a static cache, as long as the cache: one that grew would compile each step anew."""
+    if attention_mask is None:
+        return None
+    room = getattr(cache, "self_attention_cache", cache).layers[0].get_max_length()
+    return pad(attention_mask, (0, room - attention_mask.shape[1]))
+
+
+def read_attention_mask(
+    caller: str,
+    attention_mask: Tensor | None,
+    new_tokens: Tensor,
+    num_cached: int | Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    has_cache: bool = False,
+    has_room: bool = False,
+) -> Places:
+    """Turn an attention mask into positions, key_range and query_start.
+
+    The tokens of each row must stand together: padding may come before them, after them, or both. A row of
+    padding alone has an empty range. Where nothing is padded, key_range and query_start are None, which lets
+    every method take its fast path.
+
+    Without a cache, position numbers that start anew within a row mark several texts, which then do not see
+    each other. With one, the numbers only say where the new tokens stand.
+
+    Under `torch.compile` and `torch.export` no values of the mask are read, so that the graph stays whole: ranges are
+    then given even where nothing is padded, and a row with gaps is a RuntimeError of the compiled program.
+
+    Args:
+        caller: Whom errors name.
+        attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
+        new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
+        num_cached: Number of earlier tokens, which a cache holds.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Places.positions`.
+        has_cache: Whether a cache holds the tokens, or shall hold them.
+        has_room: Whether it holds more keys than tokens, as a static one does.
+
+    Returns:
+        The Places of the batch.
+
+    Raises:
+        ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
+            position_ids has another shape, marks several texts in a row although there is a cache, or is given while
+            a model is exported.
+
+    Example:
+        >>> ids = torch.tensor([[7, 7, 5, 6]])
+        >>> read_attention_mask("model", torch.tensor([[0, 0, 1, 1]]), ids, num_cached=0).key_range
+        tensor([[2, 4]])
+        >>> packed = torch.tensor([[0, 1, 0, 1]])
+        >>> read_attention_mask("model", None, ids, 0, position_ids=packed).packing.groups[0].lengths
+        tensor([2, 2])
+    """
+    B, T = new_tokens.shape[:2]
+    if not torch.compiler.is_compiling():
+        num_cached = int(num_cached)
+    if (pieces := pieces_here()) is not None:
+        pieces.expect(position_ids)
+        position_ids = None
+    places = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    if position_ids is None:
+        return places
+    if position_ids.shape not in ((1, T), (B, T)):
+        raise ValueError(
+            f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
+        )
+    places = replace(places, positions=position_ids.long())
+    if torch.compiler.is_compiling():
+        if has_cache:
+            return places
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
+            )
+    new = None if places.is_token is None else places.is_token[:, -T:]
+    packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
+    if packing is None:
+        return places
+    if has_cache:
+        raise ValueError(
+            f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
+            "in a row (use_cache=False reads them)"
+        )
+    return Places(places.positions, packing=packing)
+
+
+def _read(
+    caller: str,
+    attention_mask: Tensor | None,
+    new_tokens: Tensor,
+    num_cached: int | Tensor,
+    has_room: bool,
+) -> Places:
+    """What the mask alone says."""
+    (B, T), device = new_tokens.shape[:2], new_tokens.device
+    index = torch.arange(T, device=device)[None] + num_cached
+    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
+    if is_token is None and not has_room:
+        return Places(index)
+    query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
+    if is_token is None:
+        key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
+        return Places(index, key_range, query_start)
+    first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
+    num_tokens = is_token.sum(-1, keepdim=True)
+    positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
+    key_range = torch.cat([first, first + num_tokens], dim=-1)
+    return Places(positions, key_range, query_start, is_token=is_token)
+
+
+def _is_token(
+    caller: str, attention_mask: Tensor | None, B: int, S: int | Tensor, has_room: bool
+) -> Tensor | None:
+    """[B, S], or None where no token is padding."""
+    if attention_mask is None:
+        return None
+    # That of a static cache may be as long as its room.
+    if has_room and isinstance(S, int) and attention_mask.ndim == 2:
+        attention_mask = attention_mask[:, :S]
+    shape = attention_mask.shape
+    if len(shape) != 2 or shape[0] != B or (isinstance(S, int) and shape[1] != S):
+        raise ValueError(
+            f"{caller}: attention_mask must have shape [B, S] = {[B, S]}, got {list(shape)}"
+        )
+    is_token = attention_mask != 0
+    if not torch.compiler.is_compiling() and is_token.all():
+        return None
+    starts = is_token.clone()
+    starts[:, 1:] &= ~is_token[:, :-1]
+    num_runs = starts.sum(-1)
+    rule = f"{caller}: attention_mask must mark one unbroken run of tokens per row"
+    if torch.compiler.is_compiling():
+        torch._assert_async((num_runs <= 1).all(), rule)
+        return is_token
+    if (num_runs > 1).any():
+        row = int((num_runs > 1).int().argmax())
+        raise ValueError(f"{rule}, got {int(num_runs[row])} runs in row {row}")
+    return is_token

@@ -1,0 +1,429 @@
+"""Sequence-to-sequence models: an encoder that reads in both directions, and a decoder that sees what it read.
+
+`LinbiasForConditionalGeneration` (logits and loss) calls `LinbiasSeq2SeqModel`, which calls the encoder, a
+`LinbiasModel` like that of a masked model, and `LinbiasDecoder`, whose blocks have a `CrossAttention` between causal
+self-attention and feed-forward. Encoder, decoder and the logits share one table of embeddings.
+
+Source: the discussion "Modifying ALiBi for Encoder-Attention or Cross-Attention" in the paper's repository: a bias in
+the encoder and in the decoder, and none in cross-attention, as in T5 (arXiv 1910.10683).
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.utils import can_return_tuple
+
+from linbias.models.decoder import decoder
+from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.config import LinbiasSeq2SeqConfig
+from linbias.models.decoder.linbias import (
+    FeedForward,
+    LinbiasModel,
+    LinbiasPreTrainedModel,
+    SelfAttention,
+)
+from linbias.models.decoder.places import Places, read_attention_mask
+from linbias.models.decoder.positions import Position, make_position
+from linbias.torch import attention, attention_weights
+from linbias.torch.constant import constant
+
+
+class CrossAttention(nn.Module):
+    """Attention from the tokens of the decoder to those of the encoder, all of them alike: no bias, no positions."""
+
+    def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.head_size = config.head_size
+        self.dropout = config.attention_dropout
+        self.implementation = config.attention_implementation
+        self.no_slopes = (0.0,) * config.num_attention_heads
+        width = config.num_attention_heads * config.head_size
+        kv_width = config.num_key_value_heads * config.head_size
+        self.q = nn.Linear(config.hidden_size, width, bias=False)
+        self.kv = nn.Linear(config.hidden_size, 2 * kv_width, bias=False)
+        self.out = nn.Linear(width, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        memory_range: Tensor | None,
+        output_attentions: bool,
+        past_key_values: EncoderDecoderCache | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what each of hidden [B, T, hidden_size] gathers, and the weights [B, H, T, S], if asked."""
+        q = self._heads(self.q(hidden))
+        k, v = self._keys_and_values(memory, past_key_values)
+        flat = constant(self.no_slopes, torch.promote_types(q.dtype, torch.float32), q.device)
+        gathered = attention(
+            q,
+            k,
+            v,
+            flat,
+            causal=False,
+            key_range=memory_range,
+            dropout=self.dropout if self.training else 0.0,
+            implementation=self.implementation,
+        )
+        weights = None
+        if output_attentions:
+            weights = attention_weights(q, k, flat, causal=False, key_range=memory_range)
+        return self.out(gathered.transpose(1, 2).flatten(2)), weights
+
+    def _keys_and_values(
+        self, memory: Tensor, past_key_values: EncoderDecoderCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, G, S, D] each: those of a cache, where it has them; a cache without them is filled."""
+        index, num_keys = self.layer_index, memory.shape[1]
+        if past_key_values is not None and past_key_values.is_updated.get(index):
+            layer = past_key_values.cross_attention_cache.layers[index]
+            return layer.keys[:, :, :num_keys], layer.values[:, :, :num_keys]
+        k, v = (self._heads(part) for part in self.kv(memory).chunk(2, dim=-1))
+        if past_key_values is not None:
+            past_key_values.cross_attention_cache.update(k, v, index)
+            past_key_values.is_updated[index] = True
+        return k, v
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+class CrossBlock(GradientCheckpointingLayer):
+    """Add self-attention, cross-attention and feed-forward to the stream, one after the other."""
+
+    def __init__(self, config: LinbiasSeq2SeqConfig, layer_index: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = SelfAttention(config, layer_index, config.position)
+        self.cross_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.cross_attention = CrossAttention(config, layer_index)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        memory: Tensor,
+        memory_range: Tensor | None,
+        position: Position,
+        places: Places,
+        output_attentions: bool = False,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return hidden [B, T, hidden_size], and the weights of self- and cross-attention, if asked."""
+        own = None if past_key_values is None else past_key_values.self_attention_cache
+        attended, weights = self.attention(
+            self.norm(hidden), position, places, hidden.shape[1], output_attentions, own
+        )
+        hidden = hidden + self.dropout(attended)
+        attended, cross_weights = self.cross_attention(
+            self.cross_norm(hidden), memory, memory_range, output_attentions, past_key_values
+        )
+        hidden = hidden + self.dropout(attended)
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + self.dropout(fed), weights, cross_weights
+
+
+class LinbiasSeq2SeqPreTrainedModel(LinbiasPreTrainedModel):
+    """What the three models below share."""
+
+    config_class = LinbiasSeq2SeqConfig
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock", "CrossBlock"]
+
+
+class LinbiasDecoder(decoder.Decoder, LinbiasSeq2SeqPreTrainedModel):
+    """Turn embedded tokens into hidden states, given those of an encoder: blocks, final norm."""
+
+    def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
+        super().__init__(config)
+        self.position = make_position(config.position, config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(
+            CrossBlock(config, index) for index in range(config.decoder_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        embedded: Tensor,
+        memory: Tensor,
+        attention_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Run the decoder over new tokens, which follow those in the cache.
+
+        Args:
+            embedded: [B, T, hidden_size], the new tokens.
+            memory: [B, S, hidden_size], what the encoder says.
+            attention_mask: [B, cached + T]; zero marks padding, on either side of a row's tokens.
+            memory_mask: [B, S], likewise. A token that sees no memory gathers zeros.
+            past_key_values: Extended in place.
+            output_attentions, output_hidden_states: As of `LinbiasSeq2SeqModel`.
+        """
+        own = None if past_key_values is None else past_key_values.self_attention_cache
+        places = self._read_mask(attention_mask, None, embedded, own, use_cache=own is not None)
+        memory_range = read_attention_mask(type(self).__name__, memory_mask, memory, 0).key_range
+        hidden = self.before_layers(embedded, places.positions)
+        states: tuple[Tensor, ...] = ()
+        attentions: tuple[Tensor, ...] = ()
+        cross_attentions: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            if output_hidden_states:
+                states += (hidden,)
+            hidden, weights, cross_weights = layer(
+                *(hidden, memory, memory_range, self.position, places, output_attentions),
+                past_key_values=past_key_values,
+            )
+            if output_attentions:
+                attentions += (weights,)
+                cross_attentions += (cross_weights,)
+        hidden = self.after_layers(hidden)
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden,
+            **{CACHE: past_key_values},
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+            cross_attentions=cross_attentions if output_attentions else None,
+        )
+
+
+class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
+    """Turn the tokens of two texts into hidden states of the second, which sees the whole first.
+
+    Example:
+        >>> config = LinbiasSeq2SeqConfig(hidden_size=32, num_attention_heads=2)
+        >>> model = LinbiasSeq2SeqModel(config)
+        >>> model(torch.tensor([[1, 2, 3]]), decoder_input_ids=torch.tensor([[4]])).last_hidden_state.shape
+        torch.Size([1, 1, 32])
+    """
+
+    def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
+        super().__init__(config)
+        self.encoder = LinbiasModel(config)
+        self.decoder = LinbiasDecoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table that encoder and decoder share."""
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace it."""
+        self.encoder.embed_tokens = value
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> Seq2SeqModelOutput:
+        """Run the encoder, unless its output is given, and the decoder over new tokens.
+
+        Args:
+            input_ids: [B, S] token ids that the encoder reads.
+            attention_mask: [B, S]; zero marks padding, on either side of a row's tokens, which stand together. A row
+                of padding alone gives the decoder zeros to gather. None means no padding.
+            decoder_input_ids: [B, T] token ids that the decoder reads after those in the cache.
+            decoder_attention_mask: [B, cached + T], likewise.
+            encoder_outputs: What the encoder said before, in the place of input_ids.
+            past_key_values: An `EncoderDecoderCache` of earlier tokens. It is extended in place.
+            inputs_embeds, decoder_inputs_embeds: Embedded tokens, each in the place of ids.
+            use_cache: Make and return a cache. None means config.use_cache, but never while training.
+            output_attentions: Return the weights of every block, [B, H, T, S] before dropout.
+            output_hidden_states: Return the input of every block and the final output as well.
+
+        Raises:
+            ValueError: Not exactly one kind of input for encoder or decoder, a cache of another kind, a mask of the
+                wrong shape or with gaps, or more tokens than a learned position table or a static cache has room for.
+        """
+        name = type(self).__name__
+        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
+            raise ValueError(
+                f"{name}: give either decoder_input_ids or decoder_inputs_embeds, and not both"
+            )
+        if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
+            raise ValueError(
+                f"{name}: past_key_values must be an EncoderDecoderCache, got a {type(past_key_values).__name__}"
+            )
+        given = decoder.asked(self.config, output_attentions, output_hidden_states)
+        shown = dict(zip(("output_attentions", "output_hidden_states"), given, strict=True))
+        encoded: BaseModelOutput
+        if encoder_outputs is None:
+            encoded = self.encoder(
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **shown
+            )
+        elif isinstance(encoder_outputs, BaseModelOutput):
+            encoded = encoder_outputs
+        else:
+            encoded = BaseModelOutput(*encoder_outputs[:3])
+        if decoder_inputs_embeds is None:
+            decoder_inputs_embeds = self.get_input_embeddings()(decoder_input_ids)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(
+                DynamicCache(config=self.config), DynamicCache(config=self.config)
+            )
+        decoded = self.decoder(
+            *(decoder_inputs_embeds, encoded.last_hidden_state),
+            *(decoder_attention_mask, attention_mask),
+            past_key_values=past_key_values,
+            **shown,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoded.last_hidden_state,
+            **{CACHE: getattr(decoded, CACHE)},
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+        )
+
+
+class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationMixin):
+    """Write one text, given another: `LinbiasSeq2SeqModel`, then a linear layer tied to the embedding.
+
+    As `LinbiasForCausalLM`, with `DataCollatorForSeq2Seq` and `Seq2SeqTrainer`.
+
+    Example:
+        >>> config = LinbiasSeq2SeqConfig(hidden_size=32, num_attention_heads=2, bos_token_id=2)
+        >>> model = LinbiasForConditionalGeneration(config)
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 5])
+    """
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "lm_head.weight": "model.encoder.embed_tokens.weight"
+    }
+    accepts_loss_kwargs = True  # as of `LinbiasForCausalLM`
+
+    def __init__(self, config: LinbiasSeq2SeqConfig) -> None:
+        super().__init__(config)
+        self.model = LinbiasSeq2SeqModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """What the decoder reads in order to say labels: [B, T].
+
+        The start token stands before the first label that is scored, and each further token is the label before.
+        What is not scored is read as padding.
+
+            labels              5 6 7 -100       -100 5 6 7
+            decoder_input_ids   start 5 6 7       pad start 5 6
+
+        Args:
+            labels: [B, T]; -100 is not scored.
+
+        Raises:
+            ValueError: The configuration has no decoder_start_token_id, or no pad_token_id where one is needed.
+        """
+        start = self.config.decoder_start_token_id
+        padding = getattr(self.config, "pad_token_id", None)
+        if start is None:
+            raise ValueError(
+                f"{type(self).__name__}: config.decoder_start_token_id must be an id to shift labels, got None"
+            )
+        hidden = labels == -100
+        if padding is None:
+            if not torch.compiler.is_compiling() and hidden.any():
+                raise ValueError(
+                    f"{type(self).__name__}: config.pad_token_id must be an id where labels hold -100, got None"
+                )
+            padding = start
+        shifted = pad(labels.masked_fill(hidden, padding)[:, :-1], (1, 0), value=padding)
+        is_first = (~hidden).cumsum(-1) == 1
+        at_start = is_first & ~hidden
+        at_start[:, 0] |= hidden.all(-1)
+        return shifted.masked_fill(at_start, start)
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Seq2SeqLMOutput:
+        """Return logits in at least float32, and with labels the mean loss in nats.
+
+        Arguments not listed here are those of `LinbiasSeq2SeqModel.forward`.
+
+        Args:
+            labels: [B, T]; the logits at token t of the decoder are scored on labels[:, t]. -100 is not scored.
+                Without decoder inputs they are also what the decoder reads, one token later.
+            decoder_attention_mask: Where there are labels, None hides what lies left of a row's start token.
+            token_type_ids: Not used; some tokenizers make them.
+            num_items_in_batch: As for `LinbiasForCausalLM`.
+        """
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if labels is not None and decoder_attention_mask is None and past_key_values is None:
+            decoder_attention_mask = self._from_start(decoder_input_ids)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        others = dict(outputs.items())
+        scored = decoder.score(
+            *(self, others.pop("last_hidden_state"), labels),
+            shift_labels=labels,  # which are in place already
+            num_items_in_batch=num_items_in_batch,
+        )
+        return Seq2SeqLMOutput(**scored, **others)
+
+    def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:
+        """[B, T], zero for the padding that a row begins with, as collators pad on the left."""
+        padding = getattr(self.config, "pad_token_id", None)
+        if decoder_input_ids is None or padding in (None, self.config.decoder_start_token_id):
+            return None
+        return (decoder_input_ids != padding).cumsum(-1) > 0

@@ -1,0 +1,355 @@
+"""Checkpoints of the paper's repository: read, checked, and kept as Transformers folders.
+
+The original saves one pickle: settings (`cfg`, or `args` in older files) and tensors (`model`), every
+tied weight twice. Reading it never runs code from the file. Here a model is a folder of config.json,
+model.safetensors with every weight once, dict.txt, and its words as a tokenizer of Transformers.
+"""
+
+import re
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from linbias._run.files import check_writable, move_into_place
+from linbias.models.loading import Files, no_bars
+from linbias.models.loading import load as load_folder
+from linbias.paper.config import PaperConfig
+from linbias.paper.dictionary import Dictionary
+from linbias.paper.model import PaperForCausalLM
+from linbias.paper.pickled import read_original
+from linbias.paper.recipe import RATES, SIZES
+from linbias.paper.words import save_word_tokenizer
+
+# Settings that this model supports with one value only; a checkpoint that lacks one has this value.
+_FIXED: dict[str, Any] = {
+    "activation_fn": "relu",
+    "adaptive_input": True,
+    "add_bos_token": False,
+    "base_layers": 0,
+    "character_embeddings": False,
+    "decoder_layers_to_keep": None,
+    "decoder_learned_pos": False,
+    "decoder_normalize_before": True,
+    "layernorm_embedding": False,
+    "no_scale_embedding": False,
+    "tie_adaptive_proj": True,
+    "tie_adaptive_weights": True,
+}
+_CUTOFFS = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
+# Settings that must equal another one.
+_EQUAL = {
+    "adaptive_softmax_cutoff": "adaptive_input_cutoff",
+    "adaptive_softmax_factor": "adaptive_input_factor",
+    "decoder_input_dim": "decoder_embed_dim",
+    "decoder_output_dim": "decoder_embed_dim",
+}
+
+
+def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
+    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
+
+    Args:
+        path: A file, read as by `load_original`, or a folder, read as by `linbias.models.load`.
+        position: As for `load_original`. A folder has a position of its own, and no other is allowed.
+
+    Returns:
+        The model, float32 from a file, on the CPU, in evaluation mode.
+
+    Raises:
+        ValueError: It cannot be read, has another position, or tensors are missing, unexpected or
+            misshapen (all named).
+    """
+    path = Path(path)
+    if not path.is_dir():
+        config, weights = load_original(path, position=position or "alibi")
+        original = _empty(config)
+        original.load_state_dict(weights, assign=True)
+        return original.eval()
+    files = Files.at("load", path, "path")
+    if files.model_type != PaperConfig.model_type:
+        raise ValueError(
+            f"load: path must be a folder whose model_type is {PaperConfig.model_type!r}, "
+            f"got {files.model_type!r} ({path})"
+        )
+    model: PaperForCausalLM = load_folder(files, device="cpu")
+    if position not in (None, model.config.position):
+        raise ValueError(
+            f"load: position must be that of {str(path)!r}, {model.config.position!r}, got {position!r}"
+        )
+    return model
+
+
+def load_original(
+    path: str | Path, *, position: str = "alibi"
+) -> tuple[PaperConfig, dict[str, Tensor]]:
+    """Reads a checkpoint of the paper's repository.
+
+    Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
+    float32, as it evaluates them.
+
+    Args:
+        path: A `.pt` file.
+        position: How the model represents order: "alibi", or "sinusoidal" or "none" for models of
+            unchanged fairseq, whose files look the same.
+
+    Returns:
+        The configuration, and the tensors by the names of `PaperForCausalLM`, each weight once.
+
+    Raises:
+        ValueError: It is no such file, it holds code, it describes a model that this is not (the
+            setting is named), or tensors are missing, unexpected, misshapen, not finite or differ
+            from those that they are tied to (all named).
+    """
+    path = Path(path)
+    if position not in ("alibi", "sinusoidal", "none"):
+        raise ValueError(
+            "load_original: position must be 'alibi', 'sinusoidal' or 'none', which have no "
+            f"weights; got {position!r}"
+        )
+    record = read_original(path)
+    weights = _weights(record, path)
+    config = _config(record, weights, position, path)
+    expected = _empty(config).state_dict()
+    names = {name: _original_names(name) for name in expected}
+    described = {old: expected[name] for name, olds in names.items() for old in olds}
+    _refuse(path, _compare(described, weights))
+    weights = {name: tensor.float() for name, tensor in weights.items()}
+    problems = [
+        f"{name} has values that are not finite"
+        for name, tensor in weights.items()
+        if not tensor.isfinite().all()
+    ] or [
+        f"{copy} differs from {first}, to which it is tied"
+        for first, *copies in names.values()
+        for copy in copies
+        if not torch.equal(weights[first], weights[copy])
+    ]
+    _refuse(path, problems)
+    return config, {name: weights[first] for name, (first, *_) in names.items()}
+
+
+def convert(
+    path: str | Path,
+    output: str | Path,
+    *,
+    dictionary: str | Path | None = None,
+    position: str | None = None,
+) -> None:
+    """Turns a checkpoint of the paper's repository into a folder that Transformers loads.
+
+    Args:
+        path: As for `load`.
+        output: The folder; made where it is missing, refused where it holds config.json or
+            safetensors already.
+        dictionary: The dict.txt that the model was trained with, to be checked and copied.
+        position: As for `load`.
+
+    Raises:
+        ValueError: As `load`; the dictionary does not fit; `output` is not to be written.
+        OSError: A file could not be written (disk full); `output` holds no model then.
+    """
+    output = Path(output)
+    held = sorted(
+        file.name for name in ("config.json", "*.safetensors") for file in output.glob(name)
+    )
+    if held:
+        raise ValueError(
+            f"convert: output must not hold a model already, got {output} (it has {', '.join(held)})"
+        )
+    model = load(path, position=position)
+    words = None
+    if dictionary is not None:
+        words = Dictionary.read(Path(dictionary))
+        check_dictionary(words, model.config, dictionary, "convert")
+    check_writable(output, "convert")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=output) as partial:
+            with no_bars():
+                model.save_pretrained(partial)
+            if words is not None:
+                add_words(words, Path(partial))
+            move_into_place(Path(partial), output)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"convert: could not write to {output} ({error})") from error
+
+
+def add_words(dictionary: Dictionary, folder: Path) -> None:
+    """Writes dict.txt into a model's folder, and the tokenizer of its words that `AutoTokenizer` reads."""
+    dictionary.write(folder / "dict.txt")
+    save_word_tokenizer(dictionary, folder)
+
+
+def check_dictionary(
+    dictionary: Dictionary, config: PaperConfig, path: str | Path, function: str
+) -> None:
+    """Refuses a dictionary of another size than the model's.
+
+    Args:
+        dictionary: What was read.
+        config: The model's.
+        path: Where the dictionary was read, for the error.
+        function: The function that the error names.
+
+    Raises:
+        ValueError: The sizes differ.
+    """
+    if len(dictionary) != config.vocab_size:
+        raise ValueError(
+            f"{function}: dictionary must have the model's {config.vocab_size} types, "
+            f"got {len(dictionary)} ({path})"
+        )
+
+
+def _settings(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Find the model's settings: the entry that holds them and their values. Older files keep all settings in one entry."""
+    if record.get("args") is not None:
+        return "args", _as_dict(record["args"])
+    cfg = _as_dict(record.get("cfg"))
+    settings = _as_dict(cfg.get("task"))
+    for name, value in _as_dict(cfg.get("model")).items():
+        if value is not None or name not in settings:
+            settings[name] = value
+    return "cfg", settings
+
+
+def _as_dict(settings: object) -> dict[str, Any]:
+    settings = vars(settings) if isinstance(settings, Namespace) else settings
+    return dict(settings) if isinstance(settings, Mapping) else {}
+
+
+def _weights(record: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The checkpoint's tensors, without versions, uninitialised numbers and sinusoids."""
+    weights = {
+        name: tensor
+        for name, tensor in record["model"].items()
+        if not str(name).endswith((".version", "._float_tensor", ".embed_positions.weights"))
+    }
+    no_floats = [
+        f"{name} is no tensor of floating-point numbers"
+        for name, tensor in weights.items()
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point())
+    ]
+    _refuse(path, no_floats)
+    return weights
+
+
+def _config(
+    record: Mapping[str, Any], weights: dict[str, Tensor], position: str, path: Path
+) -> PaperConfig:
+    source, settings = _settings(record)
+    needed = (*SIZES.values(), "adaptive_input_cutoff")
+    lacking = [name for name in needed if name not in settings]
+    wrong = _wrong(settings, position)
+    if lacking:
+        wrong.append(f"{source} has no {', '.join(lacking)}")
+    _refuse(path, wrong)
+    cutoffs = _cutoffs(settings["adaptive_input_cutoff"]) or []
+    vocab_size = _vocab_size(cutoffs, weights)
+    try:
+        return PaperConfig(
+            **{ours: settings[theirs] for ours, theirs in SIZES.items()},
+            **{ours: _rate(settings, theirs) for ours, theirs in RATES.items()},
+            position=position,
+            vocab_size=vocab_size,
+            cutoffs=tuple(cutoff for cutoff in cutoffs if cutoff != vocab_size),
+            activation_dropout=_rate(settings, "activation_dropout")
+            or _rate(settings, "relu_dropout"),
+            final_norm=not settings.get("no_decoder_final_norm", False),
+        )
+    except ValueError as error:
+        raise ValueError(f"load_original: cannot use {str(path)!r}: {error}") from error
+
+
+def _wrong(settings: dict[str, Any], position: str) -> list[str]:
+    """List, in words, the settings that this model does not support."""
+    wrong = [
+        f"{name} must be {value!r}, got {settings[name]!r}"
+        for name, value in _FIXED.items()
+        if settings.get(name, value) != value
+    ]
+    none = "no_token_positional_embeddings"
+    if position == "sinusoidal" and settings.get(none):
+        wrong.append(f"{none} must be False for position {position!r}, got {settings[none]!r}")
+    cutoffs = {name: _cutoffs(settings[name]) for name in _CUTOFFS if name in settings}
+    converted = settings | cutoffs
+    wrong += [
+        f"{name} must be {other}, {converted[other]!r}, got {converted[name]!r}"
+        for name, other in _EQUAL.items()
+        if name in converted and other in converted and converted[name] != converted[other]
+    ]
+    wrong += [
+        f"{name} must be ids with commas between, got {settings[name]!r}"
+        for name, ids in cutoffs.items()
+        if ids is None
+    ]
+    return wrong
+
+
+def _rate(settings: dict[str, Any], name: str) -> float:
+    """A rate of dropout: 0 where it is absent, None or 1, since evaluation has no dropout."""
+    rate: float | None = settings.get(name)
+    return 0.0 if rate is None or rate == 1 else rate
+
+
+def _cutoffs(written: Any) -> list[int] | None:
+    """The numbers in "20000,60000"; very old files hold a list instead."""
+    parts = written.split(",") if isinstance(written, str) else written
+    try:
+        return [int(part) for part in parts]
+    except (TypeError, ValueError):
+        return None
+
+
+def _vocab_size(cutoffs: list[int], weights: dict[str, Tensor]) -> int:
+    """One past the largest id, from the last band's weights or, without those, the last cutoff.
+
+    No setting of the original says it.
+    """
+    start, band = ([0, *cutoffs])[-1], len(cutoffs)
+    for name in _original_names(f"model.embed_tokens.embeddings.{band}.0.weight"):
+        if name in weights and weights[name].dim() > 0:
+            return start + len(weights[name])
+    return start
+
+
+def _empty(config: PaperConfig) -> PaperForCausalLM:
+    """A model without values in its tensors, so that no weights are drawn only to be replaced."""
+    with torch.device("meta"):
+        return PaperForCausalLM(config)
+
+
+def _original_names(name: str) -> list[str]:
+    """The original's names of one of our tensors; two names where it is tied to another."""
+    if name == "adaptive_softmax.class_proj":
+        return ["decoder.adaptive_softmax.head.class_proj.weight"]
+    original = "decoder." + name.removeprefix("model.")
+    tied = re.fullmatch(r"decoder\.embed_tokens\.embeddings\.(\d+)\.([01])\.weight", original)
+    if tied is None:
+        return [original]
+    band, part = int(tied[1]), int(tied[2])
+    if band > 0:
+        return [original, f"decoder.adaptive_softmax.tail.{band - 1}.{2 - 2 * part}.weight"]
+    return [original, "decoder.adaptive_softmax.head.word_proj.weight"][: 2 - part]
+
+
+def _compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """What is wrong with the tensors, in words."""
+    missing = [f"{name} is missing" for name in expected if name not in weights]
+    unexpected = [f"{name} is unexpected" for name in weights if name not in expected]
+    misshapen = [
+        f"{name} has shape {list(weights[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in weights and weights[name].shape != tensor.shape
+    ]
+    return missing + unexpected + misshapen
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(f"load_original: cannot use {str(path)!r}: {'; '.join(problems)}")

@@ -1,0 +1,305 @@
+"""The commands `linbias paper ...`: the paper's path, from token files to perplexity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from linbias.cli import options
+from linbias.cli.console import (
+    bar,
+    err,
+    evaluation_table,
+    is_first_process,
+    new_group,
+    out,
+    print_json,
+    print_path,
+)
+from linbias.paper.recipe import recipe_from_preset
+
+if TYPE_CHECKING:  # these modules load torch
+    from linbias.paper.score import Scores
+    from linbias.paper.train import PaperMetrics
+
+ALL_CORES = os.cpu_count() or 1
+
+app = new_group()
+
+
+@app.callback()
+def _paper() -> None:
+    """The paper's own path on WikiText: its data format, recipe, checkpoints and numbers.
+
+    [bold cyan]linbias paper run[/] does all of it on two cores, from token files to perplexity.
+    """
+
+
+def _text_file(help: str) -> Any:
+    return typer.Argument(help=help, exists=True, dir_okay=False)
+
+
+@app.command()
+def prepare(
+    output: options.NewFolder,
+    train: Annotated[Path | None, options.text_option("Text to train on.")] = None,
+    valid: Annotated[Path | None, options.text_option("Text to validate on.")] = None,
+    test: Annotated[Path | None, options.text_option("Text to test on.")] = None,
+    dataset: Annotated[
+        str | None,
+        options.text_option("Instead of texts: 'wikitext-103' or 'wikitext-2', over the network."),
+    ] = None,
+    dictionary: Annotated[
+        Path | None, options.text_option("A dict.txt to use. Default: count the words.", "--dict")
+    ] = None,
+    workers: options.Workers = ALL_CORES,
+    nwords: Annotated[int, options.text_option("Size of the dictionary; -1: all words.")] = -1,
+    threshold: Annotated[int, options.text_option("Leave out words that are rarer.")] = -1,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Turn texts into ids: dict.txt, and .bin and .idx files as fairseq makes and reads them.
+
+    \b
+    [dim]linbias paper prepare --train wiki.train.tokens --valid wiki.valid.tokens --test wiki.test.tokens -o data[/]
+    [dim]linbias paper prepare --dataset wikitext-103 -o data[/]
+    """
+    from linbias.paper.prepare import prepare as run
+
+    files = {"train": train, "valid": valid, "test": test}
+    texts = {split: path for split, path in files.items() if path}
+    if bool(texts) == bool(dataset):
+        raise ValueError("prepare: give either texts or --dataset, and not both")
+    with bar("reading text", quiet) as advance:
+        made = run(
+            dataset or texts,
+            output,
+            dictionary=dictionary,
+            workers=workers,
+            nwords=nwords,
+            threshold=threshold,
+            progress=advance,
+        )
+    if as_json:
+        print_json({"data": str(output), **made.to_dict()})
+        return
+    for name, split in made.splits.items():
+        out.print(
+            f"{name}: {split.num_lines:,} lines, {split.num_ids:,} ids, "
+            f"{split.num_replaced:,} words replaced by <unk>"
+        )
+    print_path(f"{made.dictionary_size:,} types; data in", output)
+
+
+@app.command()
+@options.with_recipe_fields
+def train(
+    data: options.PaperData,
+    output: options.RunFolder,
+    preset: options.Preset = "L512",
+    position: options.PaperPosition = "alibi",
+    fields: options.Fields = None,
+    fsdp: options.Fsdp = False,
+    context_parallel: options.Pieces = 1,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+    **recipe_fields: Any,
+) -> None:
+    """Train with the paper's recipe. Interrupted, the same command continues the run.
+
+    The presets L64 to L3072 are the rows of the paper's table. A step reads
+    what eight GPUs of the original read, and any number of processes may
+    share that work. Options that are not given have the preset's value; the
+    original's flags stand in brackets, and [bold]linbias paper translate[/] turns
+    its commands into these.
+
+    \b
+    [dim]linbias paper train data -o wt2 --preset tiny[/]
+    [dim]linbias paper train data -o wt103 --preset L512 --precision bf16[/]
+    [dim]torchrun --nproc-per-node 8 -m linbias paper train data -o wt103[/]
+    """
+    model = options.parse_fields(fields)
+    recipe = recipe_from_preset(
+        preset,
+        model=model,
+        position=position,
+        fsdp={} if fsdp else None,
+        context_parallel=context_parallel,
+        **recipe_fields,
+    )
+    from linbias.paper.train import train as run  # loads torch: the recipe is known to be good
+
+    metrics = run(data, output, recipe, fit="cutoffs" not in model, progress=not quiet)
+    if not is_first_process():
+        return
+    if as_json:
+        print_json({"model": str(output), **metrics.to_dict()})
+        return
+    out.print(_training_summary(metrics), soft_wrap=True)
+    print_path("model in", output)
+
+
+@app.command()
+def translate(
+    command: Annotated[str, typer.Argument(help="A command of the original, in quotes.")],
+    as_json: options.Json = False,
+) -> None:
+    """Print our command for one of the original's README, and name what it leaves out.
+
+    \b
+    [dim]linbias paper translate 'fairseq-train data --arch transformer_lm_wiki103 --max-update 286000 ...'[/]
+    [dim]linbias paper translate 'l=1024; fairseq-eval-lm data --path best.pt --tokens-per-sample $l'[/]
+    """
+    from linbias.paper.translate import translate as to_ours
+
+    found = to_ours(command)
+    if as_json:
+        print_json({"command": found.command, "notes": found.notes, "unknown": found.unknown})
+        return
+    out.print(found.command, markup=False, highlight=False, soft_wrap=True)
+    for line in found.notes:
+        err.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    for line in found.unknown:
+        err.print(f"not known here: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="The original's .pt file.")],
+    output: options.NewFolder,
+    dictionary: Annotated[
+        Path | None,
+        options.text_option(
+            "The dict.txt that the model was trained with, to go along.", "--dict"
+        ),
+    ] = None,
+    position: options.CheckpointPosition = None,
+) -> None:
+    """Turn a checkpoint of the paper's code into a folder that Transformers loads.
+
+    Nothing in the file is run.
+
+    \b
+    [dim]linbias paper convert checkpoint_best.pt -o alibi-512 --dict data/dict.txt[/]
+    """
+    from linbias.paper.checkpoint import convert as run
+
+    run(checkpoint, output, dictionary=dictionary, position=position)
+    print_path("model in", output)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
+    ],
+    data: options.PaperData,
+    split: options.Split = "valid",
+    length: Annotated[
+        int | None, typer.Option(help="Tokens read at a time. Default: as trained.")
+    ] = None,
+    context_window: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of the blocks before that are read again; length - 1: a sliding window."
+        ),
+    ] = 0,
+    batch_tokens: options.BatchTokens = 16384,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep scores in this file, and continue from it.")
+    ] = None,
+    position: options.CheckpointPosition = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Score a text as the original does, and print what it prints.
+
+    \b
+    [dim]linbias paper evaluate wt103 data --length 1024[/]
+    [dim]linbias paper evaluate checkpoint_best.pt data --length 512 --context-window 511 --resume scores.npz[/]
+    """
+    from linbias.paper.score import evaluate as measure
+    from linbias.paper.score import load_for
+
+    loaded = load_for(model, data, position=position)
+    with bar(f"scoring {split}", quiet) as advance:
+        result = measure(
+            loaded,
+            data,
+            split,
+            length=length,
+            context_window=context_window,
+            batch_tokens=batch_tokens,
+            resume=resume,
+            progress=advance,
+        )
+    if as_json:
+        print_json({"model": str(model), "data": str(data), **result.to_dict()})
+        return
+    _print_scores([result])
+    out.print(result.line)
+
+
+@app.command()
+def run(
+    train: Annotated[Path, _text_file("Text to train on.")],
+    valid: Annotated[Path, _text_file("Text to validate on.")],
+    test: Annotated[Path, _text_file("Text to test on.")],
+    output: options.RunFolder,
+    preset: options.Preset = "tiny",
+    position: options.PaperPosition = "alibi",
+    steps: options.PresetSteps = None,
+    fields: options.Fields = None,
+    workers: options.Workers = ALL_CORES,
+    batch_tokens: options.BatchTokens = 16384,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Do it all: prepare, train, evaluate without overlap and with a sliding window.
+
+    Interrupted, the same command continues the run. A text with fewer words
+    than a preset was made for is read with fewer bands of words.
+
+    \b
+    [dim]linbias paper run wiki.train.tokens wiki.valid.tokens wiki.test.tokens -o output/paper[/]
+    """
+    from linbias.paper.pipeline import run as run_path
+
+    model = options.parse_fields(fields)
+    results = run_path(
+        {"train": train, "valid": valid, "test": test},
+        output,
+        recipe_from_preset(preset, steps=steps, model=model, position=position),
+        fit="cutoffs" not in model,
+        workers=workers,
+        batch_tokens=batch_tokens,
+        progress=not quiet,
+    )
+    if as_json:
+        print_json(results.to_dict())
+        return
+    out.print(_training_summary(results.training), soft_wrap=True)
+    _print_scores(results.evaluations)
+
+
+def _training_summary(metrics: PaperMetrics) -> str:
+    validation = ""
+    if metrics.valid_ppl is not None:
+        validation = (
+            f", {metrics.valid_ppl:.2f} on the validation text at step {metrics.best_step:,}"
+        )
+    return (
+        f"{metrics.num_parameters / 1e6:.2f} M parameters, {metrics.steps:,} steps, "
+        f"{metrics.tokens / 1e6:.2f} M tokens in {metrics.seconds:.0f} s "
+        f"({metrics.tokens_per_second:,.0f} tokens/s); "
+        f"training perplexity {metrics.ppl:.2f}{validation}"
+    )
+
+
+def _print_scores(results: Sequence[Scores]) -> None:
+    columns = ("split", "length", "context", "tokens", "perplexity")
+    out.print(evaluation_table(results, *columns))

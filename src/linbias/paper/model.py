@@ -1,0 +1,258 @@
+"""The paper's language model: a pre-norm decoder with adaptive input and a tied adaptive softmax.
+
+Read from the bottom up: `PaperForCausalLM` (loss and log-probabilities) calls `PaperModel`
+(embedding, position, blocks; its forward is `decoder.Decoder.forward`), which calls `DecoderBlock`s,
+which call `SelfAttention`. Modules are named as the original names its tensors, so that a checkpoint
+of either is readable beside the other.
+
+The positions are those of `linbias.models.decoder.positions`, but for the sinusoidal ones: the original scales
+the embedding in every model, and its sinusoids have other wavelengths and another start.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from linbias.models.decoder import decoder
+from linbias.models.decoder.cache import CACHE, takes_cache
+from linbias.models.decoder.positions import T5, Position, make_position
+from linbias.paper.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from linbias.paper.config import PaperConfig
+
+
+class Sinusoidal(Position):
+    """Add sin(n r_i) and cos(n r_i) of token n = 2, 3, ..., r_i = 10000^(-i / (hidden_size/2 - 1)).
+
+    The original numbers tokens from <pad>'s id + 1, and its slowest wavelength is 10000 * 2 pi
+    exactly; all sines stand before all cosines.
+    """
+
+    def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        count = hidden.shape[-1] // 2
+        steps = torch.arange(count, device=hidden.device, dtype=torch.float32)
+        rates = torch.exp(steps * (-math.log(10000.0) / (count - 1)))
+        angles = (positions + 2)[..., None] * rates
+        return hidden + torch.cat([angles.sin(), angles.cos()], dim=-1).to(hidden.dtype)
+
+
+class SelfAttention(decoder.SelfAttention):
+    """Attention with a product, and a bias, for each of queries, keys and values."""
+
+    names = ("", "out_proj")
+
+    def __init__(self, config: PaperConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        width = config.hidden_size
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+        for project in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(project.weight, gain=0.5**0.5)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def project_in(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+
+class DecoderBlock(decoder.DecoderBlock):
+    """Attention, then feed-forward, each behind a layer norm."""
+
+    names = ("self_attn_layer_norm", "self_attn", "final_layer_norm", "feed_forward")
+
+    def __init__(self, config: PaperConfig, layer_index: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.self_attn = SelfAttention(config, layer_index)
+        self.self_attn_layer_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.fc1 = nn.Linear(width, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, width)
+        self.final_layer_norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation_dropout = nn.Dropout(config.activation_dropout)
+
+    def feed_forward(self, normed: Tensor) -> Tensor:
+        return self.fc2(self.activation_dropout(self.fc1(normed).relu_()))
+
+
+class PaperPreTrainedModel(decoder.DecoderPreTrainedModel):
+    """What the two models below share."""
+
+    config_class = PaperConfig
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the weights as the constructors drew them, which know what each is for."""
+
+
+class PaperModel(decoder.Decoder, PaperPreTrainedModel):
+    """Turn token ids into hidden states, one per token: embedding, blocks, perhaps a final norm.
+
+    Call, padding and cache are those of `decoder.Decoder`.
+
+    Example:
+        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
+        >>> PaperModel(config)(torch.tensor([[2, 5, 40]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    embed_tokens: AdaptiveEmbedding
+
+    def __init__(self, config: PaperConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = AdaptiveEmbedding(config)
+        sinusoidal = config.position == "sinusoidal"
+        self.position = (
+            Sinusoidal(config) if sinusoidal else make_position(config.position, config)
+        )
+        if isinstance(self.position, T5):
+            nn.init.normal_(self.position.bias.weight, std=config.hidden_size**-0.5)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, index) for index in range(config.num_hidden_layers)
+        )
+        if config.final_norm:
+            self.layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.post_init()
+
+    def before_layers(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        return super().before_layers(embedded * math.sqrt(self.config.hidden_size), positions)
+
+    def after_layers(self, hidden: Tensor) -> Tensor:
+        return self.layer_norm(hidden) if self.config.final_norm else hidden
+
+
+class PaperForCausalLM(PaperPreTrainedModel, GenerationMixin):
+    """Predict the next token: `PaperModel`, then the adaptive softmax tied to its embedding.
+
+    It saves, loads, generates and trains as any Transformers model does; `linbias.models.install()`
+    makes it known to `AutoModelForCausalLM`. Its logits are log-probabilities.
+
+    Example:
+        >>> config = PaperConfig(vocab_size=50, hidden_size=32, cutoffs=(10,), num_hidden_layers=2)
+        >>> model = PaperForCausalLM(config).eval()
+        >>> ids = torch.tensor([[2, 5, 40]])
+        >>> model(ids).logits.exp().sum(-1).allclose(torch.ones(1, 3))
+        True
+        >>> model.log_probs(ids, targets=torch.tensor([[7]])).shape
+        torch.Size([1, 1])
+    """
+
+    # Tells Trainer to pass num_items_in_batch, so that accumulation weighs every token alike.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: PaperConfig) -> None:
+        super().__init__(config)
+        self.model = PaperModel(config)
+        self.adaptive_softmax = AdaptiveSoftmax(config)
+        self.post_init()
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> nn.Module:
+        """Refuse: ids are frequency ranks in bands, and <pad> is one of them."""
+        raise NotImplementedError(
+            "PaperForCausalLM: the vocabulary cannot be resized: its ids are frequency ranks (the tokenizer has <pad>)"
+        )
+
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        token_type_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Return the mean loss in nats where there is something to score, else log-probabilities.
+
+        Arguments not listed here are those of `decoder.Decoder.forward`.
+
+        Args:
+            labels: [B, T], the Transformers way: token t is scored on labels[:, t + 1].
+            targets: [B, T], the original's way: token t is scored on targets[:, t]. A block of a
+                stream has the id before the block as its first input, so that every id is scored.
+                In both, -100 and <pad> are not scored.
+            token_type_ids: Not used; some tokenizers make them.
+            logits_to_keep: Return the log-probabilities [B, T, vocab_size], in at least float32,
+                of the last so many tokens only; 0 means all. Hidden states and attentions come for all tokens.
+            num_items_in_batch: Divide the summed loss by this instead of the number of scored
+                tokens, so that the parts of a larger batch add up to its mean.
+
+        Raises:
+            ValueError: Both labels and targets are given.
+        """
+        if labels is not None and targets is not None:
+            raise ValueError("PaperForCausalLM: give either labels or targets, and not both")
+        if labels is not None:
+            targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        is_whole = any(decoder.asked(self.config, output_attentions, output_hidden_states))
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            keep=0 if targets is not None or is_whole else logits_to_keep,
+            return_dict=True,
+        )
+        loss, logits = None, None
+        if targets is None:
+            hidden = outputs.last_hidden_state[:, -logits_to_keep:]
+            logits = self.adaptive_softmax(hidden, self.model.embed_tokens)
+        else:
+            loss = self._loss(outputs.last_hidden_state, targets, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: getattr(outputs, CACHE)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of what follows each of the last tokens, as the original evaluates it.
+
+        Only the parts of the vocabulary that hold a target are computed.
+
+        Args:
+            input_ids: [B, T] token ids.
+            targets: [B, K], K <= T: the ids that follow the last K tokens.
+
+        Returns:
+            [B, K], nats, in at least float32.
+
+        Raises:
+            IndexError: An id beyond the vocabulary.
+        """
+        outputs = self.model(input_ids, use_cache=False, keep=targets.shape[1], return_dict=True)
+        hidden = outputs.last_hidden_state.flatten(0, 1)
+        log_probs = self.adaptive_softmax.log_probs(
+            hidden, targets.flatten(), self.model.embed_tokens
+        )
+        return log_probs.view(targets.shape)
+
+    def _loss(
+        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        total = self.adaptive_softmax.loss(hidden, targets, self.model.embed_tokens)
+        if num_items_in_batch is None:
+            num_items_in_batch = ((targets != -100) & (targets != self.config.pad_token_id)).sum()
+        if isinstance(num_items_in_batch, Tensor):  # Trainer may count on another device
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch

@@ -1,0 +1,199 @@
+"""Lines of ids on disk, in the format of fairseq's memory-mapped data sets.
+
+    name.bin    the ids of all lines, one after another
+    name.idx    "MMIDIDX", version 1 (uint64), the code of the ids' dtype (uint8), how many lines (uint64),
+                the ids of each line (int32), and the byte in name.bin at which each begins (int64)
+
+All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from linbias._run.files import new_file
+from linbias.paper.dictionary import Dictionary
+
+_MAGIC, _OLDER_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+_HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the dtype, number of lines
+_DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u8"}
+
+
+@dataclass(frozen=True)
+class StoredIds:
+    """The ids of a text, as files hold them.
+
+    Attributes:
+        sizes: [lines], int32, ids in each line.
+        tokens: [N], integers, the ids of all lines; mapped from disk and read where they are used.
+    """
+
+    sizes: NDArray[np.int32]
+    tokens: NDArray[Any]
+
+
+def ids_dtype(dictionary_size: int) -> np.dtype[Any]:
+    """How ids of a dictionary are stored: uint16 below 65,500 words, else uint32.
+
+    Example:
+        >>> ids_dtype(33_280), ids_dtype(267_744)
+        (dtype('uint16'), dtype('uint32'))
+    """
+    return np.dtype("<u2" if dictionary_size < 65_500 else "<u4")
+
+
+def write_ids(
+    prefix: str | Path,
+    sizes: Iterable[int],
+    chunks: Iterable[NDArray[Any]],
+    dtype: DTypeLike = np.uint16,
+) -> None:
+    """Writes prefix.bin and prefix.idx; both appear once they are complete.
+
+    Args:
+        prefix: The files' path without its ending.
+        sizes: [lines], ids in each line; read after the last chunk.
+        chunks: Each [any number], integers: together the ids of all lines.
+        dtype: Of the ids on disk.
+
+    Raises:
+        ValueError: `dtype` is none of the format's integers or too narrow for an id, or `sizes`
+            and `chunks` disagree.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_ids(f"{folder}/valid", [1, 3], [np.array([2, 7, 5]), np.array([2])])
+        ...     ids = read_ids(f"{folder}/valid")
+        ...     ids.sizes.tolist(), ids.tokens.tolist()
+        ([1, 3], [2, 7, 5, 2])
+    """
+    stored = np.dtype(dtype).newbyteorder("<")
+    code = next((code for code, name in _DTYPES.items() if np.dtype(f"<{name}") == stored), None)
+    if code is None:
+        raise ValueError(
+            f"write_ids: dtype must be one of {sorted(_DTYPES.values())}, got {dtype}"
+        )
+    with new_file(Path(f"{prefix}.idx")) as index, new_file(Path(f"{prefix}.bin")) as data:
+        for chunk in chunks:
+            ids = chunk.astype(stored)
+            if not np.array_equal(ids, chunk):
+                raise ValueError(
+                    f"write_ids: chunks must fit {stored}, got {chunk.min()} to {chunk.max()}"
+                )
+            data.write(ids.tobytes())
+        lengths = np.fromiter(sizes, "<i4")
+        ends = np.cumsum(lengths, dtype="<i8")
+        num_ids = data.tell() // stored.itemsize
+        if num_ids != lengths.sum():
+            raise ValueError(
+                f"write_ids: sizes must add up to the ids in chunks, got {lengths.sum()} and "
+                f"{num_ids}"
+            )
+        index.write(_HEADER.pack(_MAGIC, 1, code, len(lengths)))
+        index.write(lengths.tobytes())
+        index.write(((ends - lengths) * stored.itemsize).tobytes())
+
+
+def read_ids(prefix: str | Path) -> StoredIds:
+    """Opens prefix.bin and prefix.idx.
+
+    A file is truncated where it is shorter than the number of lines (.idx) or their sizes (.bin)
+    say.
+
+    Args:
+        prefix: The files' path without its ending.
+
+    Raises:
+        ValueError: A file is missing, truncated, too long, or of another format.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise ValueError(f"read_ids: {path.name} must be in {path.parent}, got no such file")
+    dtype, num_lines = _read_header(index)
+    _check_bytes(index, _HEADER.size + 12 * num_lines, f"{num_lines} lines")
+    sizes = np.fromfile(index, "<i4", num_lines, offset=_HEADER.size)
+    starts = np.fromfile(index, "<i8", num_lines, offset=_HEADER.size + 4 * num_lines)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if (sizes < 0).any() or not np.array_equal(starts, (ends - sizes) * dtype.itemsize):
+        raise ValueError(f"read_ids: {index} must list lines one after another, got other offsets")
+    num_ids = int(ends[-1]) if num_lines else 0
+    _check_bytes(data, num_ids * dtype.itemsize, f"the {num_ids} ids of {index.name}")
+    tokens = np.memmap(data, dtype, "r") if num_ids else np.empty(0, dtype)
+    return StoredIds(sizes, tokens)
+
+
+def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
+    """Opens a split of a folder that `prepare`, or the original, made.
+
+    Args:
+        folder: Holds dict.txt, and .bin and .idx of the split.
+        split: "train", "valid" or "test".
+
+    Raises:
+        ValueError: A file is missing or damaged, or an id is outside the dictionary.
+    """
+    if not Path(folder, "dict.txt").is_file():
+        raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
+    if not Path(folder, f"{split}.idx").is_file():
+        there = ", ".join(sorted(path.stem for path in Path(folder).glob("*.idx"))) or "none"
+        raise ValueError(f"read_data: split must be one of {folder} ({there}), got {split!r}")
+    dictionary, ids = Dictionary.read(Path(folder, "dict.txt")), read_ids(Path(folder, split))
+    check_ids(ids.tokens, len(dictionary), str(Path(folder, f"{split}.bin")))
+    return dictionary, ids
+
+
+def check_ids(ids: NDArray[Any], dictionary_size: int, name: str) -> None:
+    """Refuses ids that are outside a dictionary.
+
+    Args:
+        ids: [N], integers.
+        dictionary_size: Ids must be below it.
+        name: The ids' name in the error, such as their file.
+
+    Raises:
+        ValueError: An id is outside; the first such id is named.
+    """
+    if len(ids) and (ids.min() < 0 or ids.max() >= dictionary_size):
+        index = int(np.argmax((ids < 0) | (ids >= dictionary_size)))
+        raise ValueError(
+            f"check_ids: {name} must hold ids in [0, {dictionary_size}), the dictionary; "
+            f"got {ids[index]} at index {index}"
+        )
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    with open(path, "rb") as file:
+        header = file.read(_HEADER.size)
+    if header.startswith(_OLDER_MAGIC):
+        raise NotImplementedError(
+            f"read_ids: {path} must be memory-mapped data, got fairseq's older TNTIDX format"
+        )
+    if not header.startswith(_MAGIC):
+        raise ValueError(f"read_ids: {path} must begin with MMIDIDX, got {header[:9]!r}")
+    if len(header) < _HEADER.size:
+        raise ValueError(f"read_ids: {path} is truncated: {len(header)} bytes")
+    _, version, code, num_lines = _HEADER.unpack(header)
+    if version != 1 or code not in _DTYPES:
+        raise ValueError(
+            f"read_ids: {path} must have version 1 and integer ids, "
+            f"got version {version} and dtype code {code}"
+        )
+    return np.dtype(f"<{_DTYPES[code]}"), num_lines
+
+
+def _check_bytes(path: Path, expected: int, content: str) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        fault = "is truncated" if size < expected else "is too long"
+        raise ValueError(
+            f"read_ids: {path} {fault}: {content} need {expected} bytes, got {size} bytes"
+        )

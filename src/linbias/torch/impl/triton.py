@@ -1,0 +1,225 @@
+"""The Triton kernels as PyTorch operators. What they compute, and how: linbias/kernels/triton."""
+
+import contextlib
+import functools
+import importlib.metadata
+import math
+import os
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from linbias._dispatch import Abilities
+from linbias._request import Problem
+from linbias.kernels.triton import sizes
+from linbias.kernels.triton.sizes import Sizes
+from linbias.torch.operators import operator
+from linbias.torch.operators.operator import Gradients, Inputs, Results
+
+if TYPE_CHECKING:
+    from linbias.kernels.triton.launch import Call
+
+NAME = "triton"
+
+OLDEST = (3, 6)
+OLDEST_CAPABILITY = (8, 0)
+ABILITIES = Abilities(
+    runs_on="CUDA GPUs",
+    how="near to far in Triton kernels",
+    memory="linear in length",
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16", "float32"),
+    largest_head=sizes.LARGEST_HEAD,
+    positions=True,
+)
+INTERPRETED = ("float16", "float32")
+# The interpreter has no such limits, but the same tiles.
+_INTERPRETED_BYTES, _INTERPRETED_PROCESSORS = 227 * 1024, 4
+
+
+def why_not(problem: Problem) -> str | None:
+    """Say why the kernels cannot run a call, or None if they can."""
+    version = _VERSION
+    if version is None:
+        return "Triton is not installed (pip install 'linbias[triton]')"
+    if version < OLDEST:
+        return f"it needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, and {version[0]}.{version[1]} is installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    on_cpu = interpreted and problem.device == "cpu"
+    lacking = ABILITIES.lacks(replace(problem, device="cuda") if on_cpu else problem)
+    if lacking is not None:
+        return lacking
+    if on_cpu:
+        return (
+            None
+            if problem.dtype in INTERPRETED
+            else f"Triton's interpreter cannot multiply {problem.dtype}"
+        )
+    if torch.version.hip is not None:
+        return "it is written for NVIDIA GPUs, and this is one of AMD's"
+    device = torch.cuda.current_device()
+    capability, shared_memory, _ = _properties(device)
+    if capability < OLDEST_CAPABILITY:
+        return f"it needs compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+    if (
+        sizes.choose(problem.D, problem.E, 4 if problem.dtype == "float32" else 2, shared_memory)
+        is None
+    ):
+        return f"no tile of head size {max(problem.D, problem.E)} fits {shared_memory} bytes of shared memory"
+    return None
+
+
+def _installed() -> tuple[int, int] | None:
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+_VERSION = _installed()
+
+
+def _properties(device: int) -> tuple[tuple[int, int], int, int]:
+    """Compute capability, shared memory of a block in bytes, number of multiprocessors."""
+    return _read_properties(device)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler; it is not seen on a cached function.
+setattr(_properties, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+@functools.cache
+def _read_properties(device: int) -> tuple[tuple[int, int], int, int]:
+    from triton.runtime import driver  # what a launch is held against, whatever torch calls it
+
+    shared_memory: int = driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), shared_memory, properties.multi_processor_count
+
+
+def _sizes(q: Tensor, v: Tensor) -> Sizes:
+    shared_memory = _properties(q.device.index)[1] if q.is_cuda else _INTERPRETED_BYTES
+    chosen = sizes.choose(q.shape[3], v.shape[3], q.element_size(), shared_memory)
+    assert chosen is not None, "why_not refuses what does not fit"
+    return chosen
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _fill(inputs: Inputs, results: Results) -> None:
+    from linbias.kernels.triton.decode import decode, serves
+    from linbias.kernels.triton.forward import forward
+
+    call = _call(inputs)
+    _, H, G, T, *_ = call.lengths
+    few = serves(T, H // max(1, G), call.q.element_size())
+    with _on(call.q):
+        if few and not inputs.precise and inputs.seed is None:
+            device = call.q.device.index
+            processors = _properties(device)[2] if call.q.is_cuda else _INTERPRETED_PROCESSORS
+            decode(call, processors, results.out, results.row_max, results.log_sum)
+        else:
+            forward(call, **results._asdict())
+
+
+def _fill_gradients(
+    inputs: Inputs, dout: Tensor, dlse: Tensor | None, saved: Results, gradients: Gradients
+) -> None:
+    from linbias.kernels.triton.backward import backward
+
+    call = _call(inputs)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()  # some programs have nothing to write
+    asked: dict[str, Any] = gradients._asdict()
+    if not inputs.slope_gradients:
+        asked |= {"dleft": None, "dright": None}
+    if inputs.positions is None:
+        asked |= {"dpositions": None, "dquery_positions": None}
+    with _on(call.q):
+        dlse = torch.zeros_like(saved.row_max) if dlse is None else dlse.contiguous()
+        backward(call, _small_strides(dout), dlse, **saved._asdict(), **asked)
+
+
+operators = operator.Operators(
+    NAME,
+    _fill,
+    _fill_gradients,
+    lambda _: sizes.FEWEST_ROWS,
+    unit=math.log(2),
+    out_is_wide=False,
+    visited_on_device=True,
+)
+attention = operators.attention
+
+
+def visited_keys(inputs: Inputs, visited: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Say which keys each tile of query rows visited.
+
+    Args:
+        inputs: Of a forward pass with `precise`: decoding does not count its blocks.
+        visited: [B, H, tiles or more, 2], what that forward pass counted.
+
+    Returns:
+        The lowest key that each tile visited and one past the highest, int64 [B, H, tiles], equal if none; and the rows
+        of a tile.
+    """
+    (H, T), (G, S) = inputs.q.shape[1:3], inputs.k.shape[1:3]
+    tile = _sizes(inputs.q, inputs.v).forward
+    key_range, query_start = inputs.key_range, inputs.query_start
+    if key_range is None:
+        key_range = visited.new_tensor([0, S]).expand(len(visited), G, 2)
+    if query_start is None:
+        query_start = visited.new_tensor([S - T]).expand(len(visited))
+    ranges = key_range.long().clamp(0, S).repeat_interleave(H // max(1, G), 1)
+    first, end = ranges[..., :1].minimum(ranges[..., 1:]), ranges[..., 1:]
+    tiles = torch.arange(-(-T // tile.rows), device=visited.device)
+    position = query_start.long()[:, None, None] + tiles * tile.rows
+    counts = visited[:, :, : len(tiles)].long() * tile.keys
+    low = position.clamp(first, end) // tile.keys * tile.keys
+    high = -(-(position + tile.rows).clamp(first, end) // tile.keys) * tile.keys
+    lowest = (low - counts[..., 0]).clamp(first, end)
+    highest = (high.maximum(low) + counts[..., 1]).clamp(first, end)
+    return lowest, highest, tile.rows
+
+
+def _call(inputs: Inputs) -> "Call":
+    """The call as the kernels take it."""
+    from linbias.kernels.triton.launch import Call
+
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(inputs.q.device)
+
+    def placed(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.double().expand(*inputs.q.shape[:2], -1)
+
+    bound = there(inputs.key_bound)
+    return Call(
+        q=_small_strides(inputs.q),
+        k=_small_strides(inputs.k),
+        v=_small_strides(inputs.v),
+        left=inputs.left,
+        right=inputs.right,
+        key_range=there(inputs.key_range),
+        query_start=there(inputs.query_start),
+        key_bound=None if bound is None else bound.float().contiguous(),
+        seed=inputs.seed,
+        positions=placed(inputs.positions),
+        query_positions=placed(inputs.query_positions),
+        scale=inputs.scale,
+        dropout=inputs.dropout,
+        tolerance=inputs.tolerance,
+        sizes=_sizes(inputs.q, inputs.v),
+    )
+
+
+def _small_strides(x: Tensor) -> Tensor:
+    """x, copied if offsets within a tile might not fit 32 bits."""
+    farthest = 128 * x.stride(2) + x.shape[3] * x.stride(3)
+    return x if farthest < 2**31 else x.contiguous()

@@ -1,0 +1,1 @@
+"""Layers: `MultiheadAttention`, and in the place of PyTorch's own."""

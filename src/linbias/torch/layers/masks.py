@@ -1,0 +1,214 @@
+"""What the masks of `torch.nn.MultiheadAttention` hide, said as `attention` takes it.
+
+A causal mask and padding at the ends of rows then need no mask, and cost little: their values are read to recognise
+them. Each call reads them anew, because a tensor does not tell of all its changes (memory that it shares with NumPy or
+another process, `.data`). Where values cannot be read, a compiler takes a mask as it is and padding to lie at the ends of
+rows, which the compiled program checks; a transform takes both for masks.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linbias._request import has_shape
+from linbias.torch.operators import transforms
+
+INF = torch.inf
+
+
+class Sizes(NamedTuple):
+    """Of a call: batch rows, heads, queries, keys."""
+
+    B: int
+    H: int
+    T: int
+    S: int
+
+
+class Seen(NamedTuple):
+    """Which keys the queries see."""
+
+    causal: bool = False  # those up to their own position
+    key_range: Tensor | None = None  # [B, 2]
+    ends_early: bool = False  # the last key of some row is padding
+    mask: Tensor | None = None  # [B or 1, H or 1, T or 1, S]: True takes part, or numbers to add
+
+
+def read(
+    sizes: Sizes,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    padding: Tensor | None,
+    mask: Tensor | None,
+) -> Seen:
+    """Say what the masks of a call hide together; the arguments are those of `MultiheadAttention.forward`."""
+    _check(sizes, attn_mask, padding, mask)
+    seen = Seen(causal=is_causal)
+    if attn_mask is not None and not (is_causal and sizes.T == sizes.S):
+        # Where there are as many queries as keys, is_causal says what the mask is, as in PyTorch.
+        seen = _read_attn_mask(sizes, attn_mask)
+    elif mask is not None:
+        seen = _read_mask(sizes, mask, is_causal)
+    return seen if padding is None else _read_padding(seen, padding)
+
+
+def _check(
+    sizes: Sizes, attn_mask: Tensor | None, padding: Tensor | None, mask: Tensor | None
+) -> None:
+    B, H, T, S = sizes
+    if attn_mask is not None:
+        if mask is not None:
+            raise ValueError("MultiheadAttention: give either attn_mask or mask, not both")
+        _check_one("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (T, S), (B * H, T, S))
+    if padding is not None:
+        _check_one("key_padding_mask", padding, "[B, S]", (B, S))
+    if mask is not None and (
+        mask.dim() != 3
+        or mask.shape[1] != S
+        or mask.shape[0] not in (1, T)
+        or mask.shape[2] not in (1, B)
+    ):
+        raise ValueError(
+            f"MultiheadAttention: mask must be [T, S, B] = {[T, S, B]}, T and B may be 1, got {list(mask.shape)}"
+        )
+
+
+def _check_one(name: str, mask: Tensor, words: str, *shapes: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"MultiheadAttention: {name} must hold bool, True for what is hidden, or numbers that are added to the"
+            f" scores, got {mask.dtype}"
+        )
+    if not has_shape(mask, *shapes):
+        wanted = " or ".join(f"{list(shape)}" for shape in shapes)
+        raise ValueError(
+            f"MultiheadAttention: {name} must be {words} = {wanted}, got {list(mask.shape)}"
+        )
+
+
+def _read_attn_mask(sizes: Sizes, attn_mask: Tensor) -> Seen:
+    if _may_read(attn_mask) and not attn_mask.requires_grad:  # what is learned may be zero today
+        kind = _kind(attn_mask)
+        if kind != "other":
+            return Seen(causal=kind == "later")
+    attn_mask = attn_mask if attn_mask.dtype != torch.bool else ~attn_mask
+    if attn_mask.dim() == 2:
+        return Seen(mask=attn_mask[None, None])
+    return Seen(mask=attn_mask.unflatten(0, (sizes.B, sizes.H)))
+
+
+def _read_mask(sizes: Sizes, mask: Tensor, is_causal: bool) -> Seen:
+    """A mask [T or 1, S, B or 1] that is not 0 for what takes part."""
+    if mask.shape[0] == sizes.T and _may_read(mask):
+        kind = _kind((mask == 0).movedim(2, 0))
+        if kind != "other":
+            return Seen(causal=is_causal or kind == "later")
+    return Seen(causal=is_causal, mask=mask.movedim(2, 0)[:, None] != 0)
+
+
+def _read_padding(seen: Seen, padding: Tensor) -> Seen:
+    """Add padding [B, S] to what is hidden: a range of keys where it lies at the ends of rows, else a mask."""
+    if torch.compiler.is_compiling():
+        ranges = _ranges(padding)
+        torch._assert_async(
+            _lie_together(padding, ranges).all(),
+            "MultiheadAttention: key_padding_mask must leave the real keys of a row contiguous where the layer is"
+            " compiled; give an attn_mask for others",
+        )
+        return seen._replace(key_range=ranges)
+    found = _rows(padding) if _may_read(padding) else None
+    if found is None or not found.together:
+        own = padding if padding.dtype != torch.bool else ~padding
+        early = found is not None and found.ends_early
+        return seen._replace(mask=_both(seen.mask, own[:, None, None]), ends_early=early)
+    return seen._replace(key_range=found.ranges, ends_early=found.ends_early)
+
+
+def _kind(mask: Tensor) -> Literal["nothing", "later", "other"]:
+    """What a mask [..., T, S] hides: nothing, the keys after each query (the last stands at the last key), or others."""
+    T, S = mask.shape[-2:]
+    if not mask.numel():
+        return "nothing"
+    corner = mask[..., 0, -1]
+    later = T > 1 and bool(_hidden(corner).all())
+    # Some rows at a time, whose keys are hidden from one later on, so that they need one pattern and stay in the cache.
+    step = 64 if mask.device.type == "cpu" else T
+    hidden = torch.zeros(min(step, T), S + T, dtype=torch.bool, device=mask.device)
+    if later:
+        hidden = hidden.logical_not().triu(1 + S)
+    pattern = hidden if mask.dtype == torch.bool else _added(~hidden).to(mask.dtype)
+    for start in range(0, T, step):
+        rows = mask[..., start : start + step, :]
+        if not _equal(rows, pattern[: rows.shape[-2], T - start : T - start + S]):
+            return "other"
+    return "later" if later else "nothing"
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether a [..., T, S] is b [T, S] everywhere."""
+    if a.device.type == "cpu" and a.dtype != torch.bfloat16:  # NumPy is faster at it
+        return bool((a.detach().numpy() == b.numpy()).all())
+    return torch.equal(a, b.expand_as(a))
+
+
+class Rows(NamedTuple):
+    """The real keys of batch rows."""
+
+    ranges: Tensor | None  # [B, 2]; None: nothing is hidden
+    together: bool  # no padding lies between them
+    ends_early: bool
+
+
+def _rows(padding: Tensor) -> Rows:
+    if not padding.numel():
+        return Rows(None, True, False)
+    ranges = _ranges(padding)
+    together = bool(_lie_together(padding, ranges).all())
+    ends_early = bool(_hidden(padding[:, -1:]).any())
+    if together and bool((ranges == ranges.new_tensor([0, padding.shape[1]])).all()):
+        return Rows(None, together, ends_early)
+    return Rows(ranges, together, ends_early)
+
+
+def _ranges(padding: Tensor) -> Tensor:
+    """[B, 2]: where the real keys of each row begin and, if they lie together, end."""
+    real = ~_hidden(padding)
+    first = real.int().argmax(1)
+    return torch.stack([first, first + real.sum(1)], dim=1)
+
+
+def _lie_together(padding: Tensor, ranges: Tensor) -> Tensor:
+    """[B, S]: whether the ranges say of each key what the padding says, numbers to be added included."""
+    keys = torch.arange(padding.shape[1], device=padding.device)
+    hidden = _hidden(padding)
+    same = ~hidden == ((keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))
+    return same if padding.dtype == torch.bool else same & ((padding == 0) | hidden)
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == -INF
+
+
+def _both(first: Tensor | None, second: Tensor) -> Tensor:
+    """Two masks as one: True takes part, or added to the scores."""
+    if first is None:
+        return second
+    if first.dtype == second.dtype == torch.bool:
+        return first & second
+    return _added(first) + _added(second)
+
+
+def _added(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -INF)
+
+
+def _may_read(mask: Tensor) -> bool:
+    """Whether the values can be had, without waiting where a program must not."""
+    if torch.compiler.is_compiling() or transforms.active():
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return type(mask) in (Tensor, torch.nn.Parameter) and mask.device.type != "meta"

@@ -1,0 +1,531 @@
+"""`MultiheadAttention`: projections around `attention`, for self- and cross-attention in every variant."""
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+
+from linbias import _request
+from linbias.torch.constant import constant
+from linbias.torch.functional import attention, attention_weights
+from linbias.torch.layers import masks
+from linbias.torch.layers.theirs import NoMatrix, take_weights
+from linbias.torch.packed import nested
+from linbias.torch.points.functional import attention_points
+from linbias.variants import is_causal, variant_slopes
+
+
+class MultiheadAttention(nn.Module):
+    """Multi-head attention with linear biases, named and called like `torch.nn.MultiheadAttention`.
+
+    It takes the place of one in PyTorch's Transformer layers; `replace_attention` does so for a whole model, and `from_torch` and
+    `load_state_dict` take over the weights.
+
+    | variant       | slopes, right_slopes                                  | for                             |
+    |---------------|------------------------------------------------------|---------------------------------|
+    | `causal`      | (m, inf)                                             | language models (the paper)     |
+    | `symmetric`   | (m, m)                                               | encoders                        |
+    | `directional` | (m', inf) for the first half of the heads, (inf, m') | encoders whose heads look one   |
+    |               | for the second; m' are the slopes of H/2 heads       | way only                        |
+    | `asymmetric`  | (m, m) to begin with, apart and learned              | encoders                        |
+    | `none`        | (0, 0)                                               | cross-attention                 |
+    | `none_causal` | (0, inf)                                             | comparison                      |
+
+    m is `linbias.slopes(H, schedule, max_bias)`. Masks of a call hide further keys: with a causal one, `symmetric` is
+    `causal`, and the right slopes of `asymmetric` are not trained.
+
+    The state dict holds `q_proj`, `k_proj`, `v_proj`, `out_proj` (each a weight [out, in] and a bias), and for
+    learned slopes `log_left` and, unless causal, `log_right`, each [H], with slope = exp(log_slope), or with
+    learned="sigmoid" `logit_left` and `logit_right`, with slope = sigmoid(logit). A hidden side stays hidden. Fixed slopes
+    are not saved.
+
+    Tokens may stand at `positions` on a line, such as time stamps, or at `points` of a plane or space, such as tiles of a slide and
+    patches of an image, which a call says. Points know no left and right: the variant must be `symmetric`, or `none`, and the
+    slopes are those to the left (of learned ones, those to the right are not trained).
+
+    Processes may share the heads (PyTorch's tensor parallelism): `ColwiseParallel` on q_proj, k_proj and v_proj, and
+    `RowwiseParallel` on out_proj. Gradients of learned slopes are then those of a process's own heads alone.
+
+    Args:
+        embed_dim: Width of query and output.
+        num_heads: Query heads H.
+        dropout: As for `linbias.torch.attention`, in training.
+        bias: Give the projections a bias.
+        kdim, vdim: Widths of key and value; None means embed_dim.
+        batch_first: Sequences are [B, T, width]; by default [T, B, width], as in PyTorch.
+        num_kv_heads: Key/value heads G, a divisor of H; None means H.
+        head_dim: Size D of a head; None means embed_dim // num_heads.
+        variant: See above; None means `none` with cross_attention and `causal` without.
+        cross_attention: key and value come from another sequence.
+        learned: Train the slopes: True or "sigmoid"; None means True for `asymmetric` and False for the others.
+        schedule, max_bias: As for `linbias.slopes`.
+        metric, global_tokens: As for `linbias.torch.attention_points`: of calls with points, which are all calls of a layer with
+            global tokens. A class token in front of the patches is one.
+        implementation: As for `linbias.torch.attention`.
+        device, dtype: Of the parameters; those of learned slopes are at least float32.
+
+    Raises:
+        TypeError: There is no such argument; of those of PyTorch's layer, add_bias_kv and add_zero_attn are not built.
+        ValueError: Sizes do not divide, or the variant is unknown or cannot be learned.
+
+    Example:
+        >>> layer = MultiheadAttention(12, 3, variant="symmetric", batch_first=True)
+        >>> x = torch.ones(2, 5, 12)
+        >>> out, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 5, 12]), torch.Size([2, 3, 5, 5]))
+
+    Source: Press, Smith and Lewis, ICLR 2022; other variants: the discussion "Modifying ALiBi for Encoder-Attention or
+    Cross-Attention" in the paper's repository.
+    """
+
+    # What PyTorch's encoders ask for; with another answer they warn, or fail, instead of leaving attention to this layer.
+    in_proj_weight = in_proj_bias = NoMatrix()
+    _qkv_same_embed_dim = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        variant: str | None = None,
+        cross_attention: bool = False,
+        learned: bool | str | None = None,
+        schedule: str = "paper",
+        max_bias: float = 8.0,
+        metric: str = "euclidean",
+        global_tokens: int = 0,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **unknown: Never,
+    ) -> None:
+        super().__init__()
+        if unknown:
+            _request.refuse_unknown("MultiheadAttention", unknown, MultiheadAttention)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        variant = variant or ("none" if cross_attention else "causal")
+        _check_settings(embed_dim, num_heads, num_kv_heads, head_dim, dropout)
+        sides = variant_slopes("MultiheadAttention", variant, num_heads, schedule, max_bias)
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim or embed_dim // num_heads
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.variant = variant
+        self.learned = variant == "asymmetric" if learned is None else learned
+        self.metric = metric
+        self.global_tokens = global_tokens
+        self.implementation = implementation
+        if self.learned not in (False, True, "sigmoid"):
+            raise ValueError(
+                f"MultiheadAttention: learned must be False, True or 'sigmoid', got {self.learned!r}"
+            )
+        if self.learned and variant.startswith("none"):
+            raise ValueError(f"MultiheadAttention: variant {variant!r} has no slopes to learn")
+
+        # Four projections; fewer key/value heads than query heads make those of keys and values narrower.
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        inner, inner_kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, inner, **options)
+        self.k_proj = nn.Linear(self.kdim, inner_kv, **options)
+        self.v_proj = nn.Linear(self.vdim, inner_kv, **options)
+        self.out_proj = nn.Linear(inner, embed_dim, **options)
+        # Fixed slopes stay numbers: `module.bfloat16()` would round a buffer.
+        self._fixed = dict(zip(("left", "right"), sides, strict=True))
+        if self.learned:
+            self._register_slopes()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections as `torch.nn.MultiheadAttention` does: Xavier uniform, biases 0."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    @property
+    def causal(self) -> bool:
+        return is_causal(self.variant)
+
+    @property
+    def slopes(self) -> Tensor:
+        """[H]: slopes towards earlier keys."""
+        return self._slopes("left")
+
+    @property
+    def right_slopes(self) -> Tensor | None:
+        """[H]: slopes towards later keys; None for causal attention."""
+        return None if self.causal else self._slopes("right")
+
+    @classmethod
+    def from_torch(
+        cls, theirs: nn.MultiheadAttention, variant: str | None = None, **options: Any
+    ) -> "MultiheadAttention":
+        """Make a layer with the sizes, settings and weights of one of PyTorch's, copied.
+
+        Args:
+            theirs: Without add_bias_kv and add_zero_attn.
+            variant: As above; None means `none` with cross_attention and `symmetric` without: the masks of the calls
+                say what is seen.
+            options: cross_attention, learned, schedule, max_bias or implementation, as above.
+
+        Returns:
+            A layer on the same device, in the same dtype and mode.
+
+        Raises:
+            ValueError: theirs has a key or value beside those of the sequence.
+
+        Example:
+            >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+            >>> layer, x = MultiheadAttention.from_torch(theirs, "none"), torch.randn(1, 3, 8)
+            >>> torch.allclose(layer(x)[0], theirs(x, x, x)[0], atol=1e-6)
+            True
+        """
+        added = {"add_bias_kv": theirs.bias_k is not None, "add_zero_attn": theirs.add_zero_attn}
+        for name, has in added.items():
+            if has:
+                raise ValueError(f"from_torch: theirs must have no {name}, which is not built")
+        weight = theirs.out_proj.weight
+        variant = variant or ("none" if options.get("cross_attention") else "symmetric")
+        layer = cls(
+            theirs.embed_dim,
+            theirs.num_heads,
+            theirs.dropout,
+            theirs.in_proj_bias is not None,
+            kdim=theirs.kdim,
+            vdim=theirs.vdim,
+            batch_first=theirs.batch_first,
+            variant=variant,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
+        )
+        layer.load_state_dict(theirs.state_dict())
+        inner = (
+            theirs.in_proj_weight if theirs.in_proj_weight is not None else theirs.q_proj_weight
+        )
+        for part in (layer.q_proj, layer.k_proj, layer.v_proj):
+            part.requires_grad_(inner.requires_grad)
+        layer.out_proj.requires_grad_(weight.requires_grad)
+        return layer.train(theirs.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        points: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from query to key.
+
+        A causal attn_mask, and padding at the ends of rows, need no mask of scores in memory; other masks do, and run by `sdpa`
+        (with dropout by `dense`). Under `torch.compile` say is_causal, since no attn_mask is recognised, and a
+        key_padding_mask must lie at the ends of rows.
+
+        Args:
+            query: [T, B, embed_dim], or [B, T, embed_dim] with batch_first, or [T, embed_dim] without a batch. Query,
+                key and value may be nested tensors [B, lengths, width] with batch_first, without masks and weights.
+            key: [S, B, kdim] (likewise); None means query.
+            value: [S, B, vdim] (likewise); None means key.
+            key_padding_mask: [B, S] (or [S]), bool, True for padding, or floating point, added to the scores. Where
+                T != S, the last key of a row must not be padding, except for the variant `none`.
+            need_weights: Also return the weights [B, T, S] ([B, H, T, S] without averaging), before dropout.
+            attn_mask: [T, S] or [B * H, T, S], bool, True hides, or floating point, added to the scores.
+            average_attn_weights: Average the weights over the heads.
+            is_causal: Hide the keys after the query; attn_mask is not read unless T != S.
+            mask: [T, S, B], where T and B may be 1: not 0 for what a query may see, as labml has it. In the place of
+                attn_mask.
+            positions: [S], [B, S] or [B, H, S] (without a batch [S] or [H, S]), where the keys stand, as for `linbias.torch.attention`; the queries
+                stand at the last T of them.
+            points: [B, N, A] or [N, A], where the tokens stand, as for `linbias.torch.attention_points`; those of the global
+                tokens, which are not read, may be left out. Without masks, weights and, in training, dropout.
+
+        Returns:
+            The output in the shape of query, and the weights or None. A query that sees no key gathers zeros.
+
+        Raises:
+            TypeError: A mask has another dtype.
+            ValueError: A shape breaks a rule above, it is not known where the queries of a padded row stand, or points come with
+                what they do not go with.
+
+        Example:
+            >>> layer = MultiheadAttention(8, 2, cross_attention=True, kdim=6, vdim=6, batch_first=True)
+            >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 6))[0].shape
+            torch.Size([1, 3, 8])
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        if nested.is_nested(query, key, value):
+            given = (key_padding_mask, attn_mask, mask, need_weights or None, positions, points)
+            return self._attend_nested(query, key, value, given, is_causal), None
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ValueError(
+                "MultiheadAttention: query, key and value must all have 3 axes, or 2 without a batch,"
+                f" got {list(query.shape)}, {list(key.shape)}, {list(value.shape)}"
+            )
+        if not batched:
+            query, key, value = (x[None] for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            positions = None if positions is None else positions[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if points is not None or self.global_tokens:
+            others: dict[str, object] = {
+                "key_padding_mask": key_padding_mask,
+                "attn_mask": attn_mask,
+                "mask": mask,
+                "positions": positions,
+                "is_causal": is_causal or None,
+                "need_weights": need_weights or None,
+            }
+            out, weights = self._attend_points(query, key, value, points, others), None
+        else:
+            sizes = masks.Sizes(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+            seen = masks.read(sizes, attn_mask, is_causal, key_padding_mask, mask)
+            out, weights = self._attend(query, key, value, sizes, seen, positions, need_weights)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def extra_repr(self) -> str:
+        heads = f"num_heads={self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            heads += f", num_kv_heads={self.num_kv_heads}"
+        return f"{heads}, variant={self.variant!r}, learned={self.learned}"
+
+    def _register_slopes(self) -> None:
+        device, dtype = self.q_proj.weight.device, _at_least_float32(self.q_proj.weight.dtype)
+        for side in ("left",) if self.causal else ("left", "right"):
+            slope = torch.tensor(self._fixed[side], dtype=torch.float64, device=device)
+            if self.learned == "sigmoid":  # a hidden side, whose slope is inf, stays hidden
+                start = slope.logit().masked_fill(slope == torch.inf, torch.inf)
+            else:
+                start = slope.log()
+            self.register_parameter(
+                f"{self._name_of_learned}_{side}", nn.Parameter(start.to(dtype))
+            )
+
+    @property
+    def _name_of_learned(self) -> str:
+        return "logit" if self.learned == "sigmoid" else "log"
+
+    def _slopes(self, side: str) -> Tensor:
+        if not self.learned:
+            return constant(self._fixed[side], torch.float64, self.q_proj.weight.device)
+        learned: Tensor = getattr(self, f"{self._name_of_learned}_{side}")
+        learned = learned.to(_at_least_float32(learned.dtype))
+        # exp(inf) has no gradient to give: a hidden side passes 0 on.
+        hidden = learned == torch.inf
+        slope_of = torch.sigmoid if self.learned == "sigmoid" else torch.exp
+        return slope_of(learned.masked_fill(hidden, 0.0)).masked_fill(hidden, torch.inf)
+
+    def _project(self, *sequences: Tensor) -> tuple[Tensor, ...]:
+        """query, key and value [B, length, width] -> q, k and v [B, heads, length, D]."""
+        named = ("query", "embed_dim"), ("key", "kdim"), ("value", "vdim")
+        for x, (name, width) in zip(sequences, named, strict=True):
+            if x.shape[-1] != getattr(self, width):
+                raise ValueError(
+                    f"MultiheadAttention: the last axis of {name} must be {width} = {getattr(self, width)}, got {x.shape[-1]}"
+                )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projected = [projection(x) for projection, x in zip(projections, sequences, strict=True)]
+        for x in projected:
+            if x.shape[-1] % self.head_dim:
+                raise self._wrong_share()
+        return tuple(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
+
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> slice | None:
+        """Which heads q, k and v hold: None for all, else those of this process (tensor parallelism)."""
+        if q.shape[1] == self.num_heads and k.shape[1] == v.shape[1] == self.num_kv_heads:
+            return None
+        weight: Any = self.q_proj.weight
+        shares = [
+            (weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis))
+            for axis, placement in enumerate(getattr(weight, "placements", ()))
+            if placement.is_shard(0)
+        ]
+        if len(shares) != 1:
+            raise self._wrong_share()
+        ((count, rank),) = shares
+        wanted = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        if tuple(count * x.shape[1] for x in (q, k, v)) != wanted:
+            raise self._wrong_share()
+        return slice(rank * q.shape[1], (rank + 1) * q.shape[1])
+
+    def _wrong_share(self) -> ValueError:
+        return ValueError(
+            "MultiheadAttention: q_proj, k_proj and v_proj must give all heads, or be split alike (ColwiseParallel) over "
+            f"processes whose number divides num_heads {self.num_heads} and num_kv_heads {self.num_kv_heads}"
+        )
+
+    def _options(self, causal: bool, heads: slice | None) -> dict[str, Any]:
+        """Keywords of `attention`, for some of the heads."""
+        causal = causal or self.causal
+        sides = self.slopes, None if causal else self.right_slopes
+        left, right = (x if x is None or heads is None else x[heads] for x in sides)
+        return {"slopes": left, "causal": causal, "right_slopes": right}
+
+    def _running(self) -> dict[str, Any]:
+        return {
+            "dropout": self.dropout if self.training else 0.0,
+            "implementation": self.implementation,
+        }
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sizes: masks.Sizes,
+        seen: masks.Seen,
+        positions: Tensor | None,
+        need_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        B, _, T, S = sizes
+        if seen.ends_early and T != S and self.variant != "none":
+            raise ValueError(
+                "MultiheadAttention: padding on the right needs as many queries as keys"
+                f" (T = {T}, S = {S}): where do the queries stand?"
+            )
+        q, k, v = self._project(query, key, value)
+        heads = self._heads(q, k, v)
+        if heads is not None and need_weights:
+            raise ValueError(
+                "MultiheadAttention: need_weights must be False where processes share the heads"
+            )
+        options = self._options(seen.causal, heads)
+        if seen.key_range is not None:  # by itself it would move the queries to its end
+            start = seen.key_range.new_full((B,), S - T)
+            options |= {"key_range": seen.key_range, "query_start": start}
+        options["mask"] = seen.mask
+        if heads is not None and seen.mask is not None and seen.mask.shape[1] != 1:
+            options["mask"] = seen.mask[:, heads]
+        options["positions"] = positions
+        if heads is not None and positions is not None and positions.dim() == 3:
+            options["positions"] = positions[:, heads]
+        out = attention(q, k, v, **options, **self._running())
+        weights = attention_weights(q, k, **options) if need_weights else None
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _attend_points(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        points: Tensor | None,
+        others: dict[str, object],
+    ) -> Tensor:
+        """Attend among tokens [B, N, width] that stand at points."""
+        if points is None:
+            raise ValueError(
+                f"MultiheadAttention: points must say where the tokens after the {self.global_tokens} global ones stand"
+            )
+        if self.variant not in ("symmetric", "none"):
+            raise ValueError(
+                f"MultiheadAttention: points know no left and right: variant must be symmetric or none, got {self.variant!r}"
+            )
+        for name, other in others.items():
+            if other is not None:
+                raise ValueError(f"MultiheadAttention: points cannot be given with {name}")
+        if self.training and self.dropout:
+            raise ValueError(
+                f"MultiheadAttention: points need dropout 0 in training, got {self.dropout}"
+            )
+        if self.global_tokens and points.shape[-2:-1] == (query.shape[1] - self.global_tokens,):
+            points = nn.functional.pad(points, (0, 0, self.global_tokens, 0))
+        q, k, v = self._project(query, key, value)
+        out = attention_points(
+            q,
+            k,
+            v,
+            points,
+            self._options(False, self._heads(q, k, v))["slopes"],
+            metric=self.metric,
+            global_tokens=self.global_tokens,
+            implementation=self.implementation,
+        )
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _attend_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], causal: bool
+    ) -> Tensor:
+        """Attend within each sequence of nested tensors [B, lengths, width]."""
+        if not self.batch_first or any(x is not None for x in given):
+            raise ValueError(
+                "MultiheadAttention: nested tensors need batch_first=True, and neither masks nor weights, positions or points"
+            )
+        strided = query.layout == torch.strided
+        if strided:
+            query, key, value = nested.as_jagged(query, key, value)
+        q, k, v = self._project(query, key, value)
+        options = self._options(causal, self._heads(q, k, v))
+        out = attention(q, k, v, **options, **self._running())
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return torch.nested.as_nested_tensor(list(out.unbind())) if strided else out
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Take weights of `torch.nn.MultiheadAttention`, too; they say nothing of slopes, which then stay as they are."""
+        if take_weights(state_dict, prefix):
+            for name, slope in self.named_parameters(recurse=False):
+                state_dict.setdefault(prefix + name, slope.detach())
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check_settings(
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    dropout: float,
+) -> None:
+    for name, value in (
+        ("embed_dim", embed_dim),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", 1 if head_dim is None else head_dim),
+    ):
+        if value < 1:
+            raise ValueError(f"MultiheadAttention: {name} must be at least 1, got {value}")
+    if head_dim is None and embed_dim % num_heads:
+        swapped = num_heads > embed_dim and num_heads % embed_dim == 0
+        advice = (
+            f"embed_dim comes first: MultiheadAttention({num_heads}, {embed_dim})"
+            if swapped
+            else "give head_dim"
+        )
+        raise ValueError(
+            f"MultiheadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}; {advice}"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"MultiheadAttention: num_heads {num_heads} is no multiple of num_kv_heads {num_kv_heads}"
+        )
+    _request.check_dropout("MultiheadAttention", dropout)

@@ -1,0 +1,387 @@
+"""What near-to-far implementations share: the form of their custom operators, for autograd, compile and export.
+
+An implementation fills arrays (`Fill`, `FillGradients`); `Operators` makes of that an operator with a backward
+operator, fake kernels and a derivative. `torch.compile` and `torch.export` then take it as one opaque step,
+`torch.func` takes it through the functions of `linbias.torch.operators.transforms`, and a plain call does without it
+(`linbias.torch.operators.direct`).
+The operators' schemas are made from the annotations of `Inputs` and `Results`: a new argument is a line in `Inputs`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, get_type_hints
+
+import torch
+from torch import Tensor
+
+from linbias.torch.operators import flops, transforms
+from linbias.torch.operators.direct import unobserved
+
+
+class Inputs(NamedTuple):
+    """What an implementation is given, checked: arrays, then numbers.
+
+    "Wide" is float64 for float64 inputs and float32 otherwise.
+    """
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, G, S, D]
+    v: Tensor  # [B, G, S, E]
+    left: Tensor  # [H] or [B, H], wide
+    right: Tensor | None  # likewise; None: causal
+    key_range: Tensor | None  # [B, G, 2]; None: all keys
+    query_start: Tensor | None  # [B], the position of query 0; None: S - T
+    key_bound: Tensor | None  # [B, G]; only forward may use it
+    seed: Tensor | None  # [] or [3], as of `dropout.keep_mask`; None: no dropout
+    scale: float
+    dropout: float
+    tolerance: float
+    precise: bool = False  # the result will be differentiated: q, k, v or the slopes ask for it
+    slope_gradients: bool = False  # backward: those of left and right are asked for
+    # [B or 1, H or 1, T or 1, S or 1], bool, or numbers added to the scores; near-to-far implementations are given none.
+    mask: Tensor | None = None
+    # [B, 1 or H, S], float32, float64 or integers, 0 outside the range of keys; None: key s at s
+    positions: Tensor | None = None
+    query_positions: Tensor | None = None  # [B, 1 or H, T], likewise; None with positions only
+
+
+class Results(NamedTuple):
+    """What forward gives.
+
+    `out` is wide, because backward takes differences from it, unless an implementation mends those in another way or
+    nothing will be differentiated.
+    lse comes as row_max + log_sum, in the implementation's unit: their rounded sum would cost backward the digits
+    of log_sum. `visited` counts the blocks that each tile visited beyond the near ones, to the left and to the
+    right; backward visits the same.
+    """
+
+    out: Tensor  # [B, H, T, E]
+    row_max: Tensor  # [B, H, T], wide
+    log_sum: Tensor  # [B, H, T], wide
+    visited: Tensor  # [B, H, tiles + 1, 2], int32, zeroed
+
+
+class Gradients(NamedTuple):
+    """What backward gives. Nothing is in it yet: who adds to it zeroes it first."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dleft: Tensor | None  # [B, H], wide; None where not asked for
+    dright: Tensor | None
+    # [B, H, S] and [B, H, T], wide; None where not asked for, and in operators without a last axis to speak of
+    dpositions: Tensor | None
+    dquery_positions: Tensor | None
+
+
+class Fill(Protocol):
+    def __call__(self, inputs: Inputs, results: Results) -> None: ...
+
+
+class FillGradients(Protocol):
+    """dout has the dtype of `saved.out`; no dlse stands for zeros."""
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: Results,
+        gradients: Gradients,
+    ) -> None: ...
+
+
+class Operators:
+    """The operators linbias::<name>_forward and linbias::<name>_backward of an implementation.
+
+    Attributes:
+        forward: Of the fields of `Inputs`, to those of `Results`; differentiable.
+        backward: Of dout, dlse and the fields of `Results` and `Inputs`, to those of `Gradients`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fill: Fill,
+        fill_gradients: FillGradients,
+        tile_rows: Callable[[int], int],
+        *,
+        unit: float = 1.0,
+        out_is_wide: bool = True,
+        visited_on_device: bool = False,
+        narrows: tuple[torch.dtype, ...] = (),
+    ) -> None:
+        """Define them.
+
+        Args:
+            name: Of the implementation.
+            fill: Computes forward.
+            fill_gradients: Computes backward.
+            tile_rows: Query rows per tile, given the query heads per key/value head.
+            unit: Of row_max and log_sum, in nats.
+            out_is_wide: Forward gives `out` in the wide dtype; otherwise in q's.
+            visited_on_device: `visited` lies where q does; otherwise on the CPU.
+            narrows: Types of q for which `out` is in q's type where it will not be differentiated: written once, not
+                twice.
+        """
+        self.name, self.unit = name, unit
+        self._fill, self._fill_gradients, self._tile_rows = fill, fill_gradients, tile_rows
+        self._out_is_wide, self._narrows = out_is_wide, narrows
+        self._visited_on_device = visited_on_device
+        of_backward = ("dout", "dlse", *Results._fields, *Inputs._fields)
+        self.forward = torch.library.custom_op(
+            f"linbias::{name}_forward",
+            self._operate,
+            mutates_args=(),
+            schema=f"({parameters(Inputs)}) -> {returns(Results)}",
+        )
+        self.backward = torch.library.custom_op(
+            f"linbias::{name}_backward",
+            self._operate_backward,
+            mutates_args=(),
+            schema=f"(Tensor dout, Tensor dlse, {parameters(Results)}, {parameters(Inputs)}) -> {returns(Gradients)}",
+        )
+        self.forward.register_fake(lambda *arguments: self.empty_results(Inputs(*arguments)))
+        self.backward.register_fake(
+            lambda *arguments: self.empty_gradients(Inputs(*arguments[-len(Inputs._fields) :]))
+        )
+        self.forward.register_autograd(
+            functools.partial(self._differentiate, self.backward), setup_context=_save_operator
+        )
+        self.backward.register_autograd(self._refuse)
+        for operator, names in ((self.forward, Inputs._fields), (self.backward, of_backward)):
+            operator.register_vmap(transforms.vmap_rule(operator, names))
+        # For `torch.func`, which refuses the derivative of a custom operator.
+        backward_once = transforms.function(
+            self.backward, of_backward, _save_nothing, self._refuse, self._refuse_forward_mode
+        )
+        self._forward_once = transforms.function(
+            self.forward,
+            Inputs._fields,
+            _save_operator,
+            functools.partial(self._differentiate, backward_once),
+            self._refuse_forward_mode,
+        )
+
+    def attention(self, inputs: Inputs, with_lse: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Run a call by the shortest way on which all that looks on still sees it: out [B, H, T, E] in q's dtype, lse."""
+        arrays: tuple[Any, ...] = inputs[:_SCALE] + inputs[_MASK:]
+        if unobserved(*arrays):
+            if inputs.precise:
+                found = _Direct.apply(*inputs[:5], *inputs[_PLACES:], self, inputs, with_lse)
+                return found if with_lse else (found, None)
+            results = self.run_forward(inputs)
+        elif not transforms.active():
+            if not torch.compiler.is_compiling():
+                flops.tell_counter(self.forward, self.backward, len(Results._fields))
+            results = Results(*self.forward(*inputs))
+        elif not torch.compiler.is_compiling():
+            # Under nested transforms a tensor does not say what is asked of those that it wraps.
+            results = Results(*self._forward_once(*inputs._replace(precise=True)))
+        else:
+            if transforms.forward_mode():  # the compiler would take the tangents for zero
+                self._refuse_forward_mode()
+            results = Results(*self.forward(*inputs))
+        return _as_dtype(results.out, inputs.q.dtype), self.lse_of(results) if with_lse else None
+
+    def run_forward(self, inputs: Inputs) -> Results:
+        results = self.empty_results(inputs)
+        self._fill(inputs, results)
+        return results
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        saved: Results,
+        inputs: Inputs,
+        gradients: Gradients,
+    ) -> Gradients:
+        with without_autocast(inputs.q.device):
+            self._fill_gradients(inputs, dout, dlse, saved, gradients)
+        return gradients
+
+    def lse_of(self, results: Results) -> Tensor:
+        lse = results.row_max + results.log_sum
+        return lse if self.unit == 1 else lse * self.unit
+
+    def empty_gradients(
+        self, inputs: Inputs, slopes: bool = True, places: bool = True
+    ) -> Gradients:
+        q, k, v, left = inputs[:4]
+        rows_first = torch.contiguous_format  # whatever the strides of q, k and v
+        placed = inputs.positions is not None
+        num_keys, num_queries = (k.shape[2], q.shape[2]) if placed else (0, 0)
+        return Gradients(
+            torch.empty_like(q, memory_format=rows_first),
+            torch.empty_like(k, memory_format=rows_first),
+            torch.empty_like(v, memory_format=rows_first),
+            left.new_empty(q.shape[:2]) if slopes else None,
+            left.new_empty(q.shape[:2]) if slopes else None,
+            left.new_empty((*q.shape[:2], num_keys)) if places else None,
+            left.new_empty((*q.shape[:2], num_queries)) if places else None,
+        )
+
+    def empty_results(self, inputs: Inputs) -> Results:
+        q, k, v, left = inputs[:4]
+        B, H, T, _ = q.shape
+        # One more than there are: a size that may be 1 would tie an exported program to short sequences.
+        num_tiles = -(-T // self._tile_rows(H // max(1, k.shape[1]))) + 1
+        wide = self._out_is_wide and (inputs.precise or q.dtype not in self._narrows)
+        out_like = left if wide else q
+        rows = left.new_empty((B, H, T))
+        device = q.device if self._visited_on_device else _CPU
+        return Results(
+            out_like.new_empty((B, H, T, v.shape[3])),
+            rows,
+            torch.empty_like(rows),
+            torch.zeros((B, H, num_tiles, 2), dtype=torch.int32, device=device),
+        )
+
+    def _operate(self, *arguments: Any) -> Results:
+        with without_autocast(arguments[0].device):
+            return self.run_forward(Inputs(*arguments))
+
+    def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        saved, inputs = Results(*arguments[:4]), Inputs(*arguments[4:])
+        return self.run_backward(dout, dlse, saved, inputs, self.empty_gradients(inputs))
+
+    def _differentiate(
+        self,
+        backward: Callable[..., Any],
+        ctx: Any,
+        dout: Tensor,
+        _drow_max: Tensor,
+        dlog_sum: Tensor,
+        _dvisited: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        inputs, results = _saved(ctx)
+        found = _for_arguments(inputs, backward(dout, dlog_sum, *results, *inputs))
+        return *found[:-2], *[None] * (len(Inputs._fields) - len(found)), *found[-2:]
+
+    def _refuse(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"attention: {self.name} gives first derivatives only; implementation='dense' gives all"
+        )
+
+    def _refuse_forward_mode(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"attention: {self.name} has no forward-mode derivative; implementation='dense' has it"
+        )
+
+
+class _Direct(torch.autograd.Function):
+    """Attention with its derivative and without its operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        left: Tensor,
+        right: Tensor | None,
+        positions: Tensor | None,
+        query_positions: Tensor | None,
+        operators: Operators,
+        inputs: Inputs,
+        with_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # `inputs` holds the seven, too, which are arguments for autograd to see.
+        results = operators.run_forward(inputs)
+        _save(ctx, inputs, results)
+        ctx.operators = operators
+        out = _as_dtype(results.out, q.dtype)
+        return (out, operators.lse_of(results)) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        (inputs, results), operators = _saved(ctx), ctx.operators
+        dlog_sum = dlse if dlse is None or operators.unit == 1 else dlse * operators.unit
+        dout = _as_dtype(dout, results.out.dtype)
+        # Whoever wants a second derivative hears of it from the operator.
+        if torch.is_grad_enabled() or not unobserved(dout, dlse):
+            if dlog_sum is None:
+                dlog_sum = torch.zeros_like(results.log_sum)
+            gradients = operators.backward(dout, dlog_sum, *results, *inputs)
+        else:
+            places = any(ctx.needs_input_grad[5:7])
+            gradients = operators.empty_gradients(inputs, inputs.slope_gradients, places)
+            operators.run_backward(dout, dlog_sum, results, inputs, gradients)
+        return *_for_arguments(inputs, gradients), None, None, None
+
+
+def _as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.numbers = inputs[_SCALE:_MASK]
+    ctx.save_for_backward(*inputs[:_SCALE], *inputs[_MASK:], *output)
+
+
+def _save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs, output)
+    # row_max counts as a constant, so that the gradient of log_sum is that of lse.
+    ctx.mark_non_differentiable(output[1], output[3])
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
+
+
+def _saved(ctx: Any) -> tuple[Inputs, Results]:
+    # Read once: activation checkpointing recomputes them at the first touch.
+    tensors = ctx.saved_tensors
+    rest = _SCALE + len(Inputs._fields) - _MASK
+    inputs = Inputs(*tensors[:_SCALE], *ctx.numbers, *tensors[_SCALE:rest])
+    if ctx.needs_input_grad[_LEFT] or ctx.needs_input_grad[_RIGHT]:
+        inputs = inputs._replace(slope_gradients=True)
+    return inputs, Results(*tensors[rest:])
+
+
+def _for_arguments(inputs: Inputs, gradients: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v, the slopes and the positions, in the shapes in which these were given."""
+    dq, dk, dv, dleft, dright, *of_places = gradients
+    sides: list[Tensor | None] = [None, None]
+    if inputs.slope_gradients:
+        for side, (slope, d) in enumerate(((inputs.left, dleft), (inputs.right, dright))):
+            if slope is not None:  # an infinite slope hides its side and has no gradient
+                total = d if slope.dim() == 2 else d.sum(0)
+                sides[side] = total.masked_fill(slope == torch.inf, 0.0)
+    places: list[Tensor | None] = [None, None]
+    for i, (place, d) in enumerate(zip(inputs[_PLACES:], of_places, strict=True)):
+        if isinstance(place, Tensor) and place.is_floating_point() and d is not None:
+            places[i] = d.sum_to_size(place.shape).to(place.dtype)
+    return dq, dk, dv, *sides, *places
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where autocast is on, it would take the wide products back to 16 bits."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)
+
+
+_CPU = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
+_SCHEMA_TYPES: dict[object, str] = {
+    **{Tensor: "Tensor", float: "float", bool: "bool", str: "str"},
+    **{Tensor | None: "Tensor?", float | None: "float?"},
+}
+
+
+def parameters(record: type[Any]) -> str:
+    """The fields of a record as parameters of an operator's schema."""
+    return ", ".join(
+        f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in get_type_hints(record).items()
+    )
+
+
+def returns(record: type[Any]) -> str:
+    return f"({', '.join('Tensor' for _ in record._fields)})"
+
+
+_LEFT, _RIGHT = (Inputs._fields.index(side) for side in ("left", "right"))
+# Arrays come first, then numbers, then arrays again, of which the places are differentiated.
+_SCALE, _MASK, _PLACES = map(Inputs._fields.index, ("scale", "mask", "positions"))

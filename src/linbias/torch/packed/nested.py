@@ -1,0 +1,59 @@
+"""Nested tensors of the jagged layout: packed sequences under another name."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linbias.torch.packed.varlen import attention_varlen
+
+
+def is_nested(*arrays: Any) -> bool:
+    for x in arrays:  # every call comes by here: a generator would take three times as long
+        if isinstance(x, Tensor) and x.is_nested:
+            return True
+    return False
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run `attention` on nested tensors [B, H, lengths, D], each sequence with the keys of its own."""
+    packed = [_packed(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
+    (rows, starts), (keys, key_starts), (values, value_starts) = packed
+    if key_starts is not value_starts and not torch.equal(key_starts, value_starts):
+        raise ValueError("attention: k and v are nested tensors whose sequences differ in length")
+    for name in ("mask", "key_bound", "positions", "query_positions"):
+        if options.pop(name) is not None:
+            raise ValueError(f"attention: {name} cannot be given with nested tensors")
+    found = attention_varlen(
+        rows, keys, values, starts, key_starts, *arguments, return_lse=True, **options
+    )
+    out, lse = (
+        torch.nested.nested_tensor_from_jagged(x, offsets=starts).transpose(1, 2) for x in found
+    )
+    return (out, lse) if return_lse else out
+
+
+def as_jagged(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """Nested tensors of the older layout in the jagged one; the same tensor stays the same."""
+    made: dict[int, Tensor] = {}
+    for x in arrays:
+        if id(x) not in made:
+            made[id(x)] = torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
+    return tuple(made[id(x)] for x in arrays)
+
+
+def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of all sequences end to end [total, heads, size], and where each begins."""
+    way = "torch.nested.nested_tensor([...], layout=torch.jagged).transpose(1, 2), or attention_varlen"
+    if not is_nested(x):
+        raise TypeError(
+            f"attention: q, k and v must all be nested tensors, {name} is not: use {way}"
+        )
+    if x.layout != torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:  # type: ignore[attr-defined]
+        raise TypeError(
+            f"attention: {name} must be a contiguous jagged tensor [B, H, lengths, D]: use {way}"
+        )
+    by_rows = x.transpose(1, 2)
+    return by_rows.values(), by_rows.offsets()  # type: ignore[attr-defined]

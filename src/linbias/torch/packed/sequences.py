@@ -1,0 +1,140 @@
+"""`attention_varlen` as an operator: what `torch.compile` and `torch.export` are given of it.
+
+Which packed sequences share a batch depends on their offsets, values that a compiler does not know. So it gets one
+opaque step, which runs the function itself. Backward runs forward once more, as activation checkpointing does.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linbias.torch.operators.operator import parameters, returns
+
+
+class Packed(NamedTuple):
+    """What a call of `attention_varlen` asks for: arrays, then numbers. The operators' schemas are made from it."""
+
+    q: Tensor  # [total_q, H, D]
+    k: Tensor  # [total_k, G, D]
+    v: Tensor  # [total_k, G, E]
+    left: Tensor | None  # [H] or [B, H]; None: the paper's
+    right: Tensor | None
+    seed: Tensor | None  # of dropout; None: drawn from PyTorch's generator as it stands
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    key_range: Tensor | None
+    query_start: Tensor | None
+    causal: bool
+    scale: float | None
+    dropout: float
+    tolerance: float | None
+    implementation: str
+
+
+class Results(NamedTuple):
+    out: Tensor  # [total_q, H, E]
+    lse: Tensor  # [total_q, H]
+
+
+class Gradients(NamedTuple):
+    """Of the first five arrays; an empty array where there is none."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dleft: Tensor
+    dright: Tensor
+
+
+Run = Callable[[Packed], Results]
+_NUM_LEAVES, _NUM_ARRAYS = len(Gradients._fields), Packed._fields.index("causal")
+
+
+def define(run: Run) -> Callable[..., Any]:
+    """Make the operators linbias::varlen_forward and linbias::varlen_backward of a function.
+
+    Returns:
+        The forward operator, differentiable, of the fields of `Packed`.
+    """
+
+    def seeded(call: Packed) -> Results:
+        if call.seed is None:
+            return run(call)
+        device = call.q.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(call.seed))
+            return run(call)
+
+    def compute(*arguments: Any) -> Results:
+        with torch.no_grad():
+            return seeded(Packed(*arguments))
+
+    def compute_gradients(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        with torch._C._ForceDispatchKeyGuard(*_ABOVE_AUTOGRAD), torch.enable_grad():
+            leaves = [
+                None if x is None else x.detach().requires_grad_() for x in arguments[:_NUM_LEAVES]
+            ]
+            together: tuple[Any, ...] = *leaves, *arguments[_NUM_LEAVES:]
+            results = seeded(Packed(*together))
+            given = [leaf for leaf in leaves if leaf is not None]
+            # Where nothing is packed there is nothing to differentiate.
+            found = iter(
+                torch.autograd.grad(results, given, (dout, dlse), materialize_grads=True)
+                if results.out.requires_grad
+                else [torch.zeros_like(leaf) for leaf in given]
+            )
+            return Gradients(
+                *(dout.new_zeros(0) if x is None else next(found).contiguous() for x in leaves)
+            )
+
+    forward = torch.library.custom_op(
+        "linbias::varlen_forward",
+        compute,
+        mutates_args=(),
+        schema=f"({parameters(Packed)}) -> {returns(Results)}",
+    )
+    backward = torch.library.custom_op(
+        "linbias::varlen_backward",
+        compute_gradients,
+        mutates_args=(),
+        schema=f"(Tensor dout, Tensor dlse, {parameters(Packed)}) -> {returns(Gradients)}",
+    )
+
+    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Results:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return Results(
+            q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=wide)
+        )
+
+    def fake_backward(dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        rows_first = torch.contiguous_format
+        return Gradients(
+            *(
+                dout.new_empty(0) if x is None else torch.empty_like(x, memory_format=rows_first)
+                for x in arguments[:_NUM_LEAVES]
+            )
+        )
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:_NUM_ARRAYS])
+        ctx.numbers = inputs[_NUM_ARRAYS:]
+
+    def differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        arrays = ctx.saved_tensors
+        gradients = backward(dout.contiguous(), dlse.contiguous(), *arrays, *ctx.numbers)
+        given = [None if x is None else g for x, g in zip(arrays, gradients, strict=False)]
+        return *given, *[None] * (len(Packed._fields) - _NUM_LEAVES)
+
+    forward.register_fake(fake_forward)
+    backward.register_fake(fake_backward)
+    forward.register_autograd(differentiate, setup_context=save)
+    return forward
+
+
+# The kernel of an operator runs below autograd; to differentiate in one means to go back above it.
+_ABOVE_AUTOGRAD = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)

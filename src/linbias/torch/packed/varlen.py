@@ -1,0 +1,225 @@
+"""`attention_varlen`: packed sequences, put into batches of about the same length."""
+
+from collections import defaultdict
+from typing import Never
+
+import torch
+from torch import Tensor
+
+from linbias import _request
+from linbias.torch.call import (
+    Slopes,
+    as_slopes,
+    autocast,
+    describe,
+    last_end,
+    prepare,
+    refuse_pieces,
+    run,
+)
+from linbias.torch.dropout import draw_seed
+from linbias.torch.packed import sequences as packed
+
+# Lengths up to the same multiple of it share a batch. The padding costs half of it per sequence on average; a batch
+# of its own costs a call, as much as a sequence of about 100 tokens.
+_GRAIN = 64
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    causal: bool = True,
+    right_slopes: Slopes | None = None,
+    scale: float | None = None,
+    key_range: Tensor | None = None,
+    query_start: Tensor | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    implementation: str = "auto",
+    return_lse: bool = False,
+    **unknown: Never,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run `attention` on B sequences packed end to end; none sees another.
+
+    Sequence b owns the rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] of q and out, and likewise of k and v;
+    within it everything is as for `attention`. A sequence may be empty. Under `torch.compile` and `torch.export` all of it
+    is one operator, whose backward pass runs forward once more.
+
+    Args:
+        q: [total_q, H, D].
+        k: [total_k, G, D].
+        v: [total_k, G, E].
+        cu_seqlens_q: [B + 1], integers that start at 0, do not fall, and end at total_q.
+        cu_seqlens_k: [B + 1], likewise for k and v.
+        key_range, query_start: As for `attention`, counted from the first key of each sequence.
+        slopes, causal, right_slopes, scale, dropout, tolerance, implementation, return_lse: As for `attention`.
+
+    Returns:
+        [total_q, H, E]; with return_lse also lse [total_q, H].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As `attention`, or the lengths break a rule above.
+
+    Example:
+        >>> q = k = v = torch.ones(5, 2, 4)
+        >>> lengths = torch.tensor([0, 2, 5])
+        >>> attention_varlen(q, k, v, lengths, lengths).shape
+        torch.Size([5, 2, 4])
+    """
+    if unknown:
+        _request.refuse_unknown("attention_varlen", unknown, attention_varlen)
+    refuse_pieces("attention_varlen")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        shape = describe(name, array, "attention_varlen").shape
+        if len(shape) != 3:
+            raise ValueError(
+                f"attention_varlen: {name} must have 3 axes, total, heads, size, got {list(shape)}"
+            )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    left, right = (
+        None if slope is None else as_slopes("attention_varlen", name, slope, wide, q.device)
+        for name, slope in (("slopes", slopes), ("right_slopes", right_slopes))
+    )
+    call = packed.Packed(
+        q, k, v, left, right, None, cu_seqlens_q, cu_seqlens_k, key_range, query_start,
+        causal, scale, dropout, tolerance, implementation,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        q, k, v = autocast(q, k, v)
+        seed = draw_seed(q.device) if dropout else None
+        out, lse = _operator(*call._replace(q=q, k=k, v=v, seed=seed))
+    else:
+        out, lse = _run(call)
+    return (out, lse) if return_lse else out
+
+
+def _run(call: packed.Packed) -> packed.Results:
+    q, k, v, left, right = call[:5]
+    key_range, query_start = call.key_range, call.query_start
+    starts_q = _offsets("cu_seqlens_q", call.cu_seqlens_q, q.shape[0])
+    starts_k = _offsets("cu_seqlens_k", call.cu_seqlens_k, k.shape[0])
+    if len(starts_q) != len(starts_k):
+        raise ValueError(
+            f"attention_varlen: cu_seqlens_q counts {len(starts_q) - 1} sequences"
+            f" but cu_seqlens_k {len(starts_k) - 1}"
+        )
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, slope in (("slopes", left), ("right_slopes", right)):
+        if slope is not None and slope.dim() == 2 and len(slope) != len(starts_q) - 1:
+            raise ValueError(
+                f"attention_varlen: {name} has {len(slope)} rows for {len(starts_q) - 1} sequences"
+            )
+    lengths_q, lengths_k = (torch.tensor(s).diff() for s in (starts_q, starts_k))
+    placement = _placement(key_range, query_start, lengths_q, lengths_k, k.shape[1])
+    outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(0, q.shape[1], dtype=wide)]
+    order = [torch.empty(0, dtype=torch.int64)]
+    batches = _batches(lengths_q.tolist(), lengths_k.tolist())
+    if not batches:
+        # The empty result is a function of its arguments, too, with gradients of zeros.
+        nothing = sum(x.sum() for x in (q, k, v, left, right) if x is not None)
+        outs, lses = [outs[0] + nothing], [lses[0] + nothing]
+    for batch in batches:
+        rows, real = _padded(starts_q, batch)
+        keys, held = _padded(starts_k, batch)
+        own = [s if s is None or s.dim() < 2 else s[batch] for s in (left, right)]
+        # Sequences without padding and placement of their own need neither argument.
+        plain = held.all() and real.all() and key_range is None and query_start is None
+        ranges, starts = (None if plain else x[batch].to(q.device) for x in placement)
+        inputs, problem = prepare(
+            "attention",
+            _take(q, rows, real),
+            _take(k, keys, held),
+            _take(v, keys, held),
+            own[0],
+            causal=call.causal,
+            right_slopes=own[1],
+            scale=call.scale,
+            key_range=ranges,
+            query_start=starts,
+            dropout=call.dropout,
+            tolerance=call.tolerance,
+            lse=True,
+        )
+        out, lse = run(inputs, problem, call.implementation, True)
+        chosen = real.to(q.device)
+        outs.append(out.transpose(1, 2)[chosen])
+        lses.append(lse.transpose(1, 2)[chosen])
+        order.append(rows[real])
+    back = torch.cat(order).argsort().to(q.device)
+    return packed.Results(torch.cat(outs)[back], torch.cat(lses)[back])
+
+
+_operator = packed.define(_run)
+
+
+def _placement(
+    key_range: Tensor | None,
+    query_start: Tensor | None,
+    lengths_q: Tensor,
+    lengths_k: Tensor,
+    num_key_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """key_range [B, G, 2] and query_start [B] of all sequences, the given ones or their defaults."""
+    B = len(lengths_k)
+    described = (
+        None if x is None else describe(name, x, "attention_varlen")
+        for name, x in (("key_range", key_range), ("query_start", query_start))
+    )
+    _request.check_placement("attention_varlen", B, num_key_heads, *described)
+    ranges = torch.stack([torch.zeros_like(lengths_k), lengths_k], dim=1)[:, None]
+    if key_range is not None:
+        ranges = key_range.cpu().long()
+        ranges = ranges[:, None] if ranges.dim() == 2 else ranges
+        for b, length in enumerate(lengths_k.tolist()):
+            for first, end in ranges[b].tolist():
+                if not 0 <= first <= end <= length:
+                    raise ValueError(
+                        f"attention_varlen: key_range must be 0 <= first <= end <= {length}, the keys of"
+                        f" sequence {b}, got [{first}, {end}]"
+                    )
+    ranges = ranges.expand(B, num_key_heads, 2)
+    starts = last_end(ranges) - lengths_q if query_start is None else query_start.cpu().long()
+    return ranges, starts
+
+
+def _batches(lengths_q: list[int], lengths_k: list[int]) -> list[list[int]]:
+    """Group the sequences that have queries by their lengths, rounded up to the grain."""
+    groups = defaultdict(list)
+    for b, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        if lengths[0]:
+            groups[tuple(-(-n // _GRAIN) for n in lengths)].append(b)
+    return list(groups.values())
+
+
+def _padded(starts: list[int], batch: list[int]) -> tuple[Tensor, Tensor]:
+    """Row numbers [B, longest], padded at the end, and which of them are real."""
+    first, stop = (torch.tensor([starts[b + i] for b in batch])[:, None] for i in (0, 1))
+    rows = first + torch.arange(int((stop - first).max()))
+    return rows, rows < stop
+
+
+def _take(x: Tensor, rows: Tensor, real: Tensor) -> Tensor:
+    """Rows of x as [B, heads, longest, size], zeros where they are not real."""
+    taken = x[rows.clamp(max=max(0, len(x) - 1)).to(x.device)]
+    if not real.all():  # not by a product: a neighbour's NaN must not come through
+        taken = torch.where(real.to(x.device)[..., None, None], taken, 0)
+    return taken.transpose(1, 2)
+
+
+def _offsets(name: str, offsets: Tensor, total: int) -> list[int]:
+    described = describe(name, offsets, "attention_varlen")
+    if not described.dtype.startswith(("int", "uint")) or len(described.shape) != 1:
+        raise ValueError(
+            f"attention_varlen: {name} must be a row of integers, got {described.dtype} {described}"
+        )
+    starts: list[int] = offsets.tolist()
+    if not starts or starts[0] != 0 or starts[-1] != total or starts != sorted(starts):
+        raise ValueError(
+            f"attention_varlen: {name} must start at 0, never fall and end at {total}, got {starts}"
+        )
+    return starts

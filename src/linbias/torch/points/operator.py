@@ -1,0 +1,112 @@
+"""What implementations of `attention_points` share that give first derivatives: the form of their custom operators.
+
+For compilers an operator is one opaque step, as in linbias.torch.operators.operator, whose records have another form.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linbias.torch.addresses import without_lost_threads
+from linbias.torch.points.geometry import PointInputs
+
+
+class Results(NamedTuple):
+    """What forward gives. lse comes in two parts, whose rounded sum would cost backward digits."""
+
+    out: Tensor  # [B, H, N, E], wide
+    row_max: Tensor  # [B, H, N], wide
+    log_sum: Tensor  # [B, H, N], wide
+    visited: Tensor  # [B, H, tiles], int32: blocks that each tile visited, in its order of them
+
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of q, k and v in their dtype, and of slopes
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor slopes, Tensor points, bool manhattan, SymInt global_tokens, float scale, float tolerance"
+
+
+class PointOperators:
+    """The operators linbias::points_<name>_forward and linbias::points_<name>_backward of an implementation."""
+
+    def __init__(
+        self,
+        name: str,
+        fill: Callable[[PointInputs, Results], None],
+        find_gradients: Callable[[PointInputs, Tensor, Tensor, Results], Gradients],
+        num_tiles: Callable[[PointInputs], int],
+    ) -> None:
+        """Define them.
+
+        Args:
+            name: Of the implementation.
+            fill: Computes forward, into arrays of which `visited` holds zeros.
+            find_gradients: Computes backward from the inputs, dout, dlse, and what forward gave.
+            num_tiles: The last axis of `visited`.
+        """
+        self._name, self._fill, self._num_tiles = name, fill, num_tiles
+        self._find_gradients = find_gradients
+        self.forward = torch.library.custom_op(
+            f"linbias::points_{name}_forward",
+            lambda *arguments: self.run(PointInputs(*arguments)),
+            mutates_args=(),
+            schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        )
+        self._backward = torch.library.custom_op(
+            f"linbias::points_{name}_backward",
+            self._operate_backward,
+            mutates_args=(),
+            schema="(Tensor dout, Tensor dlse, Tensor out, Tensor row_max, Tensor log_sum, Tensor visited, "
+            f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        )
+        self.forward.register_fake(lambda *arguments: self.empty_results(PointInputs(*arguments)))
+        self._backward.register_fake(_empty_gradients)
+        self.forward.register_autograd(self._differentiate, setup_context=_save)
+        self._backward.register_autograd(self._refuse)
+
+    def attention(self, inputs: PointInputs) -> tuple[Tensor, Tensor]:
+        """Return out [B, H, N, E] in q's dtype and lse [B, H, N], wide."""
+        results = Results(*self.forward(*inputs))
+        return results.out.to(inputs.q.dtype), results.row_max + results.log_sum
+
+    def run(self, inputs: PointInputs) -> Results:
+        results = self.empty_results(inputs)
+        self._fill(inputs, results)
+        return results
+
+    def empty_results(self, inputs: PointInputs) -> Results:
+        (B, H, N, _), E, slopes = inputs.q.shape, inputs.v.shape[3], inputs.slopes
+        rows = slopes.new_zeros(B, H, N)
+        visited = torch.zeros(B, H, self._num_tiles(inputs), dtype=torch.int32)
+        return Results(slopes.new_zeros(B, H, N, E), rows, torch.zeros_like(rows), visited)
+
+    def _operate_backward(self, dout: Tensor, dlse: Tensor, *arguments: Any) -> Gradients:
+        saved, inputs = Results(*arguments[:4]), PointInputs(*arguments[4:])
+        with without_lost_threads():
+            return self._find_gradients(inputs, dout, dlse, saved)
+
+    def _differentiate(
+        self, ctx: Any, dout: Tensor, _drow_max: Tensor, dlog_sum: Tensor, _dvisited: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        found = self._backward(dout, dlog_sum, *saved[5:], *saved[:5], *ctx.numbers)
+        return *found, *[None] * 5
+
+    def _refuse(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"attention_points: {self._name} gives first derivatives only; implementation='dense' gives all"
+        )
+
+
+def _empty_gradients(*arguments: Any) -> Gradients:
+    inputs = PointInputs(*arguments[6:])
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+    return dq, dk, dv, torch.empty_like(inputs.slopes)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.numbers = inputs[5:]
+    # row_max counts as a constant, so that the gradient of log_sum is that of lse.
+    ctx.mark_non_differentiable(output[1], output[3])
