@@ -19,7 +19,7 @@ test: $(VENV)/.dev  ## the tests, two at a time, in 5 to 6 minutes with AVX2; `m
 	$(PYTEST) -m 'not processes and not thorough'
 
 # Those that look at the processor, on this one as if it had less: LINBIAS_MAX_CPU_TARGET=avx2 make test runs all so.
-LESS := $(PYTEST) -m 'not processes and not thorough' tests/test_machine.py tests/test_linear.py tests/test_blocks.py tests/test_cpu.py tests/test_decoding.py
+LESS := $(PYTEST) -m 'not processes and not thorough' tests/core/test_machine.py tests/fused/test_linear.py tests/fused/test_blocks.py tests/core/test_cpu.py tests/torch/test_decoding.py
 
 check: $(VENV)/.dev  ## what CI runs: format, lint, types, the core's own test, every test, some as an older processor runs them
 	$(BIN)/ruff format --check .
@@ -37,24 +37,24 @@ core-test: $(VENV)/.dev  ## the C++ core's own test, without Python: every targe
 	build/test/attention_test
 
 mutants: $(VENV)/.dev  ## break the source on purpose, in a copy, and see which test notices
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python evidence/mutants/mutants.py
 
 fix: $(VENV)/.dev  ## format and mend what lint can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to records/
-	$(BIN)/python benchmarks/bench_attention.py
-	$(BIN)/python benchmarks/bench_decode.py
-	$(BIN)/python benchmarks/bench_memory.py --implementations cpu blocked
+bench: $(VENV)/.run  ## measure attention and its peers on this CPU; records go to evidence/records/
+	$(BIN)/python evidence/benchmarks/bench_attention.py
+	$(BIN)/python evidence/benchmarks/bench_decode.py
+	$(BIN)/python evidence/benchmarks/bench_memory.py --implementations cpu blocked
 
 board: $(VENV)/.dev  ## engines that people deploy on CPUs, side by side on ALiBi models: docs/results/board.md; goes on where it was
-	$(BIN)/python benchmarks/board/board.py
-	$(BIN)/python benchmarks/board/report.py
+	$(BIN)/python evidence/benchmarks/board/board.py
+	$(BIN)/python evidence/benchmarks/board/report.py
 
 gpu: $(VENV)/.dev  ## on a CUDA device: the contract of the Triton kernels, and what they take beside peers, as one page in 9 minutes
-	$(BIN)/python benchmarks/bench_gpu.py
+	$(BIN)/python evidence/benchmarks/bench_gpu.py
 
 # Two widths of vectors, and the matrix unit's code as plain C++, which the sanitizers see through; races do not depend on the width.
 SANITIZED_address,undefined := avx2;avx512_bf16
@@ -68,8 +68,8 @@ sanitize-%:
 	$(BIN)/cmake --build build/$*
 	build/$*/attention_test
 
-attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of records/attack.jsonl
-	OMP_NUM_THREADS=1 $(BIN)/python runs/attack.py
+attack: $(VENV)/.dev  ## search for a broken certificate and for wrong results, in 20 minutes; a line of evidence/records/attack.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python evidence/runs/attack.py
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for any host; every warning is an error
 	rm -rf build/site
@@ -77,7 +77,7 @@ docs: $(VENV)/.dev  ## the documentation site, in build/site: static files for a
 	@echo "build/site/index.html"
 
 first-hour:  ## what a new user meets: fresh environments with no extra, torch, jax and lm (minutes, and 6 GB for a while)
-	$(PYTHON) tests/first_hour.py
+	$(PYTHON) tests/project/first_hour.py
 
 # Zig's clang compiles for systems that are not here. Where the language leaves a choice, it takes what CMakeLists.txt takes.
 ZIG := build/zig/bin/python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -Wall -Wextra -Werror -Wno-psabi -Icsrc/include -Icsrc

@@ -1,4 +1,4 @@
-"""Run every adapter against the vectors, each in a process and an environment of its own: records/conformance.jsonl.
+"""Run every adapter against the vectors, each in a process and an environment of its own: evidence/records/conformance.jsonl.
 
     python conformance/run.py [NAME ...]
 
@@ -19,7 +19,7 @@ from linbias._machine import now, num_cores, processor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-RECORDS = ROOT / "records" / "conformance.jsonl"
+RECORDS = ROOT / "evidence" / "records" / "conformance.jsonl"
 # What could not be run here, and why.
 NOT_RUN = {
     "flash-attn 2 (package)": "its kernels need CUDA; their formulas are above",

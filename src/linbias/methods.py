@@ -5,7 +5,7 @@ loading PyTorch; the classes are in `linbias.models`. To add a method, write its
 
 Every method has one colour for light and one for dark pages. They were chosen by search so that each stands out from
 the page, and so that readers with any of the three kinds of colour blindness can tell apart those that share a chart
-(tests/test_methods.py measures both). ALiBi and its symmetric form for encoders never share one.
+(tests/core/test_methods.py measures both). ALiBi and its symmetric form for encoders never share one.
 """
 
 from __future__ import annotations

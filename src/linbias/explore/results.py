@@ -1,6 +1,6 @@
 """What the explorer page shows of `linbias extrapolate`: loss by test length and by position, ready for JSON.
 
-The run that the README shows travels with the package as results.json, written by runs/update_readme.py, so that the
+The run that the README shows travels with the package as results.json, written by evidence/runs/update_readme.py, so that the
 page needs neither PyTorch nor a run. Any other run is read from its folder.
 """
 

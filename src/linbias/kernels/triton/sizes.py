@@ -1,6 +1,6 @@
 """Tile sizes by head size, and the shared memory that they take.
 
-Chosen by what the compiler makes of them (tests/triton_compile.py prints it), not by tuning at run time, so that results do
+Chosen by what the compiler makes of them (tests/support/triton_compile.py prints it), not by tuning at run time, so that results do
 not depend on what else runs. Most scores for an instruction, as far as accumulators [rows, E] and [keys, D + E] leave
 registers for the innermost loops. Matrix products in float32 run without tensor cores and want little tiles.
 """

@@ -1,0 +1,196 @@
+"""Check and measure the Triton kernels on one CUDA GPU, peers interleaved, in 9 minutes; it ends in a page of figures.
+
+    python evidence/benchmarks/bench_gpu.py                          # all but tiles; records to records, page.md and logs beside them
+    python3 evidence/benchmarks/bench_gpu.py --output DIR            # likewise from a bare checkout, with nothing of ours installed or built
+    python evidence/benchmarks/bench_gpu.py --stages speed decode --shapes 16x64 --lengths 4096 16384
+    python evidence/benchmarks/bench_gpu.py --stages tiles           # other tile sizes beside those of linbias/kernels/triton/sizes.py
+    python evidence/benchmarks/bench_gpu.py --dry-run                # the whole script at tiny sizes in Triton's interpreter
+
+It needs PyTorch, Triton, NumPy, pytest and (training) Transformers. Stages, in order of worth:
+
+    contract    the contract suite, forward and backward, compiled for the device
+    speed       attention and its peers, checked, then timed; what the device reaches in products and copies
+    decode      one token against a long cache
+    training    steps of training a model; and attention of a small one that is trained here
+    points      attention among points of a plane
+    gates       keys at positions: forget gates
+    accuracy    the error at great length beside the form slope * key_index
+    sanitizer   a few cases of the contract under compute-sanitizer
+    pieces      a sequence in pieces, on processes that share the device
+    tiles       forward and backward with other tile sizes
+
+A stage that fails or hangs costs the others nothing: each is a process, with a time by which it must end; what one saves, the
+next have. Each record is appended to DIR/<machine>-<date>.jsonl (see record.py) as it is measured, and DIR/page.md, with a
+line for each claim that could be made, is written anew after each stage: a run may be cut at any moment. Peers, where they
+are to be had: FlexAttention with an ALiBi score_mod, and that with a window per head as BlockMask, and that on
+FlashAttention 4; SDPA's cuDNN and flash backends with more columns that carry the bias, with the bias as a mask, and without a
+bias (for scale only: it computes something else); flash_attn with alibi_slopes; the Forgetting Transformer's kernel with adaptive
+pruning, if src/forgetting_transformer/ops/forgetting_attention.py of github.com/zhixuan-lin/forgetting-transformer (883f260; it
+needs einops) lies in .external/. A peer that is wrong is left out, and said to be.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# For every process that a stage starts, too. What is installed goes first: it may be compiled.
+FOLDERS = [
+    *(str(ROOT / "tests" / x) for x in ("support", "torch")),
+    str(ROOT / "evidence" / "benchmarks"),
+]
+if importlib.util.find_spec("linbias") is None:
+    FOLDERS.insert(0, str(ROOT / "src"))
+sys.path += FOLDERS
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*filter(None, [os.environ.get("PYTHONPATH")]), *FOLDERS]
+)
+
+import torch  # noqa: E402
+
+import record  # noqa: E402
+from gpu import as_on_a_gpu, stages, suite, tiles, training  # noqa: E402
+from gpu.page import page  # noqa: E402
+from gpu.timing import AGAIN, lines_so_far  # noqa: E402
+
+# What runs, and how many seconds it has: 530 in all but tiles.
+STAGES = {
+    "contract": (suite.contract, 120),
+    "speed": (stages.speed, 190),
+    "decode": (stages.decode, 35),
+    "training": (training.training, 50),
+    "points": (stages.points, 25),
+    "gates": (stages.gates, 35),
+    "accuracy": (stages.accuracy, 15),
+    "sanitizer": (suite.sanitizer, 35),
+    "pieces": (stages.pieces, 25),
+    "tiles": (tiles.tiles, 240),
+}
+WARM = "warm"  # beside the contract, as long as that runs; it may fail
+
+
+def run_stages(options: argparse.Namespace) -> None:
+    """Each stage in a process of its own; a page of how it went after each."""
+    fared = dict.fromkeys(options.stages, "not begun")
+    end = time.monotonic()
+    for stage in options.stages:
+        end += 1000 if options.dry_run else STAGES[stage][1]
+        begun = time.monotonic()
+        with_warm = stage == "contract" and "speed" in options.stages and not options.dry_run
+        beside = start(WARM, options) if with_warm else None
+        how = wait_for(stage, end, options)
+        if beside is not None:
+            stop(beside)
+        fared[stage] = f"{how}, {time.monotonic() - begun:.0f} s"
+        print(
+            f"== {stage}: {fared[stage]}\n{log_of(stage, options).read_text()[-3000:]}", flush=True
+        )
+        text = page(lines_so_far(options), fared, options.lengths)
+        (options.output / "page.md").write_text(text)
+    print(text)
+    if not all(how.startswith("ok") for how in fared.values()):
+        raise SystemExit(1)
+
+
+def wait_for(stage: str, end: float, options: argparse.Namespace) -> str:
+    """Run a stage until it ends or must end; start it again where it says that the device is in error."""
+    while True:
+        process = start(stage, options)
+        try:
+            code = process.wait(timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "stopped, its time was up"
+        finally:
+            stop(process)
+        if code != AGAIN:
+            return "ok" if code == 0 else f"exit status {code}"
+
+
+def start(stage: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        __file__,
+        *sys.argv[1:],
+        "--only",
+        stage,
+        "--start",
+        str(options.start),
+    ]
+    with log_of(stage, options).open("a") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started, or the next stage would share the device."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def log_of(stage: str, options: argparse.Namespace) -> Path:
+    path: Path = options.output / f"{stage}.log"
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    usual = [stage for stage in STAGES if stage != "tiles"]
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=usual)
+    parser.add_argument("--only", choices=[*STAGES, WARM], help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[16384, 4096, 65536, 32768])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["32x128", "16x64"], help="heads x size of a head"
+    )
+    parser.add_argument(
+        "--caches", nargs="+", default=["1x65536", "16x16384"], help="batch x keys"
+    )
+    parser.add_argument("--points", nargs="+", type=int, default=[7000, 28000])
+    parser.add_argument("--long", nargs="+", type=int, default=[262_144, 1_048_576])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=record.RECORDS)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    options.failed = False
+    options.device = "cpu" if options.dry_run else "cuda"
+    options.dtype = torch.float16 if options.dry_run else torch.bfloat16
+    if options.dry_run:
+        options.lengths, options.shapes, options.caches = [16], ["1x16"], ["1x16"]
+        options.points, options.long, options.repeats, options.ranks = [9], [96], 1, 2
+    elif not torch.cuda.is_available():
+        raise SystemExit(
+            "bench_gpu: there is no CUDA device; --dry-run tries the script without one"
+        )
+    options.shapes, options.caches = (
+        [tuple(map(int, pair.split("x"))) for pair in pairs]
+        for pairs in (options.shapes, options.caches)
+    )
+    os.environ["TRITON_INTERPRET"] = str(int(options.dry_run))
+    options.output = options.output.resolve()
+    options.output.mkdir(parents=True, exist_ok=True)
+    options.records = options.output / record.default_path(options.device).name
+    if options.only is None:
+        options.start = options.records.stat().st_size if options.records.exists() else 0
+        for stage in [*STAGES, WARM]:
+            log_of(stage, options).unlink(missing_ok=True)
+        run_stages(options)
+        return
+    with as_on_a_gpu():
+        (stages.warm if options.only == WARM else STAGES[options.only][0])(options)
+    if options.failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What a user could run instead, where it is to be had: each name with what makes its call.
+
+Making one may fail, for want of a package or of a backend: whoever makes it says so and goes on. On a CPU, for the dry run,
+FlexAttention is not compiled, and has no backward pass.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+
+from gpu.timing import Call, Makers
+
+ROOT = Path(__file__).resolve().parents[3]
+FOX = ROOT / ".external" / "forgetting_attention.py"
+MASK_LIMIT_BYTES = 8 * 2**30
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Makers:
+    """Peers of causal attention with linear biases; of plain attention where the slopes are 0."""
+    torch.compiler.reset()  # else the second length is compiled for all lengths, and is slower
+    found = {
+        f"sdpa {name}, no bias": lambda b=b: partial(sdpa, q, k, v, b)
+        for name, b in BACKENDS.items()
+    }
+    if not slopes.any():
+        return {"flex": lambda: flex(q, k, v), **found}
+    (H, T), S = q.shape[1:3], k.shape[2]
+    fall = falling(slopes, S - T)
+    found["flex"] = lambda: flex(q, k, v, fall)
+    found["flex, window mask"] = lambda: flex(q, k, v, fall, window=window_per_head(q, k, slopes))
+    if has_flash_backend():
+        found["flex flash"] = lambda: flex(q, k, v, fall, backend="FLASH")
+    if T == S:
+        for name, b in BACKENDS.items():
+            found[f"sdpa {name}, bias columns"] = lambda b=b: columns(q, k, v, slopes, b)
+    if H * T * S * q.element_size() < MASK_LIMIT_BYTES:
+        found["sdpa, mask"] = lambda: masked(q, k, v, slopes)
+    if FOX.exists() and T == S:
+        gates = -slopes[None, :, None].expand(q.shape[0], -1, T).float().contiguous()
+        found["fox + acp"] = lambda: fox(q, k, v, gates)
+    if importlib.util.find_spec("flash_attn"):
+        found["flash_attn"] = lambda: flash_attn(q, k, v, slopes)
+    return found
+
+
+def falling(slopes: Tensor, before: int = 0) -> Score:
+    """The score_mod of causal attention whose queries stand at key `before` and on."""
+
+    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s - slopes[h] * (i + before - j)
+
+    return fall
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Makers:
+    """Peers of attention whose scores fall by the sums of -log f over forget gates f; log_gates is [B, H, T], float32."""
+    torch.compiler.reset()
+    place = -log_gates.double().cumsum(-1).float()
+
+    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s - (place[b, h, i] - place[b, h, j])
+
+    found: Makers = {"flex": lambda: flex(q, k, v, fall)}
+    if FOX.exists():
+        found["fox + acp"] = lambda: fox(q, k, v, log_gates)
+    found["sdpa cudnn, no bias"] = lambda: partial(sdpa, q, k, v, BACKENDS["cudnn"])
+    return found
+
+
+def among_points(q: Tensor, k: Tensor, v: Tensor, points: Tensor, slopes: Tensor) -> Makers:
+    """Peers of attention whose scores fall with the distance of points [N, 2], float32."""
+    torch.compiler.reset()
+    x, y = points.T.contiguous()
+
+    def fall(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s - slopes[h] * ((x[i] - x[j]) ** 2 + (y[i] - y[j]) ** 2).sqrt()
+
+    def made_in_the_call() -> Tensor:
+        bias = (torch.cdist(points, points) * -slopes[:, None, None]).to(q.dtype)
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+    found: Makers = {"flex": lambda: flex(q, k, v, fall, causal=False)}
+    if q.shape[1] * len(points) ** 2 * 4 < MASK_LIMIT_BYTES:
+        found["sdpa mask, made"] = lambda: made_in_the_call
+    found["sdpa, no bias"] = lambda: partial(scaled_dot_product_attention, q, k, v)
+    return found
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, score: Score | None = None, **options: Any) -> Call:
+    return partial(flex_like(q, k, score, **options), q, k, v)
+
+
+def flex_like(
+    q: Tensor, k: Tensor, score: Score | None, *, window: Tensor | None = None,
+    causal: bool = True, backend: str | None = None,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+    """FlexAttention with a score_mod, for arrays of these sizes; a BlockMask says what is hidden, with a window per head that too."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    T, S = q.shape[2], k.shape[2]
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        away = i + (S - T) - j
+        return away >= 0 if window is None else (away >= 0) & (away <= window[h])
+
+    def as_is(function: Any) -> Any:
+        return function
+
+    compiled = torch.compile if q.is_cuda else as_is
+    options: dict[str, Any] = {"score_mod": score}
+    if causal:
+        heads = None if window is None else q.shape[1]
+        make_mask = compiled(create_block_mask)
+        options["block_mask"] = make_mask(seen, None, heads, T, S, device=q.device.type)
+    if backend is not None:
+        options["kernel_options"] = {"BACKEND": backend}
+    return partial(compiled(flex_attention), **options)
+
+
+def has_flash_backend() -> bool:
+    """Whether FlexAttention finds FlashAttention 4, which it can run on."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:  # no flash_attn at all
+        return False
+
+
+def window_per_head(q: Tensor, k: Tensor, slopes: Tensor) -> Tensor:
+    from bench_attention import window_per_head
+
+    return window_per_head(q, k, slopes).to(q.device)
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, scale: float | None = None
+) -> Tensor:
+    """PyTorch's attention without a bias, by one of its backends; on a CPU by that which it has."""
+    with sdpa_kernel(backend) if q.is_cuda else nullcontext():
+        causal = q.shape[2] > 1  # of one row every key is visible
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def columns(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, backend: SDPBackend) -> Call:
+    """SDPA of q and k with 8 more columns, of which two make the bias: the position in two digits, exact in 16 bits."""
+    B, H, T, D = q.shape
+    at = torch.arange(T, device=q.device)
+    more_q, more_k = q.new_zeros(2, B, H, T, 8)
+    more_q[..., :2] = (slopes * D**0.5)[:, None, None]
+    more_k[..., :2] = torch.stack((at // 256 * 256, at % 256), -1).to(q.dtype)
+
+    def run() -> Tensor:
+        # Backends that want heads of one size get as many empty columns of v.
+        wide = (
+            torch.cat((q, more_q), -1),
+            torch.cat((k, more_k), -1),
+            torch.nn.functional.pad(v, (0, 8)),
+        )
+        return sdpa(*wide, backend, D**-0.5)[..., :D]
+
+    return run
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Call:
+    """SDPA with the bias as its mask, made before the call."""
+    T, S = q.shape[2], k.shape[2]
+    away = torch.arange(S - T, S, device=q.device)[:, None] - torch.arange(S, device=q.device)
+    bias = -slopes[:, None, None] * away
+    bias = bias.masked_fill(away < 0, -math.inf).to(q.dtype)[None]
+    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def fox(q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor) -> Call:
+    """The Forgetting Transformer's kernel, with its adaptive pruning."""
+    spec = importlib.util.spec_from_file_location(FOX.stem, FOX)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    options = {"head_first": True, "sm_scale": q.shape[-1] ** -0.5, "adaptive_threshold": "auto"}
+    return lambda: module.forgetting_attention(q, k, v, log_gates, **options)
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Call:
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+    options = {"causal": True, "alibi_slopes": slopes.float()}
+
+    def run() -> Tensor:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+    return run
+
+
+def log_gates(B: int, H: int, T: int, device: str) -> Tensor:
+    """Of forget gates sigmoid(N(4, 1.5)), about 0.98: float32."""
+    return logsigmoid(torch.randn(B, H, T, device=device) * 1.5 + 4)

@@ -1,0 +1,353 @@
+"""Break the source on purpose, one small change at a time, and see which test notices: `make mutants`.
+
+The changes (mutants) are listed by area in evidence/mutants/*.toml: a file, a text in it that occurs once, what replaces
+it, what that breaks in words, and the tests that should notice. Each is made in a temporary copy of the tree, never in
+the tree itself. A mutant is killed when a test fails that passes on the unchanged copy, crashes, or runs out of time.
+One that survives needs a written reason why nothing can notice it, and a reason that no longer holds is an error.
+
+Results are kept in build/mutants.jsonl with a hash of the changed file, the change and the test files, so that a
+run goes on where it was interrupted and later runs repeat only what may differ.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import queue
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from linbias._run.files import write_whole
+
+ROOT = Path(__file__).parents[2]
+LISTS = Path(__file__).parent
+RECORDS = ROOT / "build" / "mutants.jsonl"
+CORE_TEST = tuple(f"csrc/{name}" for name in (
+    "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "points_test.cpp", "attention_test.h",
+))  # fmt: skip
+NOT_COPIED = (".git", ".venv", "build", "dist", "output", "__pycache__", ".*_cache", ".hypothesis")
+
+# Put first on the path of the copy: an editable install would lead back to the tree.
+SITE_CUSTOMIZE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "ScikitBuildRedirectingFinder"]
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    area: str
+    file: str
+    old: str
+    new: str
+    breaks: str  # what is wrong now, in words; also its name
+    tests: tuple[str, ...]  # arguments of pytest, or "core" and a target: the core's own test
+    survives: str | None = None  # why no test can notice
+
+    @property
+    def key(self) -> str:
+        """Changes with whatever the result depends on directly."""
+        parts = [self.file, self.old, self.new, *self.tests, _content(self.file)]
+        parts += [_content(name) for name in sorted(set(test_files(self.tests)))]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _content(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_files(tests: tuple[str, ...]) -> Iterator[str]:
+    """The files that hold these tests."""
+    for command in tests:
+        first, *_ = shlex.split(command)
+        yield from CORE_TEST if first == "core" else (first.split("::")[0],)
+
+
+def read_mutants() -> list[Mutant]:
+    """All mutants in the order of their lists."""
+    mutants: list[Mutant] = []
+    for path in sorted(LISTS.glob("*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        for entry in content["mutant"]:
+            entry = {"file": content.get("file"), "tests": content.get("tests")} | entry
+            tests = tuple(entry.pop("tests"))
+            mutants.append(Mutant(area=content["area"], tests=tests, **entry))
+    return mutants
+
+
+def mistakes(mutants: list[Mutant]) -> list[str]:
+    """What is wrong with the lists: changes that cannot be made, names taken twice, tests in no file."""
+    found = []
+    names = Counter(mutant.breaks for mutant in mutants)
+    for mutant in mutants:
+        count = _content(mutant.file).count(mutant.old)
+        if count != 1:
+            found.append(f"{mutant.breaks}: old must occur once in {mutant.file}, got {count}")
+        if mutant.old == mutant.new:
+            found.append(f"{mutant.breaks}: new must differ from old")
+        if names[mutant.breaks] > 1:
+            found.append(f"{mutant.breaks}: {names[mutant.breaks]} mutants have this name")
+        missing = [name for name in test_files(mutant.tests) if not (ROOT / name).exists()]
+        found += [f"{mutant.breaks}: tests must exist, got {name}" for name in missing]
+    return found
+
+
+class NoResult(Exception):
+    """A mutant could not be tried."""
+
+
+class Workspace:
+    """A copy of the tree in which mutants are made, one at a time."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.root, self.seconds = folder / "tree", seconds
+        self.failing: dict[str, str | None] = {}  # by command, what fails without a mutant
+        self.pytest: subprocess.Popen[str] | None = None
+        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED, "*.so"))
+        (folder / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+        for name in ("_cpu", "_xla"):  # the compiled modules of the environment
+            spec = importlib.util.find_spec(f"linbias.{name}")
+            if spec is not None and spec.origin is not None:
+                shutil.copy(spec.origin, self.root / "src" / "linbias")
+        paths = [str(folder), str(self.root / "src")]
+        # Bytecode is not kept: a change within a second and of the same size would go unseen.
+        own = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def try_out(self, mutant: Mutant) -> str | None:
+        """Return what killed a mutant, or None if it survived."""
+        file = self.root / mutant.file
+        before = file.read_text(encoding="utf-8")
+        file.write_text(before.replace(mutant.old, mutant.new), encoding="utf-8")
+        try:
+            for command in mutant.tests:
+                killer = self.run(command)
+                if killer:
+                    break
+            else:
+                return None
+        finally:
+            file.write_text(before, encoding="utf-8")
+        self.check_unchanged(command)
+        return killer
+
+    def check_unchanged(self, command: str) -> None:
+        if command not in self.failing:
+            self.failing[command] = self.run(command)
+        if self.failing[command]:
+            raise NoResult(f"{self.failing[command]} fails without any change")
+
+    def run(self, command: str) -> str | None:
+        """Run tests; return the first that fails, or None."""
+        words = shlex.split(command)
+        pattern = r"FAILED (.*)"
+        if words[0] == "core":
+            code, output = self.run_program([str(self.build(words[1])), words[1]])
+            if code == 2:
+                raise NoResult(f"this machine cannot run {command}: {output.strip()}")
+        else:
+            code, output = self.run_pytest(
+                ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *words]
+            )
+            pattern = r"(?:FAILED|ERROR) (\S+?::\w+(?:\[.*?\](?= - |$))?)"
+        if code == 0:
+            return None
+        if code is None:
+            return f"the time limit of {command}"
+        if code < 0:
+            return f"{signal.Signals(-code).name} in {command}"
+        found = re.search(f"^{pattern}", output, re.MULTILINE)
+        if code == 1 and found:
+            return found[1]
+        raise NoResult(f"{command} ended with {code}:\n{output[-2000:]}")
+
+    def run_pytest(self, arguments: list[str]) -> tuple[int | None, str]:
+        """Exit status and output; by a process that has loaded what takes long to load."""
+        if self.pytest is None:
+            server = [sys.executable, str(Path(__file__).with_name("forking.py"))]
+            self.pytest = subprocess.Popen(
+                server, cwd=self.root, env=self.environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        output = self.root.with_name("output")
+        assert self.pytest.stdin is not None and self.pytest.stdout is not None
+        self.pytest.stdin.write(json.dumps([arguments, str(output), self.seconds]) + "\n")
+        self.pytest.stdin.flush()
+        answer = self.pytest.stdout.readline()
+        if not answer:
+            raise NoResult("the process that runs pytest has died")
+        return json.loads(answer), output.read_text(encoding="utf-8", errors="replace")
+
+    def run_program(self, command: list[str]) -> tuple[int | None, str]:
+        try:
+            done = subprocess.run(
+                command, check=False, capture_output=True, text=True, timeout=self.seconds,
+                start_new_session=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None, ""
+        return done.returncode, done.stdout
+
+    def build(self, target: str) -> Path:
+        """Build the core's own test for one target; a compiler's complaint is no result."""
+        build = self.root / "build" / target
+        beside = str(Path(sys.executable).parent)
+        cmake = shutil.which("cmake", path=os.pathsep.join((beside, os.environ["PATH"])))
+        if cmake is None:
+            raise NoResult("there is no cmake")
+        options = [
+            "-DLINBIAS_TEST=ON",
+            f"-DLINBIAS_TARGETS={target}",
+            "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+        ]
+        steps = [["-S", str(self.root), "-B", str(build), *options]] if not build.exists() else []
+        for step in [*steps, ["--build", str(build), "--target", "attention_test"]]:
+            done = subprocess.run(
+                [cmake, *step], check=False, capture_output=True, text=True, start_new_session=True
+            )
+            if done.returncode:
+                raise NoResult(f"cmake failed: {(done.stdout + done.stderr)[-2000:]}")
+        return build / "attention_test"
+
+    def close(self) -> None:
+        if self.pytest is not None:
+            self.pytest.kill()
+            self.pytest.wait()
+
+
+# ---- results
+
+
+@dataclass(frozen=True)
+class Result:
+    breaks: str
+    key: str
+    killed_by: str | None
+
+
+def read_results() -> dict[str, Result]:
+    """The last result of each mutant, by its name."""
+    if not RECORDS.exists():
+        return {}
+    lines = RECORDS.read_text(encoding="utf-8").splitlines()
+    results = (Result(**json.loads(line)) for line in lines)
+    return {result.breaks: result for result in results}
+
+
+def keep_result(mutants: list[Mutant], result: Result) -> None:
+    """Write down the results of the mutants that there are, in their order; another run may have added some."""
+    results = read_results() | {result.breaks: result}
+    kept = [results[m.breaks] for m in mutants if m.breaks in results]
+    RECORDS.parent.mkdir(exist_ok=True)
+    write_whole(RECORDS, "".join(json.dumps(asdict(r)) + "\n" for r in kept).encode())
+
+
+def verdict(mutant: Mutant, result: Result) -> str | None:
+    """What is wrong with a result, or None."""
+    if result.killed_by is None and mutant.survives is None:
+        return "it survives without a reason"
+    if result.killed_by is not None and mutant.survives is not None:
+        return f"it is said to survive, and is killed by {result.killed_by}"
+    return None
+
+
+# ---- the command
+
+
+def try_all(mutants: list[Mutant], todo: list[Mutant], jobs: int, seconds: float) -> list[str]:
+    """Try out what is to do and keep each result at once; return what went wrong."""
+    problems: list[str] = []
+    lock, numbers = threading.Lock(), itertools.count(1)
+    free: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
+
+    def try_one(mutant: Mutant) -> None:
+        workspace, begin = free.get(), time.perf_counter()
+        result, problem = None, None
+        try:
+            result = Result(mutant.breaks, mutant.key, workspace.try_out(mutant))
+            problem = verdict(mutant, result)
+            outcome = problem or result.killed_by or "survives, as expected"
+        except NoResult as error:
+            problem = outcome = str(error)
+        finally:
+            free.put(workspace)
+        with lock:
+            if result is not None:
+                keep_result(mutants, result)
+            if problem:
+                problems.append(f"{mutant.area}: {mutant.breaks}: {problem.splitlines()[0]}")
+            place = f"[{next(numbers)}/{len(todo)}]"
+            took = time.perf_counter() - begin
+            print(f"{place} {mutant.breaks}: {outcome} ({took:.0f} s)", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(min(jobs, len(todo))):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
+            workspace = contextlib.closing(Workspace(Path(folder), seconds))
+            free.put(stack.enter_context(workspace))
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        tried = [pool.submit(try_one, mutant) for mutant in todo]
+        try:
+            for future in tried:
+                future.result()
+        except BaseException:
+            print("stopping after what is being tried now")
+            pool.shutdown(cancel_futures=True)
+            raise
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="TEXT", help="mutants whose name, file or area holds it")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default 1)")
+    parser.add_argument("--again", action="store_true", help="repeat what is known already")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="time limit of a test command (default 300)"
+    )
+    options = parser.parse_args()
+    mutants = read_mutants()
+    if wrong := mistakes(mutants):
+        print(*wrong, sep="\n")
+        return 1
+    wanted = (options.only or "").lower()
+    chosen = [m for m in mutants if wanted in f"{m.breaks} {m.file} {m.area}".lower()]
+    known = read_results()
+
+    keys = {m.breaks: m.key for m in chosen}  # of the tree as it is now, before it is copied
+    todo = [
+        m
+        for m in chosen
+        if options.again or m.breaks not in known or known[m.breaks].key != keys[m.breaks]
+    ]
+    print(f"{len(mutants)} mutants, {len(chosen)} chosen, {len(todo)} to try")
+    problems = try_all(mutants, todo, options.jobs, options.seconds)
+    results = read_results()
+    for mutant in chosen:
+        if mutant not in todo and (problem := verdict(mutant, results[mutant.breaks])):
+            problems.append(f"{mutant.area}: {mutant.breaks}: {problem}")
+    print(*problems, f"{len(problems)} problems", sep="\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

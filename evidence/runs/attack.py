@@ -1,0 +1,241 @@
+"""Search for a broken certificate and for wrong results: `make attack`.
+
+    python evidence/runs/attack.py                         # both parts, in 20 minutes at most; fills docs/numerics.md
+    python evidence/runs/attack.py --minutes 1 --part mass # a quick look at one part
+    python evidence/runs/attack.py --seed 5                # other candidates and calls
+    python evidence/runs/attack.py --part calls --first 4000   # goes on where a run of that seed stopped
+
+Part "mass" climbs towards inputs that make an implementation drop as much probability as it can: `tests/support/attack_mass.py`
+says how the mass is measured. Part "calls" holds random calls with every option against the definition within the tests'
+budget: `tests/support/attack_calls.py`. Climb n, or call n, is a function of the seed and n alone. A run ends when it has what
+was asked for or no time is left, appends one line to evidence/records/attack.jsonl, and exits with 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "evidence" / "benchmarks"), str(ROOT / "tests" / "support")]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import record  # noqa: E402
+from attack_calls import try_call  # noqa: E402
+from attack_mass import STEPS, climb  # noqa: E402
+from attack_subjects import everything  # noqa: E402
+from linbias._run.progress import Pace  # noqa: E402
+from markers import fill  # noqa: E402
+
+RECORD = ROOT / "evidence" / "records" / "attack.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="most time, of both parts together"
+    )
+    parser.add_argument("--part", choices=("mass", "calls", "both"), default="both")
+    parser.add_argument("--candidates", type=int, default=500_000, help="of part mass")
+    parser.add_argument("--calls", type=int, default=10_000, help="of part calls")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first climb or call")
+    parser.add_argument(
+        "--only", default="", help='attack what has these words, such as "cpu avx2 decode"'
+    )
+    parser.add_argument("--no-record", action="store_true", help="write neither record nor table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start, bad = time.monotonic(), False
+    for part, run in (("mass", attack_mass), ("calls", attack_calls)):
+        if options.part not in (part, "both"):
+            continue
+        half = options.part == "both" and part == "mass"
+        stop = start + options.minutes * 60 / (2 if half else 1)
+        found = run(options, stop)
+        bad |= found["bad"]
+        if not options.no_record:
+            numbers = {"case": f"attack-{part}", "seed": options.seed, "first": options.first}
+            record.write({**numbers, **found, **record.here()}, RECORD)
+        print(json.dumps(found, indent=1))
+    if not options.no_record:
+        fill("docs/numerics.md", {"attack": table()})
+    sys.exit(1 if bad else 0)
+
+
+def attack_mass(options: argparse.Namespace, stop: float) -> dict[str, Any]:
+    """Climb, in rounds over everything that can be attacked, each in an order of its own."""
+    subjects = [a for a in everything() if options.only in f"{a.implementation} {a.way} {a.dtype}"]
+    worst: dict[str, dict[str, Any]] = {}
+    candidates, number, began = 0, options.first, time.monotonic()
+    while candidates < options.candidates and time.monotonic() < stop:
+        round_number, turn = divmod(number, len(subjects))
+        order = np.random.default_rng([options.seed, round_number]).permutation(len(subjects))
+        attacked = subjects[order[turn]]
+        setting = attacked.setting(np.random.default_rng([options.seed, number]))
+        found = climb(setting, attacked.subject, [options.seed, number])
+        name = f"{attacked.implementation}, {attacked.way}"
+        entry = worst.setdefault(name, {"candidates": 0, "ratio": 0.0})
+        entry["candidates"] += found.candidates
+        if found.ratio >= entry["ratio"]:
+            entry |= {"ratio": round(found.ratio, 6), "climb": number, "dtype": attacked.dtype}
+        if found.ratio > 1:
+            print(f"\nclimb {number}: {attacked} drops {found.ratio:.4g} times {setting}")
+        candidates, number = candidates + found.candidates, number + 1
+        highest = max(entry["ratio"] for entry in worst.values())
+        _progress(f"{candidates:,} candidates, climb {number}, worst ratio {highest:.4f}", began)
+    print(file=sys.stderr)
+    return {
+        "candidates": candidates,
+        "steps": STEPS,
+        "next": number,
+        "seconds": round(time.monotonic() - began),
+        "worst": worst,
+        "bad": any(entry["ratio"] > 1 for entry in worst.values()),
+    }
+
+
+def attack_calls(options: argparse.Namespace, stop: float) -> dict[str, Any]:
+    """Random calls, for the implementations in turn."""
+    worst: dict[str, dict[str, Any]] = {}
+    failures, again, number, began = [], 0, options.first, time.monotonic()
+    while number < options.first + options.calls and time.monotonic() < stop:
+        outcome = try_call([options.seed, number], number)
+        name = outcome.ran
+        entry = worst.setdefault(name, {"calls": 0, "share": 0.0, "over": 0})
+        entry["calls"] += 1
+        again += outcome.again
+        if outcome.failure:
+            entry["over"] += 1
+            failures.append(number)
+            print(f"\ncall {number}: {outcome.failure}")
+        entry["share"] = max(entry["share"], round(outcome.share, 4))
+        number += 1
+        if number % 20 == 0:
+            done = number - options.first
+            _progress(f"{done:,} calls, {len(failures)} over the budget", began)
+    print(file=sys.stderr)
+    return {
+        "calls": number - options.first,
+        "next": number,
+        "asked_again": again,
+        "over": failures,
+        "seconds": round(time.monotonic() - began),
+        "worst": worst,
+        "bad": any(entry["share"] > MOST_BUDGETS for entry in worst.values()),
+    }
+
+
+# The budget is twice the largest error of forty plain computations. Of ten thousand calls a few have an unluckier sum than
+# these forty; a mistake in the code is larger.
+MOST_BUDGETS = 3
+
+
+_PACE = Pace()
+
+
+def _progress(text: str, began: float) -> None:
+    text += f", {time.monotonic() - began:,.0f} s"
+    if sys.stderr.isatty():
+        print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
+    elif _PACE.is_due():
+        print(text, file=sys.stderr, flush=True)
+
+
+def table() -> str:
+    """The newest record of either part, with those that it went on from, for docs/numerics.md."""
+    newest: dict[str, dict[str, Any]] = {}
+    for found in _records():
+        before = newest.get(found["case"])
+        goes_on = before and all(before[x] == found[y] for x, y in CONTINUED)
+        newest[found["case"]] = _together(before, found) if before and goes_on else found
+    lines = []
+    if mass := newest.get("attack-mass"):
+        lines += [
+            "| implementation | called | candidates | largest share of `tolerance` dropped | in |",
+            "|---" * 5 + "|",
+        ]
+        for name, entry in mass["worst"].items():
+            implementation, mode = name.split(", ", 1)
+            row = (
+                implementation,
+                mode,
+                f"{entry['candidates']:,}",
+                f"{entry['ratio']:.3f}",
+                entry["dtype"],
+            )
+            lines.append(f"| {' | '.join(row)} |")
+        lines += [
+            "",
+            _made(
+                mass,
+                f"{mass['candidates']:,} candidates, climbs {mass['first']} to {mass['next'] - 1}",
+            ),
+            "",
+        ]
+    if calls := newest.get("attack-calls"):
+        lines += [
+            "| random calls of | calls | over the budget | largest error, in budgets |",
+            "|---" * 4 + "|",
+        ]
+        for name, entry in sorted(calls["worst"].items()):
+            row = (name, f"{entry['calls']:,}", str(entry["over"]), f"{entry['share']:.2f}")
+            lines.append(f"| {' | '.join(row)} |")
+        over = (
+            f", {len(calls['over'])} of them over the budget"
+            if calls["over"]
+            else ", all within the budget"
+        )
+        lines += [
+            "",
+            _made(
+                calls,
+                f"{calls['calls']:,} calls{over}, numbers {calls['first']} to {calls['next'] - 1}",
+            ),
+        ]
+    return "\n".join(lines)
+
+
+# What a record shares with the one before it, where it goes on from that one.
+CONTINUED = (("seed", "seed"), ("commit", "commit"), ("machine", "machine"), ("next", "first"))
+
+
+def _together(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two records as if one run had made them."""
+    worst = {name: dict(entry) for name, entry in before["worst"].items()}
+    for name, entry in after["worst"].items():
+        there = worst.setdefault(name, {"ratio": 0.0, "share": 0.0})
+        counts = {
+            n: there.get(n, 0) + entry[n] for n in ("candidates", "calls", "over") if n in entry
+        }
+        measure = "ratio" if "ratio" in entry else "share"
+        worst[name] = {**(entry if entry[measure] >= there[measure] else there), **counts}
+    sums = {
+        n: before[n] + after[n] for n in ("candidates", "calls", "seconds", "over") if n in after
+    }
+    return {**after, "first": before["first"], "worst": worst, **sums}
+
+
+def _records() -> Iterator[dict[str, Any]]:
+    with RECORD.open() as file:
+        yield from map(json.loads, file)
+
+
+def _made(found: dict[str, Any], what: str) -> str:
+    return (
+        f"{what} of seed {found['seed']}, in {found['seconds'] / 60:.0f} minutes; {found['machine']}, one thread,"
+        f" commit {found['commit']}, {found['date']}, `make attack`."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""The NumPy definition: hand-worked numbers, the seed documents' printed tables, gradients."""
+
+import json
+
+import numpy as np
+import pytest
+
+import linbias
+from cases import Case, make_inputs, short
+from chapter import HEADS, OUTPUT, numbers
+from truth import true_attention
+
+INF = np.inf
+
+# The book chapter's example, "The cat sat on mat": width 4, 2 heads of size 2.
+TOKENS = ["The", "cat", "sat", "on", "mat"]
+Q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
+K = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
+V = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
+
+
+def heads(rows) -> np.ndarray:
+    return np.array(rows, dtype=float).reshape(len(rows), 2, 2).transpose(1, 0, 2)
+
+
+def chapter(slopes=(0.5, 0.25), **options) -> linbias.Explanation:
+    return linbias.explain(heads(Q), heads(K), heads(V), slopes, **{"causal": False} | options)
+
+
+def test_chapter_weights():
+    head_1, head_2, averaged = map(numbers, HEADS.split("\n\n"))
+    weight = chapter().weights
+    np.testing.assert_allclose(weight[0], head_1, atol=5.01e-5)
+    np.testing.assert_allclose(weight[1], head_2, atol=5.01e-5)
+    # The chapter averages before it rounds: one more unit of the last digit.
+    np.testing.assert_allclose(weight.mean(0), averaged, atol=6e-5)
+
+
+def test_chapter_output():
+    trace = chapter()
+    actual = trace.output.transpose(1, 0, 2).reshape(5, 4)
+    np.testing.assert_allclose(actual, numbers(OUTPUT), atol=5.01e-5)
+    direct = linbias.attention(heads(Q), heads(K), heads(V), [0.5, 0.25], causal=False)
+    np.testing.assert_array_equal(direct, trace.output)
+
+
+def test_the_chapters_own_layout_is_split_into_heads():
+    found = linbias.attention(Q, K, V, [0.5, 0.25], causal=False, num_heads=2)
+    np.testing.assert_array_equal(found, chapter().output.transpose(1, 0, 2).reshape(5, 4))
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 5, 24)), rng.normal(size=(3, 7, 12)), rng.normal(size=(3, 7, 10))
+    out, lse = linbias.attention(q, k, v, num_heads=4, return_lse=True)  # two heads of k and v
+    apart = [
+        x.reshape(3, -1, n, x.shape[-1] // n).swapaxes(1, 2) for x, n in ((q, 4), (k, 2), (v, 2))
+    ]
+    expected, expected_lse = linbias.attention(*apart, return_lse=True)
+    np.testing.assert_array_equal(out, expected.swapaxes(1, 2).reshape(3, 5, 20))
+    np.testing.assert_array_equal(lse, expected_lse)
+
+
+def test_chapter_steps():
+    trace = chapter()
+    raw = [[0, 1, 1, 0, 1], [2, 0, 2, 0, 0], [1, 1, 2, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]]
+    scores = [
+        [0.000, 0.207, -0.293, -1.500, -1.293],
+        [0.914, 0.000, 0.914, -1.000, -1.500],
+        [-0.293, 0.207, 1.414, -0.500, -0.293],
+        [-1.500, -1.000, -0.500, 0.000, -0.500],
+        [-2.000, -0.793, -0.293, -0.500, 0.707],
+    ]
+    np.testing.assert_array_equal(trace.raw[0], raw)
+    np.testing.assert_allclose(trace.scaled[0], np.divide(raw, np.sqrt(2)))
+    np.testing.assert_allclose(trace.scores[0], scores, atol=5.01e-4)
+    np.testing.assert_allclose(trace.scaled[1, 0], [0, 0.707, 0, 0.707, 0.354], atol=5.01e-4)
+    np.testing.assert_array_equal(trace.bias[1, 0], [0, -0.25, -0.5, -0.75, -1.0])
+    np.testing.assert_allclose(trace.scores[1, 0], [0, 0.457, -0.5, -0.043, -0.646], atol=5.01e-4)
+    np.testing.assert_array_equal(
+        -linbias.bias([0.25], 5, 5)[0],
+        [[0, 0.25, 0.5, 0.75, 1], [0.25, 0, 0.25, 0.5, 0.75], [0.5, 0.25, 0, 0.25, 0.5],
+         [0.75, 0.5, 0.25, 0, 0.25], [1, 0.75, 0.5, 0.25, 0]],
+    )  # fmt: skip
+
+
+def test_chapter_exercise_1_sat_attends_to_itself():
+    weight = chapter().weights[0, 2]
+    np.testing.assert_allclose(weight, [0.1003, 0.1653, 0.5527, 0.0815, 0.1003], atol=5.01e-5)
+    assert weight.argmax() == 2
+
+
+def test_chapter_exercise_2_slope_zero_is_standard_attention():
+    weight = chapter(slopes=(0, 0)).weight
+    np.testing.assert_allclose(
+        weight[0, 0], [0.1237, 0.2509, 0.2509, 0.1237, 0.2509], atol=5.01e-5
+    )
+    np.testing.assert_allclose(weight[0, 3], 0.2)
+
+
+def test_chapter_exercise_3_the_causal_mask_makes_the_future_penalty_redundant():
+    causal = chapter(causal=True)
+    assert (causal.weights[:, np.triu(np.ones((5, 5)), 1) > 0] == 0).all()
+    masked = np.where(np.tri(5) > 0, chapter().scores, -INF)
+    weight = np.exp(masked) / np.exp(masked).sum(-1, keepdims=True)
+    np.testing.assert_allclose(causal.weights, weight)
+
+
+def test_chapter_exercise_4_other_schedules():
+    linear = (2 - np.arange(1, 3) + 1) / 2  # (H - h + 1) / H: 1, 1/2
+    steep = chapter(slopes=linear).weights[0, 0]
+    constant = chapter(slopes=(0.25, 0.25))
+    score = np.array([0, 2**-0.5, 2**-0.5, 0, 2**-0.5])
+    for weight, slope in ((steep, 1.0), (constant.weights[0, 0], 0.25)):
+        by_hand = np.exp(score - slope * np.arange(5))
+        np.testing.assert_allclose(weight, by_hand / by_hand.sum())
+    # With one slope for all, heads differ by content alone: the same bias in every head.
+    np.testing.assert_array_equal(constant.bias[0], constant.bias[1])
+
+
+def test_chapter_exercise_5_more_tokens_barely_move_the_old_rows():
+    """Five more tokens behind: under a causal mask the old rows keep their weights to the bit."""
+    rng = np.random.default_rng(0)
+    more = [np.concatenate([np.array(x, float), rng.normal(size=(5, 4))]) for x in (Q, K, V)]
+    q, k, v = (heads(x) for x in more)
+    longer = linbias.explain(q, k, v, [0.5, 0.25])
+    np.testing.assert_array_equal(longer.weights[:, :5, :5], chapter(causal=True).weights)
+    symmetric = linbias.explain(q, k, v, [0.5, 0.25], causal=False)
+    lost = 1 - symmetric.weights[0, :5, :5].sum(-1)
+    assert (np.diff(lost) > 0).sum() >= 3, "the nearer a row to the new tokens, the more they take"
+    np.testing.assert_allclose(
+        symmetric.weights[:, 0, :5] / symmetric.weights[:, 0, :5].sum(-1, keepdims=True),
+        chapter().weights[:, 0],
+    )
+
+
+def test_flax_document_bias():
+    distance = np.array([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
+    bias = linbias.bias(linbias.slopes(2, "geometric"), 4, 4)
+    np.testing.assert_array_equal(bias, [-0.0625 * distance, -0.00390625 * distance])
+
+
+def test_repository_faq_mask_gives_the_same_softmax():
+    """The authors' code adds slope * key index; softmax cannot tell, for the rows differ by a constant."""
+    m = 0.00390625  # the FAQ prints 0.0039, 0.0078, 0.0117
+    faq = np.where(np.tri(4) > 0, m * np.arange(4), -INF)
+    np.testing.assert_allclose(faq[3], [0, 0.0039, 0.0078, 0.0117], atol=5e-5)
+    ours = linbias.bias([m], 4, 4, right_slopes=[INF])[0]
+    for t in range(4):
+        np.testing.assert_allclose(faq[t, : t + 1] - ours[t, : t + 1], m * t)
+    np.testing.assert_array_equal(np.isinf(faq), np.isinf(ours))
+
+
+def test_annotated_implementation_weights_agree():
+    """a = softmax(q K + m [0 .. i-1]) = softmax(q K + m [-(i-1) .. 0]): the formula of the annotated page."""
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 6, 4))
+    weight = linbias.explain(q, k, k, [0.3]).weights[0]
+    for i in range(6):
+        score = q[0, i] @ k[0, : i + 1].T / 2 + 0.3 * np.arange(i + 1)
+        np.testing.assert_allclose(weight[i, : i + 1], np.exp(score) / np.exp(score).sum())
+
+
+def test_directional_encoder_hides_one_side_of_each_half():
+    half = linbias.slopes(2)
+    bias = linbias.bias([*half, INF, INF], 4, 4, right_slopes=[INF, INF, *half])
+    assert (np.isinf(bias[:2]) == (np.tri(4).T - np.eye(4) > 0)).all()
+    assert (np.isinf(bias[2:]) == (np.tri(4) - np.eye(4) > 0)).all()
+    np.testing.assert_array_equal(bias[2:], bias[:2].transpose(0, 2, 1))
+
+
+def test_alignment_is_at_the_lower_right():
+    assert (
+        np.isfinite(linbias.bias([0.0], 2, 4, right_slopes=[INF])[0]) == [[1, 1, 1, 0], [1] * 4]
+    ).all()
+    assert (
+        np.isfinite(linbias.bias([0.0], 4, 2, right_slopes=[INF])[0])
+        == [[0, 0], [0, 0], [1, 0], [1, 1]]
+    ).all()
+
+
+def test_rows_without_a_key_are_zero_with_lse_minus_infinity():
+    out, lse = linbias.attention(
+        *np.ones((3, 1, 4, 2))[:1], *np.ones((2, 1, 2, 2)), return_lse=True
+    )
+    assert (out[0, :2] == 0).all() and (out[0, 2:] == 1).all()
+    assert np.isneginf(lse[0, :2]).all() and np.isfinite(lse[0, 2:]).all()
+
+
+def test_bias_never_rewards_the_future():
+    bias = linbias.bias([0.5], 5, 5)[0]
+    assert (bias <= 0).all()
+    np.testing.assert_array_equal(bias, bias.T)
+
+
+@pytest.mark.parametrize("case", [c for c in short() if not c.dropout], ids=lambda case: case.name)
+def test_two_writings_of_the_definition_agree(case: Case):
+    """`linbias.attention` and tests/support/truth.py were written apart; every case that is not there for its tiles must agree, gradients too."""
+    inputs = make_inputs(case)
+    truth, gradients = true_attention(inputs, case, np.longdouble)
+    options = {
+        "causal": case.causal,
+        "right_slopes": inputs.right,
+        "scale": case.scale,
+        **case.placement,
+    }
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.left)
+    out, lse = linbias.attention(*arrays, **options, return_lse=True)
+    seen = np.isfinite(truth["lse"])
+    dlse = np.where(seen, inputs.dlse, 0.0)
+    actual = linbias.attention_backward(inputs.dout, *arrays, **options, dlse=dlse)
+    dleft = actual.dslopes
+    if not case.causal and inputs.right is None:
+        dleft = dleft + actual.dright_slopes
+    pairs = [(out, truth["out"]), (lse[seen], truth["lse"][seen]), (dleft, gradients["left"])]
+    pairs += [(getattr(actual, f"d{n}"), gradients[n]) for n in "qkv"]
+    if inputs.right is not None:
+        pairs.append((actual.dright_slopes, gradients["right"]))
+    assert np.isneginf(lse[~seen]).all()
+    for mine, theirs in pairs:
+        size = np.abs(theirs).max(initial=1.0) * max(1.0, case.logits)
+        np.testing.assert_allclose(mine, theirs.astype(float), rtol=0, atol=1e-12 * size)
+
+
+def test_gradients_equal_finite_differences():
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=(2, n, s, d)) for n, s, d in ((4, 3, 5), (2, 6, 5), (2, 6, 2))]
+    arrays += [rng.uniform(0.1, 1, 4), rng.uniform(0.1, 1, (2, 4))]
+    dout, dlse = rng.normal(size=(2, 4, 3, 2)), rng.normal(size=(2, 4, 3))
+
+    def loss() -> float:
+        q, k, v, left, right = arrays
+        out, lse = linbias.attention(
+            q, k, v, left, causal=False, right_slopes=right, return_lse=True
+        )
+        return float((out * dout).sum() + (lse * dlse).sum())
+
+    left = np.broadcast_to(arrays[3], (2, 4))
+    gradients = linbias.attention_backward(
+        dout, *arrays[:3], left, causal=False, right_slopes=arrays[4], dlse=dlse
+    )
+    expected = [*gradients[:3], gradients.dslopes.sum(0), gradients.dright_slopes]
+    for array, gradient in zip(arrays, expected, strict=True):
+        for _ in range(10):
+            index = tuple(rng.integers(n) for n in array.shape)
+            before = array[index]
+            array[index] = before + 1e-5
+            above = loss()
+            array[index] = before - 1e-5
+            below = loss()
+            array[index] = before
+            assert (above - below) / 2e-5 == pytest.approx(gradient[index], abs=1e-8)
+
+
+def test_batch_axes_and_dtypes():
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 4, 7, 5)).astype(np.float32)
+    out, lse = linbias.attention(q, k, v, return_lse=True)
+    assert out.shape == (2, 3, 4, 7, 5) and out.dtype == np.float32
+    assert lse.shape == (2, 3, 4, 7) and lse.dtype == np.float64
+    alone = linbias.attention(q[1, 2], k[1, 2], v[1, 2])
+    np.testing.assert_array_equal(out[1, 2], alone)
+    assert linbias.attention([[[1]]], [[[1]]], [[[3]]]).dtype == np.float64
+
+
+def test_explanation_reads_as_a_table_and_as_json():
+    trace = chapter()
+    table = trace.table(query=0, tokens=TOKENS)
+    assert "head 0, slope 1/2, query The" in table
+    assert "mat   1.0000   0.7071  -2.0000  -1.2929   0.0790" in table
+    assert "output [0.3274 0.3936]" in table
+    assert trace.table(query=0, head=1).count("head") == 1
+    assert json.loads(json.dumps(trace.to_dict()))["weights"][0][0][0] == pytest.approx(
+        0.2879, abs=1e-4
+    )
+    with pytest.raises(ValueError, match="tokens must name the 5 keys, got 2"):
+        trace.table(tokens=["a", "b"])
+    with pytest.raises(ValueError, match=r"query must be in \[-5, 5\), got 5"):
+        trace.table(query=5)
+    with pytest.raises(ValueError, match="without a batch axis"):
+        linbias.explain(*np.ones((3, 1, 2, 3, 4))).table()
+
+
+def test_former_names_of_the_steps_still_answer():
+    trace = chapter()
+    np.testing.assert_array_equal(trace.penalty, -trace.bias)
+    assert trace.biased is trace.scores and trace.weight is trace.weights
+
+
+def test_placement_without_a_batch_axis():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 3))
+    options = {"key_range": [[1, 4], [0, 2]], "query_start": -1}
+    alone = linbias.attention(q, k, v, **options)
+    batched = {name: np.array([value]) for name, value in options.items()}
+    np.testing.assert_array_equal(
+        alone, linbias.attention(q[None], k[None], v[None], **batched)[0]
+    )
+
+
+def test_keys_outside_the_range_may_hold_anything():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 3))
+    clean = linbias.attention(q, k, v, key_range=[2, 5])
+    k[:, :2], v[:, 5:] = np.nan, np.inf
+    np.testing.assert_array_equal(linbias.attention(q, k, v, key_range=[2, 5]), clean)
+    trace = linbias.explain(q, k, v, key_range=[2, 5], query_start=0)
+    assert np.isneginf(trace.bias[0, :, :2]).all() and "query 3" in trace.table(query=3)
+
+
+def test_weights_times_values_are_the_output():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 5, 3))
+    weights = linbias.attention_weights(q, k, causal=False)
+    np.testing.assert_allclose(weights @ v, linbias.attention(q, k, v, causal=False))
+
+
+def test_merged_parts_equal_the_whole():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 9, 3))
+    parts = [
+        linbias.attention(
+            q[..., 2:6, :], k[..., a:b, :], v[..., a:b, :],
+            causal=causal, query_start=[2 - a] * 2, return_lse=True,
+        )
+        for causal in (True, False)
+        for a, b in ((0, 1), (1, 6), (6, 9))
+    ]  # fmt: skip
+    for causal, three in ((True, parts[:3]), (False, parts[3:])):
+        whole = linbias.attention(
+            q[..., 2:6, :], k, v, causal=causal, query_start=[2] * 2, return_lse=True
+        )
+        for merged, expected in zip(linbias.merge(*zip(*three, strict=True)), whole, strict=True):
+            np.testing.assert_allclose(merged, expected, atol=1e-12)
+
+
+def test_merging_rows_that_see_nothing():
+    out, lse = linbias.merge([np.zeros((2, 3)), np.ones((2, 3))], [[-INF, -INF], [-INF, 0.5]])
+    np.testing.assert_array_equal(out, [[0, 0, 0], [1, 1, 1]])
+    np.testing.assert_array_equal(lse, [-INF, 0.5])
+
+
+def test_explain_takes_heads_side_by_side_and_says_where_a_query_is_chosen():
+    slopes = linbias.slopes(2, "halving")
+    trace = linbias.explain(Q, K, V, slopes, causal=False, num_heads=2)
+    apart = linbias.explain(heads(Q), heads(K), heads(V), slopes, causal=False)
+    np.testing.assert_array_equal(trace.output, apart.output)
+    np.testing.assert_array_equal(trace.q, heads(Q))
+    with pytest.raises(ValueError, match="num_heads= splits the last of 2"):
+        linbias.explain(Q, K, V)
+    with pytest.raises(TypeError, match=r"no argument query_idx; .* table\(query=...\)"):
+        linbias.explain(Q, K, V, query_idx=0)

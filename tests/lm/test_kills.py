@@ -1,0 +1,186 @@
+"""`extrapolate`, `embed` and the paper's whole path, killed between and within their steps, end like undisturbed runs.
+
+`evidence/runs/kills.py` does the same to the commands at random moments, and with other signals and full disks.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from interrupting import die, killed_processes
+from linbias._run.files import JsonLog
+from linbias.data.tokenizers import byte_tokenizer
+from linbias.lm.extrapolation import extrapolate
+from linbias.lm.settings import ExtrapolateSettings, TrainSettings
+from linbias.models import Document, LinbiasBertConfig, LinbiasBertModel, embed
+from linbias.paper.pipeline import run as run_path
+from linbias.paper.recipe import Recipe
+from paper_training import MODEL
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.1}
+WORDS = ["train", "short", "test", "long", "slope", "bias"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("texts")
+    paths = {}
+    for name, lines in {"train": 120, "valid": 12, "test": 12}.items():
+        paths[name] = folder / name
+        paths[name].write_text(
+            "".join(" ".join(draw.choices(WORDS, k=9)) + "\n" for _ in range(lines))
+        )
+    return paths
+
+
+def run_extrapolate(texts: dict[str, Path], output: Path) -> None:
+    training = TrainSettings(TINY, length=16, batch_size=2, steps=4, save_steps=2, threads=1)
+    settings = ExtrapolateSettings(
+        methods=("alibi", "learned"),
+        train_lengths=(16,),
+        test_lengths=(16, 32),
+        corpus=str(texts["train"]),
+        limit_tokens=300,
+        training=training,
+    )
+    extrapolate(settings, output, progress=False)
+
+
+def run_paper(texts: dict[str, Path], output: Path) -> None:
+    sizes = {"length": 16, "max_tokens": 64, "rows_multiple": 1, "batches_per_step": 2}
+    recipe = Recipe(
+        **sizes,
+        model={**MODEL, "cutoffs": []},
+        steps=4,
+        warmup_steps=1,
+        precision="fp32",
+        validate_steps=2,
+        save_steps=2,
+        log_steps=1,
+        device="cpu",
+    )
+    run_path(texts, output, recipe, progress=False)
+
+
+def run_embed(folder: Path, output: Path) -> None:
+    documents = [Document(f"d{size}", "far away " * size) for size in (1, 2, 30, 3, 40)]
+    embed(folder, documents, output, batch_tokens=300)
+
+
+def until_killed(where: str, count: int, run: Callable[..., None], *arguments: Any) -> None:
+    """Run, and die at a call of one function, before it does anything."""
+    module, _, name = where.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    original, calls = getattr(owner, name), 0
+
+    def count_and_die(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            die()
+        return original(*args, **options)
+
+    setattr(owner, name, count_and_die)
+    run(*arguments)
+
+
+def kill_in_turn(run: Callable[..., None], deaths: list[tuple[str, int]], *arguments: Any) -> None:
+    """Start again after every death, and let the last run end."""
+    killed_processes(until_killed, deaths, run, *arguments)
+    run(*arguments)
+
+
+@pytest.mark.processes
+def test_extrapolate_killed_anywhere_ends_like_an_undisturbed_run(
+    texts: dict[str, Path], tmp_path: Path
+) -> None:
+    deaths = [
+        ("linbias.lm.checkpoints.write_json", 1),  # the first checkpoint has no mark
+        ("linbias._run.files.JsonLog.append", 1),  # trained, not recorded
+        ("linbias._run.files.os.fsync", 2),  # within a line or a file
+        ("linbias.lm.loop.move_into_place", 1),  # trained, not in place
+        ("linbias.lm.extrapolation.write_json", 1),
+        ("linbias.lm.extrapolation.write_report", 1),
+    ]
+    run_extrapolate(texts, tmp_path / "whole")
+    kill_in_turn(run_extrapolate, deaths, texts, tmp_path / "killed")
+    models = (f"models/{method}-L16-s0/model.safetensors" for method in ("alibi", "learned"))
+    assert_same_files(tmp_path, *models)
+    whole, killed = (
+        JsonLog(tmp_path / name / "results.jsonl").records for name in ("whole", "killed")
+    )
+    for record, other in zip(whole, killed, strict=True):
+        for field in ("kind", "method", "test_length", "loss", "nll", "num_tokens", "steps"):
+            assert record.get(field) == other.get(field)
+
+
+@pytest.mark.processes
+def test_the_papers_path_killed_anywhere_ends_like_an_undisturbed_run(
+    texts: dict[str, Path], tmp_path: Path
+) -> None:
+    deaths = [
+        ("linbias.paper.prepare.os.replace", 2),  # one split is written
+        ("linbias.lm.checkpoints.write_json", 2),
+        ("linbias.paper.score.write_whole", 2),  # the first scores are there
+        ("linbias.paper.score._batches", 5),
+    ]
+    run_paper(texts, tmp_path / "whole")
+    kill_in_turn(run_paper, deaths, texts, tmp_path / "killed")
+    names = ("data/train.bin", "data/dict.txt", "model/model.safetensors", "model/log.jsonl")
+    assert_same_files(tmp_path, *names)
+    for path in (tmp_path / "whole").glob("*.npz"):
+        scores = (
+            np.load(folder / path.name)["log_probs"]
+            for folder in (tmp_path / "killed", tmp_path / "whole")
+        )
+        np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.processes
+def test_embed_killed_anywhere_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
+    config = LinbiasBertConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
+    byte_tokenizer().save(tmp_path / "encoder")
+    deaths = [
+        ("linbias._run.folders.write_json", 1),  # held, without its settings
+        ("linbias._run.files.os.fsync", 3),  # within the line of the second batch
+        ("linbias.models.encoders.vectors.new_file", 1),  # ids are written
+    ]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run_embed(tmp_path / "encoder", tmp_path / "whole" / "v.npy")
+    kill_in_turn(run_embed, deaths, tmp_path / "encoder", tmp_path / "killed" / "v.npy")
+    assert_same_files(tmp_path, "v.ids.json", "v.npy")
+    assert files(tmp_path / "whole") == ["v.ids.json", "v.npy"]
+
+
+def assert_same_files(folder: Path, *names: str) -> None:
+    """The folders whole and killed hold the same files, and those of these names bit for bit."""
+    whole, killed = folder / "whole", folder / "killed"
+    assert files(killed) == files(whole)
+    for name in names:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_the_papers_path_under_torchrun_is_refused(
+    texts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match="run: must run as one process; use paper train for several"
+    ):
+        run_paper(texts, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,336 @@
+"""The published vectors, the checker that others run, and bugs planted for it to find."""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from documents import ROOT
+
+FOLDER = ROOT / "conformance"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"conformance_{name}", FOLDER / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder():
+    """The folder's files import each other by name, as they do where they are run."""
+    sys.path.insert(0, str(FOLDER))
+    names = ("bugs", "check", "make")
+    assert not [name for name in names if name in sys.modules]
+    yield
+    sys.path.remove(str(FOLDER))
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def make(folder):
+    return importlib.import_module("make")
+
+
+@pytest.fixture(scope="module")
+def check(folder):
+    return importlib.import_module("check")
+
+
+@pytest.fixture(scope="module")
+def definition(folder):
+    return module("adapters/linbias_numpy").attention
+
+
+ROWS = json.loads((FOLDER / "rows.json").read_text(encoding="utf-8"))
+
+
+def run(check, function, tmp_path, *options):
+    """The records of a function, and the exit code."""
+    probe = type(sys)("probe")
+    probe.attention = function
+    sys.modules["probe"] = probe
+    path = tmp_path / "records.json"
+    code = check.main(["--call", "probe:attention", "--json", str(path), *options])
+    del sys.modules["probe"]
+    return {record["row"]: record for record in json.loads(path.read_text())}, code
+
+
+# The files
+
+
+def test_files_are_what_make_makes(make):
+    arrays, rows = make.make()
+    assert rows == ROWS
+    with np.load(FOLDER / "vectors.npz", allow_pickle=False) as file:
+        assert sorted(file.files) == sorted(arrays)
+        for name, array in arrays.items():
+            assert file[name].dtype == array.dtype
+            if name.rsplit("/")[-1] in "qkv":
+                np.testing.assert_array_equal(file[name], array)
+            else:  # exponentials differ in the last bit between processors
+                rtol = 2e-3 if array.dtype == np.float16 else 1e-13
+                np.testing.assert_allclose(file[name], array, rtol=rtol, atol=rtol)
+
+
+def test_inputs_are_the_same_numbers_in_every_format():
+    with np.load(FOLDER / "vectors.npz", allow_pickle=False) as file:
+        for name in file.files:
+            if name.rsplit("/")[-1] in ("q", "k", "v"):
+                bits = file[name].astype(np.float32).view(np.uint32)
+                assert not (bits & 0xFFFF).any(), name  # nothing that bfloat16 would cut off
+
+
+def test_every_bug_is_far_from_the_right_answer(make, check):
+    named = {bug["name"] for row in ROWS for bug in row["bugs"]}
+    assert named == set(sys.modules["bugs"].BUGS)
+    for row in ROWS:
+        for bug in row["bugs"]:
+            assert bug["moves"] is None or bug["moves"] >= 10 * check.TOLERANCE["bfloat16"]
+
+
+def test_the_checker_needs_numpy_only_and_is_short():
+    text = (FOLDER / "check.py").read_text(encoding="utf-8")
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+        )
+    }
+    assert imported - sys.stdlib_module_names == {"numpy"}
+    assert len(text.splitlines()) < 150
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_the_definition_is_right(check, definition, tmp_path, dtype):
+    records, code = run(check, definition, tmp_path, "--dtype", dtype)
+    assert code == 0 and len(records) == len(ROWS)
+    assert {record["verdict"] for record in records.values()} == {"right"}
+
+
+def planted(make, check, name):
+    """A function with one bug, that is asked for every row: the definition's code with the bug in place of its last step."""
+    bugs = sys.modules["bugs"].BUGS
+
+    def attention(q, k, v, **arguments):
+        call = make.call(
+            {"q": q.astype(float), "k": k.astype(float), "v": v.astype(float), **arguments}
+        )
+        with np.errstate(all="ignore"):
+            out, lse = bugs[name](call)
+        out = out.astype(q.dtype)
+        return (out, lse) if arguments.get("return_lse") else out
+
+    return attention
+
+
+# A bug, and rows that must find it.
+PLANTED = {
+    "sign turned": ["causal", "symmetric", "slopes-per-row"],
+    "bias added twice": ["causal", "lse"],
+    "slopes of schedule geometric": ["slopes-paper-12", "slopes-paper-6", "slopes-mpt-12"],
+    "bias inside the scale": ["scale"],
+    "first query at the first key": ["fewer-queries", "more-queries", "part-of-the-keys"],
+    "future rewarded": ["symmetric", "asymmetric", "keys-after-the-queries"],
+    "query counted without padding, keys with it": ["padding-left", "padding-left-symmetric"],
+    "padding seen": ["padding-left", "padding-right-symmetric", "decode-padding-left", "empty"],
+    "neighbours in a packed row seen": ["packed", "packed-symmetric"],
+    "query one position early": ["decode", "fewer-queries", "cache"],
+    "grouped heads in the wrong order": ["grouped-heads"],
+    "lse without the bias": ["lse", "lse-symmetric"],
+    "empty row gives NaN": ["empty", "lse-empty", "more-queries"],
+    "bias after softmax": ["before-softmax", "causal"],
+    "bias of the key's position in bfloat16": ["near-keys-of-2500", "near-keys-of-5000"],
+    "distances in float16": ["far-keys", "far-queries"],
+    "hidden by -10,000": ["large-scores"],
+    "bias of the key's position": ["lse", "symmetric"],
+    "zero slopes taken for absent ones": ["no-bias", "no-bias-both-sides"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found_and_named(make, check, tmp_path, name):
+    records, code = run(check, planted(make, check, name), tmp_path)
+    assert code == 1
+    found = [row for row, record in records.items() if record["verdict"] == "wrong"]
+    assert set(PLANTED[name]) <= set(found)
+    for row in ROWS:
+        if name in [bug["name"] for bug in row["bugs"]]:
+            assert row["name"] in found
+            assert records[row["name"]]["note"] == f"looks like: {name}"
+
+
+def test_every_row_finds_each_of_its_bugs_in_every_type(make, check, tmp_path):
+    for name in sys.modules["bugs"].BUGS:
+        rows = [row["name"] for row in ROWS if name in [bug["name"] for bug in row["bugs"]]]
+        for dtype in ("float64", "float16"):
+            records, _ = run(check, planted(make, check, name), tmp_path, "--dtype", dtype, "--rows", *rows)  # fmt: skip
+            assert {record["verdict"] for record in records.values()} == {"wrong"}, name
+
+
+def test_no_two_bugs_of_a_row_give_the_same(check):
+    with np.load(FOLDER / "vectors.npz", allow_pickle=False) as file:
+        for row in ROWS:
+            parts = [part for part in ("out", "lse") if f"{row['name']}/{part}" in file.files]
+            bugs = {part: file[f"{row['name']}/bugs-{part}"] for part in parts}
+            for i in range(len(row["bugs"])):
+                for j in range(i):
+                    one, other = ({part: bugs[part][n] for part in parts} for n in (i, j))
+                    apart = check.distance(
+                        one, other, file[f"{row['name']}/v"], row.get("compared")
+                    )
+                    assert apart > 2 * check.TOLERANCE["bfloat16"]
+
+
+# Functions that misbehave
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (lambda out: out[:, :, :, :-1], "TypeError: out is (1, 8, 7, 3), not an array (1, 8, 7, 4)"),
+        (lambda out: out.astype(np.float64), "TypeError: out is float64, not float32"),
+        (lambda out: out.tolist(), "TypeError: out is list, not an array (1, 8, 7, 4)"),
+        (lambda out: None, "TypeError: out is NoneType, not an array (1, 8, 7, 4)"),
+        (lambda out: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_is_named_and_the_run_goes_on(check, definition, tmp_path, change, note):
+    def attention(q, k, v, **arguments):
+        out = definition(q, k, v, **arguments)
+        return change(out) if q.shape == (1, 8, 7, 4) and not arguments.get("return_lse") else out
+
+    records, code = run(check, attention, tmp_path)
+    assert code == 1 and len(records) == len(ROWS)
+    assert records["causal"]["verdict"] == "failed" and records["causal"]["note"] == note
+    assert records["far-keys"]["verdict"] == "right"
+
+
+def test_nan_is_wrong(check, definition, tmp_path):
+    def attention(q, k, v, **arguments):
+        return np.full_like(q, np.nan)
+
+    records, _ = run(check, attention, tmp_path, "--rows", "causal", "empty", "far-keys")
+    assert {record["verdict"] for record in records.values()} == {"wrong"}
+    assert {record["note"] for record in records.values()} == {"NaN"}
+
+
+def test_rows_that_a_function_does_not_take_are_not_claimed(check, definition, tmp_path):
+    def attention(q, k, v, *, slopes, causal, scale):
+        if not causal:
+            raise NotImplementedError("decoders only")
+        return definition(q, k, v, slopes=slopes, causal=causal, scale=scale)
+
+    records, code = run(check, attention, tmp_path)
+    assert code == 0
+    assert records["causal"]["verdict"] == "right"
+    assert records["symmetric"] == {"row": "symmetric", "verdict": "not claimed", "error": None, "note": "decoders only"}  # fmt: skip
+    assert records["packed"]["note"] == "takes no segments"
+
+
+def test_lse_must_come_where_it_is_asked_for(check, definition, tmp_path):
+    def attention(q, k, v, **arguments):
+        out = definition(q, k, v, **arguments)
+        return (out[0], None) if arguments.get("return_lse") else out
+
+    records, _ = run(check, attention, tmp_path, "--rows", "lse")
+    assert records["lse"]["note"] == "TypeError: lse is NoneType, not an array (1, 8, 5)"
+
+
+def test_bfloat16_numbers_come_in_float32(check, definition, tmp_path):
+    def attention(q, k, v, *, dtype, **arguments):
+        assert dtype == "bfloat16" and q.dtype == np.float32
+        answer = definition(q, k, v, **arguments)
+        out, *lse = answer if arguments.get("return_lse") else (answer,)
+        bits = out.view(np.uint32)
+        bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+        out = bits.astype(np.uint32).view(np.float32)
+        return (out, *lse) if lse else out
+
+    _, code = run(check, attention, tmp_path, "--dtype", "bfloat16")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--call", "no_such_module:f"], "no_such_module:f cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        (["--call", "math:no_such"], "math:no_such cannot be loaded: AttributeError: module 'math' has no attribute 'no_such'"),
+        (["--call", "math"], "say which function, --call module:function"),
+        ([], "say which function, --call module:function"),
+        (["--call", "math:sqrt", "--rows", "sideways"], "there is no row sideways; --list names them"),
+        (["--call", "adapters.linbias_numpy:attention", "--dtype", "bfloat16"],
+         "adapters.linbias_numpy:attention takes no dtype, so it cannot be asked for bfloat16"),
+    ],
+)  # fmt: skip
+def test_bad_usage_is_one_line(check, capsys, arguments, line):
+    with pytest.raises(SystemExit) as stopped:
+        check.main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip().endswith(f"error: {line}")
+
+
+def test_the_list_names_every_row_and_bug(check, capsys):
+    assert check.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(row["name"] in text and row["meaning"] in text for row in ROWS)
+
+
+def test_it_runs_as_a_program_without_linbias(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        "def attention(q, k, v, *, slopes, causal, scale):\n"
+        "    assert 'linbias' not in sys.modules\n"
+        "    return q\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "check.py"), "--call", "mine:attention", "--rows", "causal"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0 right, 1 wrong, 0 failed, 0 not claimed"
+
+
+# The page
+
+
+def test_the_page_says_what_rows_and_records_say():
+    """`python evidence/runs/conformance_page.py` writes it."""
+    sys.path.insert(0, str(ROOT / "evidence" / "runs"))
+    try:
+        page, markers = (importlib.import_module(x) for x in ("conformance_page", "markers"))
+    finally:
+        sys.path.remove(str(ROOT / "evidence" / "runs"))
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    for name, part in page.written_parts().items():
+        assert (
+            f"<!-- {name}: python evidence/runs/conformance_page.py -->\n{markers.minus(part)}\n<!-- /{name} -->"
+            in text
+        )
+
+
+def test_records_cover_every_adapter_and_the_rows_that_are_there():
+    path = ROOT / "evidence" / "records" / "conformance.jsonl"
+    assert path.stat().st_size < 100_000
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    adapters = {p.stem for p in (FOLDER / "adapters").glob("*.py")} - {"parts"}
+    assert {r["adapter"] for r in records if "runs" in r} == adapters
+    for about in (r for r in records if "runs" in r):
+        key = {name: about[name] for name in ("adapter", "dtype")}.items()
+        rows = [r["row"] for r in records if "row" in r and key <= r.items()]
+        rows += [row for names in about["not_claimed"].values() for row in names]
+        assert sorted(rows) == sorted(row["name"] for row in ROWS)
+    ours = [r for r in records if "row" in r and r["adapter"].startswith("linbias")]
+    assert len(ours) > 100 and {r["verdict"] for r in ours} == {"right"}

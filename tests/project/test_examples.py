@@ -1,0 +1,186 @@
+"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/jax/test_flax.py.)"""
+
+import ast
+import importlib.util
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = "--steps 2 --test-lengths 8 16 --test-bytes 64"
+SIZES = {
+    "encoder": f"{TINY} --length 8 --batch 2 --width 8 --heads 2 --layers 1",
+    "existing_model": f"{TINY} --length 8 --batch 2 --width 8 --layers 1",
+    "nanogpt": f"{TINY} --length 8 --batch 2 --width 8 --heads 2 --layers 1",
+    "trainer": f"{TINY} --width 8 --layers 1",
+}
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+def test_an_example_trains_and_reads_beyond_its_length(name, capsys, monkeypatch):
+    example = load(name)
+    assert f"\n    python examples/{name}.py" in example.__doc__
+    results = example.main(SIZES[name].split())
+    assert list(results) == [8, 16]
+    assert all(math.isfinite(bits) and 2 < bits < 12 for bits in results.values())
+    assert capsys.readouterr().out
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *SIZES,
+        "flax_extrapolation",
+        "embed_many",
+        "slide",
+    }
+
+
+def run_cell(source, names):
+    """What a notebook shows below a cell: what it prints, and the words in the picture that its last line makes."""
+    tree = ast.parse(source)
+    last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(tree, "tour.ipynb", "exec"), names)
+        shown = last and eval(compile(last, "tour.ipynb", "eval"), names)
+    picture = ""
+    if hasattr(shown, "_repr_svg_"):
+        picture = shown._repr_svg_()
+    elif shown is not None:
+        picture = shown._repr_mimebundle_()[0]["image/svg+xml"]
+    return printed.getvalue(), words(picture)
+
+
+def words(picture):
+    return re.findall(r"<text[^>]*>([^<]*)", picture)
+
+
+def kept(cell):
+    """The same, as the file has it."""
+    printed = "".join(text for output in cell["outputs"] for text in output.get("text", ()))
+    pictures = [output.get("data", {}).get("image/svg+xml", ()) for output in cell["outputs"]]
+    return printed, words("".join(line for picture in pictures for line in picture))
+
+
+def without_numbers(printed, drawn):
+    """The form of what is measured; a picture of other numbers has more or fewer of them."""
+    number = r"\d[\d.]*"
+    return re.sub(number, "#", printed), {re.sub(number, "#", word) for word in drawn}
+
+
+@pytest.mark.thorough
+def test_the_tour_shows_what_its_code_computes():
+    text = (EXAMPLES / "tour.ipynb").read_text(encoding="utf-8")
+    # The explorer's state takes a megabyte; without it, this would stand before its picture and be an error.
+    assert "vnd.jupyter.widget" not in text
+    names, num_shown = {}, 0
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            source, expected = "".join(cell["source"]), kept(cell)
+            small = re.sub(r"STEPS = \d+", "STEPS = 2", source)
+            found = run_cell(small.replace("limit_tokens=8192", "limit_tokens=1024"), names)
+            if "results" in source:
+                expected, found = without_numbers(*expected), without_numbers(*found)
+            assert found == expected, source
+            num_shown += any(expected)
+    assert num_shown == 14
+
+
+@pytest.mark.parametrize("variant", ("symmetric", "none"))
+def test_the_slide_encoder_answers_for_slides_larger_than_those_of_training(variant, capsys):
+    example = load("slide")
+    assert "\n    python examples/slide.py" in example.__doc__
+    sizes = "--steps 2 --side 5 --batch 2 --width 8 --heads 2 --layers 1 --test-sides 5 7 --test-slides 6"
+    results = example.main([*sizes.split(), "--variant", variant])
+    assert list(results) == [5, 7] and all(0 <= share <= 1 for share in results.values())
+    assert "right answers" in capsys.readouterr().out
+
+
+def test_made_up_slides_differ_in_nothing_but_where_the_tumour_is():
+    tiles, points, one_patch = load("slide").slides(64, 8, torch.Generator().manual_seed(0))
+    assert (tiles.sum(1) == 38 // 8).all() and len(set(one_patch.tolist())) == 2
+    for tumour, places, compact in zip(tiles == 1, points / 512, one_patch, strict=True):
+        assert len(set(map(tuple, places.tolist()))) == 38
+        extent = (places[tumour].amax(0) - places[tumour].amin(0)).max()
+        assert extent <= 4 or not compact
+
+
+def test_the_existing_model_reads_padded_rows_as_alone():
+    example = load("existing_model")
+    torch.manual_seed(0)
+    model = example.build(8, 2, trained_length=4).eval()
+    tokens = torch.randint(1, 256, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0  # padding on the left
+    with torch.no_grad():
+        both = model(tokens, attention_mask=mask).logits
+        alone = model(tokens[1:, 3:]).logits
+    torch.testing.assert_close(both[1:, 3:], alone)
+    written = model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)  # fmt: skip
+    with torch.no_grad():
+        again = model(written, attention_mask=torch.cat([mask, mask[:, :3]], dim=1)).logits
+    assert torch.equal(again[:, 8:11].argmax(-1)[0], written[0, 9:])
+
+
+def test_the_existing_model_is_the_definition():
+    """GPT-2 with the bias in a mask, as its own attention takes one."""
+    example = load("existing_model")
+    torch.manual_seed(0)
+    model = example.build(8, 1, trained_length=4).eval()
+    tokens = torch.randint(1, 256, (1, 9))
+    from linbias import bias, slopes
+
+    mask = torch.tensor(bias(slopes(4), 9, 9, [math.inf] * 4), dtype=torch.float32)[None]
+    with torch.no_grad():
+        ours = model(tokens).logits
+        model.set_attn_implementation("eager")
+        theirs = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.processes
+def test_processes_share_a_corpus_and_go_on_where_they_were_stopped(tmp_path):
+    from linbias.data.tokenizers import byte_tokenizer
+    from linbias.models import LinbiasBertConfig, LinbiasBertModel, embed, read_documents
+
+    config = LinbiasBertConfig(vocab_size=256, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)  # fmt: skip
+    LinbiasBertModel(config).save_pretrained(tmp_path / "encoder")
+    byte_tokenizer().save(tmp_path / "encoder")
+    files = [tmp_path / f"part-{number}.jsonl" for number in range(5)]
+    for number, file in enumerate(files):
+        lines = [json.dumps({"text": f"text {i} of {number}", "id": i}) for i in range(3)]
+        file.write_text("\n".join(lines))
+    vectors = tmp_path / "vectors"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*launch, EXAMPLES / "embed_many.py", tmp_path / "encoder", vectors]
+
+    def start(*given):
+        done = subprocess.run([sys.executable, *words, *given], capture_output=True, text=True, check=True)  # fmt: skip
+        return sorted(re.findall(r"rank \d: [^,]*jsonl", done.stdout))
+
+    assert start(*files[:2]) == [f"rank {i}: {files[i]}" for i in range(2)]
+    written = {path: path.stat().st_mtime_ns for path in vectors.iterdir()}
+    # The next start finds two files, and its two processes share what is left of their own.
+    assert start(*files) == sorted(f"rank {i % 2}: {files[i]}" for i in range(2, 5))
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert load("embed_many").main([*map(str, (tmp_path / "encoder", vectors, *files))]) == []
+    for file in files:
+        alone = embed(tmp_path / "encoder", read_documents([file])).vectors
+        np.testing.assert_allclose(np.load(vectors / f"{file.stem}.npy"), alone, atol=1e-6)
+    assert not list(vectors.glob("*.partial"))

@@ -1,0 +1,173 @@
+"""The code in README and docs: the blocks of a document follow each other, in a folder where the models that they name lie."""
+
+import ast
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@np.printoptions()  # those that a document sets are its own
+def run_python(document: Path) -> int:
+    """Run the blocks whose packages are installed, in the current folder; return how many these are.
+
+    What a block prints must be what the page shows: the block of text that follows it at once, if one does.
+    """
+    names: dict[str, Any] = {}
+    num_run = 0
+    text = document.read_text(encoding="utf-8")
+    pattern = r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?"
+    for block, shown in re.findall(pattern, text, re.DOTALL | re.MULTILINE):
+        tree = ast.parse(block)
+        if all(find_spec(package) is not None for package in _packages(tree)):
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(compile(tree, document.name, "exec"), names)
+            if shown and printed.getvalue() != shown:
+                raise AssertionError(
+                    f"{document.name} shows\n{shown}but prints\n{printed.getvalue()}"
+                )
+            num_run += 1
+    return num_run
+
+
+def _packages(tree: ast.AST) -> set[str]:
+    return {name.split(".")[0] for name in _imports(tree)}
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """The names that are imported; of `from a import b` both a and a.b, which may be a module."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# What brings the packages of a page. The extra `lm` holds `torch` and `plots`.
+_EXTRAS = {
+    "lm": ("transformers", "datasets", "linbias.lm", "linbias.models", "linbias.data"),
+    "torch": ("torch", "linbias.torch"),
+    "plots": ("matplotlib", "linbias.plots"),
+    "jax": ("jax", "flax", "linbias.jax"),
+}
+
+
+def extras_needed(document: Path) -> list[str]:
+    """The extras of linbias that the Python blocks of a page need."""
+    imports = {name for block in blocks(document, "python") for name in _imports(ast.parse(block))}
+    needed = {
+        extra
+        for extra, packages in _EXTRAS.items()
+        for name in imports
+        if name.startswith(tuple(f"{package}." for package in packages)) or name in packages
+    }
+    return sorted(needed - {"torch", "plots"} if "lm" in needed else needed)
+
+
+def write_paper_model(folder: Path) -> None:
+    """What `linbias paper convert` would have written to the folder of docs/paper.md."""
+    from linbias.models import PaperConfig, PaperForCausalLM
+    from linbias.paper.checkpoint import add_words
+    from linbias.paper.dictionary import Dictionary
+
+    config = PaperConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, cutoffs=[20],
+    )  # fmt: skip
+    PaperForCausalLM(config).save_pretrained(folder / "alibi-512")
+    add_words(Dictionary.from_counts({f"w{i}": 1 for i in range(36)}), folder / "alibi-512")
+
+
+def write_existing_models(folder: Path) -> None:
+    """The models of docs/guides/existing-models.md, small and random, where the Hub's names are paths."""
+    from safetensors.torch import save_file
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        FalconConfig,
+        FalconForCausalLM,
+    )
+
+    from linbias.data.tokenizers import byte_tokenizer
+    from linbias.models import (
+        LinbiasBertConfig,
+        LinbiasBertForMaskedLM,
+    )
+    from linbias.models.decoder.baichuan import BaichuanConfig, BaichuanForCausalLM
+    from linbias.models.decoder.jais import JaisConfig, JaisForCausalLM
+    from linbias.models.encoders.original import to_original
+    from linbias.models.fused.mpt_model import LinbiasMptConfig, LinbiasMptForCausalLM
+
+    storyteller = {"alibi": True, "alibi_bias_max": 16, "clip_qkv": 6}
+    decoders = {
+        "bigscience/bloom-560m": BloomForCausalLM(
+            BloomConfig(vocab_size=256, hidden_size=32, n_head=4, n_layer=1)
+        ),
+        "tiiuae/falcon-rw-1b": FalconForCausalLM(
+            FalconConfig(
+                vocab_size=256, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, alibi=True
+            )
+        ),
+        "mosaicml/mpt-7b-storywriter": LinbiasMptForCausalLM(
+            LinbiasMptConfig(
+                vocab_size=256, d_model=32, n_heads=4, n_layers=1, attn_config=storyteller
+            )
+        ),
+        "baichuan-inc/Baichuan2-13B-Chat": BaichuanForCausalLM(
+            BaichuanConfig(
+                vocab_size=256, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+                num_hidden_layers=1, normalize_head=True,
+            )
+        ),
+        "inceptionai/jais-13b": JaisForCausalLM(
+            JaisConfig(vocab_size=256, n_embd=32, n_head=4, n_layer=1)
+        ),
+    }  # fmt: skip
+    for name, model in decoders.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save(folder / name)
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+    }
+    config = LinbiasBertConfig(**sizes, intermediate_size=48)
+    weights = dict(LinbiasBertForMaskedLM(config).state_dict())
+    original = sizes | {
+        **{"intermediate_size": 48, "type_vocab_size": 2, "hidden_act": "gelu"},
+        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
+        **{"layer_norm_eps": 1e-12, "initializer_range": 0.02, "model_type": "bert"},
+        **{"position_embedding_type": "alibi", "feed_forward_type": "geglu"},
+        **{"max_position_embeddings": 8192, "alibi_starting_size": 512},
+    }
+    for name, family in (
+        ("jinaai/jina-embeddings-v2-base-en", "jina"),
+        ("mosaicml/mosaic-bert-base", "mosaic"),
+        ("zhihan1996/DNABERT-2-117M", "mosaic"),
+    ):
+        (folder / name).mkdir(parents=True)
+        byte_tokenizer().save(folder / name)
+        named = to_original(weights, family, "" if family == "jina" else "bert.")
+        if family == "jina":  # as released: the encoder alone
+            named = {key: tensor for key, tensor in named.items() if not key.startswith("cls.")}
+        save_file(named, folder / name / "model.safetensors", metadata={"format": "pt"})
+        (folder / name / "config.json").write_text(json.dumps(original))
