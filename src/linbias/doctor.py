@@ -25,7 +25,7 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
         progress: Called with the name of each step that takes a while, before it.
 
     Returns:
-        `machine` (processor, its kind and how models read linear layers on it, cores, threads and how they wait, instruction
+        `machine` (processor, its kind, cores, threads and how they wait, instruction
         sets, the core's CPU target, devices), `versions`, `parts` and
         `implementations`. In the last two, None stands for "works" and a string says why not; an
         implementation is asked for a plain causal call on every device.
@@ -57,10 +57,6 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
             implementations[implementation.NAME] = {
                 device: implementation.why_not(_plain_call(device)) for device in devices
             }
-    if parts.get("linbias.lm", "not asked") is None:
-        from linbias.models.linear.layers import ways_in_words
-
-        machine["linear layers"] = ways_in_words()
     if parts.get("linbias.jax", "not asked") is None:
         implementations |= _of_jax(devices)
     return {

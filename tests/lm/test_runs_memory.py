@@ -9,7 +9,7 @@ import pytest
 STEPS = """
 import resource, sys
 import torch
-from linbias.models.linear.layers import keep_freed_memory
+from linbias.models.prepacked import keep_freed_memory
 
 def step(count):  # three arrays of 16 MiB and a little more each time: larger than any freed before, so that none is kept without our help
     arrays = [torch.empty((1 << 22) + (count << 14)) for _ in range(3)]

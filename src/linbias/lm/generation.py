@@ -15,8 +15,8 @@ from linbias.data.tokenizers import Tokenizer
 from linbias.lm.checkpoints import readable_model
 from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
-from linbias.models.fused import prepack
 from linbias.models.loading import Files, encode, load, load_tokenizer
+from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
 
 LONG = 200  # a prompt with more characters is not printed again

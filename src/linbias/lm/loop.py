@@ -40,7 +40,7 @@ from linbias._run.processes import is_main
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory
 from linbias.lm.watch import ProgressBar
-from linbias.models.linear.layers import keep_freed_memory
+from linbias.models.prepacked import keep_freed_memory
 from linbias.torch import context_parallel
 
 _WRITER = "inline_container|PytorchStreamWriter"  # in each error of PyTorch's writer

@@ -26,8 +26,9 @@ from linbias.models.encoders.convert import convert
 from linbias.models.encoders.documents import Document, read_documents
 from linbias.models.encoders.embed import Embedded, embed
 from linbias.models.families import install
-from linbias.models.fused import fuse, prepack, unfuse
+from linbias.models.fused import fuse, unfuse
 from linbias.models.loading import load, load_tokenizer
+from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM, PaperModel

@@ -17,7 +17,7 @@ from linbias.models import fields
 from linbias.models.decoder import decoder
 from linbias.models.decoder.linbias import LinbiasForCausalLM
 from linbias.models.decoder.positions import Alibi
-from linbias.models.linear.snapshot import Snapshot
+from linbias.models.snapshot import Snapshot
 
 _BAICHUAN2_VOCABULARY = 125_696
 

@@ -26,7 +26,6 @@ from linbias.models.decoder.cache import (
 from linbias.models.decoder.packing import attend_packed, packed_weights
 from linbias.models.decoder.places import Places, fill_room, read_attention_mask
 from linbias.models.decoder.positions import AttendOptions, Biased, Position, Stepped
-from linbias.models.linear.layers import read_faster
 
 
 class SelfAttention(nn.Module):
@@ -210,12 +209,11 @@ class DecoderPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def post_init(self) -> None:
-        """What Transformers does, and linear layers as this processor reads them fastest."""
+        """What Transformers does, and the kinds of blocks that sharding may not split."""
         super().post_init()
         # Sharding takes it amiss if one of these is not there.
         there = {type(module).__name__ for module in self.modules()}
         self._no_split_modules = there.intersection(self._no_split_modules)  # type: ignore[assignment,misc]
-        read_faster(self)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None, **given: Any) -> Tensor | None:

@@ -25,7 +25,6 @@ from linbias.models.decoder.decoder import asked
 from linbias.models.decoder.places import Places, read_attention_mask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.encoders.bert_config import LinbiasBertConfig
-from linbias.models.linear.layers import read_faster
 from linbias.torch import attention, attention_varlen, attention_weights
 
 
@@ -175,11 +174,6 @@ class LinbiasBertPreTrainedModel(PreTrainedModel):
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Layer"]
-
-    def post_init(self) -> None:
-        """What Transformers does, and linear layers as this processor reads them fastest."""
-        super().post_init()
-        read_faster(self)
 
 
 class LinbiasBertModel(LinbiasBertPreTrainedModel):

@@ -32,8 +32,8 @@ from linbias.models.encoders.vectors import (
     read_finished,
     write,
 )
-from linbias.models.fused import prepack
 from linbias.models.loading import Files, load, load_tokenizer
+from linbias.models.prepacked import prepack
 
 _POOLINGS = ("mean", "cls")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

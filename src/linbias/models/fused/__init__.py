@@ -1,16 +1,15 @@
 """Existing ALiBi models of Transformers, fused: their own weights, `linbias.torch.attention` in every layer, no mask [T, S].
 
-fuse, unfuse    what a user calls; and prepack, for any model
+fuse, unfuse    what a user calls
 family.py       what is known of an architecture, and what its modules become; bloom.py, falcon.py, mpt.py: three of them
 bias.py         its attention
-block.py        a whole block of it, prepacked
 mpt_model.py    MPT with what Transformers' class leaves out
 """
 
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,7 +18,6 @@ from transformers.models.falcon.modeling_falcon import FALCON_ATTENTION_CLASSES
 
 from linbias.models.fused import bloom, falcon, mpt
 from linbias.models.fused.bias import Bias
-from linbias.models.fused.block import run_in_one_piece, run_modules
 from linbias.models.fused.family import (
     MODEL_TYPES,
     NAME,
@@ -31,10 +29,9 @@ from linbias.models.fused.family import (
     make_mask,
     stop_checking_texts,
 )
-from linbias.models.linear.layers import prepack_layers, read_as_before, read_faster
+from linbias.models.prepacked import unpack
 from linbias.torch.choice import IMPLEMENTATIONS
 
-Model = TypeVar("Model", bound=nn.Module)
 FAMILIES = dict(zip(MODEL_TYPES, (bloom.FAMILY, falcon.FAMILY, mpt.FAMILY), strict=True))
 _BY_BODY: dict[type[nn.Module], Family] = {family.body: family for family in FAMILIES.values()}
 _GENERATE = tuple(family.language_model for family in FAMILIES.values())
@@ -53,8 +50,7 @@ def fuse(
     """Run the attention of an existing BLOOM, Falcon (with `alibi=True`) or MPT model on `linbias.torch.attention`.
 
     The model is changed in place, and no other; its weights and their names stay. Around attention runs Transformers' own
-    code, but for BLOOM's GELU, in one pass, and large linear layers, in the fastest of the ways that PyTorch has on this
-    processor. Training, gradient checkpointing, padding on either side, caches and `generate` work as before, for any length.
+    code, but for BLOOM's GELU, in one pass. Training, gradient checkpointing, padding on either side, caches and `generate` work as before, for any length.
     Weights of attention (`output_attentions`) are computed beside it. A call whose `position_ids` mark several texts in a row
     (packed batches) is refused. `unfuse` undoes it.
 
@@ -119,7 +115,6 @@ def fuse(
         fused_by_loading = before == NAME and not mpt.always_fused(body.config)
         body.unfused_implementation = _default(body) if fused_by_loading else before
         _run_fused(body, family, bias)
-    read_faster(model)
     for module in _around(model):
         check_texts(module)
         # BLOOM's own already returns [B, S].
@@ -152,8 +147,7 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
         )
     if not any(body.config._attn_implementation == NAME for body, _ in bodies):
         raise ValueError("unfuse: model must be fused, got one that is not")
-    run_modules(model)
-    read_as_before(model)
+    unpack(model)
     for body, family in bodies:
         before = getattr(body, "unfused_implementation", _default(body))
         if hasattr(body, "unfused_implementation"):
@@ -168,50 +162,6 @@ def unfuse(model: PreTrainedModel) -> PreTrainedModel:
     for module in _around(model):
         vars(module).pop("create_masks_for_generate", None)
         stop_checking_texts(module)
-    return model
-
-
-def prepack(model: Model) -> Model:
-    """Keep the weights of a model's large linear layers in the order in which oneDNN multiplies them, so that it reads faster.
-
-    Call it last, on a model that is done changing: after `load`, after `fuse`, after adapters are merged. On a Zen 5 a generated
-    token then takes three quarters of its time in float32 and half in bfloat16, and a prompt a tenth less; in
-    bfloat16 it takes seven tenths on a Zen 4 and four fifths on a Xeon with AMX, where a float32 one takes no less (docs/kernels.md).
-    Training, saving, and names of weights are as before: the layers keep their own. A layer whose own weight changes afterwards reads that again.
-    Blocks of a fused model run in one piece, and let their modules run again when one of these is replaced, trains or has a hook.
-
-    The memory is that of the weights once more, but not for weights that are mapped from a safetensors file, as after loading a folder
-    in its own type: the system takes their pages back. It takes two to four seconds for each GB.
-
-    Args:
-        model: On the CPU, in float32, or in bfloat16 on processors that multiply it (AVX512-BF16); other layers, and those
-            with fewer than 262,144 weights or quantised ones, stay as they are, as do all where PyTorch was built without oneDNN.
-
-    Returns:
-        The model, which is changed in place; `unfuse` undoes it.
-
-    Raises:
-        TypeError: model is no `torch.nn.Module`.
-
-    Example:
-        >>> from transformers import BloomConfig, BloomForCausalLM
-        >>> from linbias.models import fuse
-        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_head=4, n_layer=1))
-        >>> model = prepack(fuse(model))
-
-    Note:
-        A change is seen by the next call, but for writes of a NumPy array that shares the weight's memory and, in weights that are
-        mapped from a file, of parts through `.data`: then call `prepack` again. It logs how many layers it packed, and which not and why.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepack: model must be a torch.nn.Module, got {type(model).__name__}")
-    prepack_layers(model)
-    body: Any
-    for body in model.modules():
-        family = _BY_BODY.get(type(body))
-        if family is not None and body.config._attn_implementation == NAME:
-            for block in family.blocks_in_one_piece(body):
-                run_in_one_piece(block, family.parts)
     return model
 
 
@@ -274,7 +224,7 @@ def install() -> None:
 def _fuse_when_built(family: Family) -> None:
     base: Any = _base(family)
     body = family.body
-    build_any, build, end = base.__init__, body.__init__, base.post_init
+    build_any, build = base.__init__, body.__init__
 
     @functools.wraps(build_any)
     def build_checked(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -288,14 +238,7 @@ def _fuse_when_built(family: Family) -> None:
         if self.config._attn_implementation == NAME:
             fuse_by_default(self)
 
-    @functools.wraps(end)
-    def end_building(self: Any) -> None:
-        end(self)
-        if self.config._attn_implementation == NAME:
-            read_faster(self)
-
     base.__init__ = build_checked
-    base.post_init = end_building
     body.__init__ = build_fused  # type: ignore[method-assign]
 
 

@@ -9,9 +9,8 @@ from transformers.models.bloom import modeling_bloom as reference
 
 from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
-from linbias.models.linear.layers import linear_gelu
+from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 
@@ -78,12 +77,4 @@ FAMILY = Family(
     fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
     bias=bias,
     num_heads_name="num_heads",
-    parts=Parts(
-        *("input_layernorm", "self_attention", "query_key_value", "dense"),
-        *("post_attention_layernorm", "mlp", "dense_h_to_4h", "dense_4h_to_h"),
-        approximate="tanh",
-    ),
-    consists_of_parts=lambda block: (
-        not (block.apply_residual_connection_post_layernorm or block.mlp.is_sliced)
-    ),
 )

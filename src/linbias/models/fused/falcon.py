@@ -15,9 +15,8 @@ from transformers.models.falcon import modeling_falcon as reference
 
 from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
-from linbias.models.linear.layers import linear_gelu
+from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 
@@ -101,13 +100,4 @@ FAMILY = Family(
     },
     bias=bias,
     num_heads_name="num_heads",
-    parts=Parts(
-        *("input_layernorm", "self_attention", "query_key_value", "dense"),
-        *("post_attention_layernorm", "mlp", "dense_h_to_4h", "dense_4h_to_h"),
-        approximate="none",
-    ),
-    consists_of_parts=lambda block: (
-        block.mlp.has_gelu
-        and not (block.config.parallel_attn or block.config.new_decoder_architecture)
-    ),
 )

@@ -25,8 +25,7 @@ from linbias.models.decoder.packing import find_packing
 from linbias.models.decoder.places import Places, fill_room, read_attention_mask
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.models.fused.bias import Bias, Rounded
-from linbias.models.fused.block import Parts
-from linbias.models.linear.layers import forward_name
+from linbias.models.prepacked import forward_name
 
 NAME = "linbias"  # as in attn_implementation="linbias"
 MODEL_TYPES = ("bloom", "falcon", "mpt")
@@ -86,8 +85,6 @@ class Family:
         fused: What the modules of an original class become.
         bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
         num_heads_name: The attribute of a layer that says how many heads it holds.
-        parts: What a block consists of, in most models.
-        consists_of_parts: (block) -> whether it is that and nothing else.
     """
 
     body: type[nn.Module]
@@ -97,8 +94,6 @@ class Family:
     fused: Mapping[type[nn.Module], type[nn.Module]]
     bias: Callable[[Any, Options], Bias]
     num_heads_name: str
-    parts: Parts
-    consists_of_parts: Callable[[Any], bool]
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
@@ -113,16 +108,6 @@ class Family:
     def layers(self, body: nn.Module) -> list[Any]:
         """The attention of each layer, fused or not."""
         return [module for module in body.modules() if isinstance(module, self.attention)]
-
-    def blocks_in_one_piece(self, body: nn.Module) -> list[Any]:
-        """The blocks of a fused body that `parts` describes."""
-        layers = set(self.layers(body))
-        return [
-            block
-            for block in body.modules()
-            if getattr(block, self.parts.attention, None) in layers
-            and self.consists_of_parts(block)
-        ]
 
     def set_bias(self, body: nn.Module, bias: Bias) -> None:
         """Let the modules of a body run fused, with this bias."""

@@ -16,9 +16,8 @@ from transformers.utils import logging
 from linbias.models.decoder.cache import CACHE, takes_cache
 from linbias.models.decoder.places import Places
 from linbias.models.fused.bias import Bias, attend
-from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
-from linbias.models.linear.layers import linear_gelu
+from linbias.models.prepacked import linear_gelu
 from linbias.schedules import slopes
 
 logger = logging.get_logger(__name__)
@@ -194,9 +193,4 @@ FAMILY = Family(
     },
     bias=bias,
     num_heads_name="n_heads",
-    parts=Parts(
-        *("norm_1", "attn", "Wqkv", "out_proj", "norm_2", "ffn", "up_proj", "down_proj"),
-        approximate="none",
-    ),
-    consists_of_parts=lambda block: True,
 )

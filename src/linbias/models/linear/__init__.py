@@ -1,1 +1,0 @@
-"""Linear layers, read in the fastest of PyTorch's own ways on this processor."""
