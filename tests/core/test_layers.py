@@ -1,4 +1,4 @@
-"""Imports run one way (DESIGN section 3), and NumPy is enough for the core."""
+"""Imports run one way (DESIGN section 4), and NumPy is enough for the core."""
 
 import ast
 import importlib
@@ -90,7 +90,7 @@ def imports(path: Path, for_types: bool = True) -> set[str]:
 def test_imports_run_one_way(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     layer = parts[0]
-    assert layer in LAYERS, f"{layer} is no layer of DESIGN section 3"
+    assert layer in LAYERS, f"{layer} is no layer of DESIGN section 4"
     for name in imports(path):
         target = name.split(".")[1] if "." in name else ""
         assert target == layer or target in LAYERS[layer], f"{layer} imports {name}"
@@ -180,7 +180,7 @@ def test_each_front_end_loads_its_own_framework_only():
 
 
 def test_public_names():
-    """The contract of DESIGN section 4."""
+    """The contract of DESIGN section 5."""
     import linbias.jax
     import linbias.torch
 

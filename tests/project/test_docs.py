@@ -233,7 +233,7 @@ def test_tables_of_abilities_are_those_of_the_implementations():
 
 
 def test_results_are_what_the_records_say():
-    """`evidence/runs/update_readme.py`, and `--only write` of `evidence/runs/paper_small.py` and `evidence/runs/streams.py`, write them."""
+    """`evidence/runs/update_readme.py`, `design.py`, and `--only write` of `paper_small.py` and `streams.py` write them."""
     report, update, minus = (
         run_script("paper_report"),
         run_script("update_readme"),
@@ -242,6 +242,7 @@ def test_results_are_what_the_records_say():
     comparison = report.parts(report.read_kept())
     parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
     parts["docs/guides/endless-texts.md", "measured"] = run_script("streams").measured()
+    parts |= run_script("design").written_parts()
     for (document, part), text in {**update.written_parts(), **parts}.items():
         written = (ROOT / document).read_text(encoding="utf-8")
         shown = re.search(rf"<!-- {part}: .*? -->\n(.*?)\n<!-- /{part} -->", written, re.DOTALL)
