@@ -2,7 +2,7 @@
 
     python conformance/run.py [NAME ...]
 
-An adapter with a file in requirements/ gets a virtual environment in build/conformance/, which sees the packages of this
+Those in adapters/biases make the bias alone, and NumPy the rest. An adapter with a file in requirements/ gets a virtual environment in build/conformance/, which sees the packages of this
 one behind its own. A line says what was run, of which version, and which rows it does not claim, and why; a line for
 each other row has its verdict and error. A deviation that its authors chose is "another convention", with the reason.
 """
@@ -20,6 +20,12 @@ from linbias._machine import now, num_cores, processor
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RECORDS = ROOT / "evidence" / "records" / "conformance.jsonl"
+# By name, the module.
+ADAPTERS = {
+    path.stem: ".".join(path.relative_to(HERE).with_suffix("").parts)
+    for path in (HERE / "adapters").rglob("*.py")
+    if path.stem != "parts"
+}
 # What could not be run here, and why.
 NOT_RUN = {
     "flash-attn 2 (package)": "its kernels need CUDA; their formulas are above",
@@ -29,7 +35,7 @@ NOT_RUN = {
 DESCRIBE = """
 import importlib, json, sys
 from importlib import metadata
-m = importlib.import_module("adapters." + sys.argv[1])
+m = importlib.import_module(sys.argv[1])
 print(json.dumps({"implementation": m.NAME, "version": m.PACKAGE and metadata.version(m.PACKAGE), "runs": m.RUNS,
                   "dtypes": m.DTYPES, "conventions": getattr(m, "CONVENTIONS", {})}))
 """
@@ -58,10 +64,10 @@ def environment(name: str) -> str:
 
 def run(name: str) -> list[dict]:
     """The lines of one adapter."""
-    python = environment(name)
+    python, module = environment(name), ADAPTERS[name]
     options = {"cwd": HERE, "text": True, "env": {**os.environ, "PYTHONPATH": str(HERE)}}
     told = subprocess.run(
-        [python, "-W", "ignore", "-c", DESCRIBE, name],
+        [python, "-W", "ignore", "-c", DESCRIBE, module],
         capture_output=True,
         timeout=300,
         check=False,
@@ -73,7 +79,7 @@ def run(name: str) -> list[dict]:
     lines = []
     for dtype in about.pop("dtypes"):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            call = ["check.py", "--call", f"adapters.{name}:attention", "--dtype", dtype]
+            call = ["check.py", "--call", f"{module}:attention", "--dtype", dtype]
             command = [python, "-W", "ignore", *call, "--json", file.name]
             subprocess.run(command, stdout=subprocess.DEVNULL, timeout=600, check=False, **options)
             records = json.loads(Path(file.name).read_text())
@@ -98,9 +104,8 @@ def run(name: str) -> list[dict]:
 
 
 def main() -> None:
-    names = sorted(p.stem for p in (HERE / "adapters").glob("*.py") if p.stem != "parts")
     lines = []
-    for name in sys.argv[1:] or names:
+    for name in sys.argv[1:] or sorted(ADAPTERS):
         found = run(name)
         bad = [x for x in found if x.get("verdict") in ("wrong", "failed")]
         print(f"{name}: {len(found)} lines, {len(bad)} wrong or failed", flush=True)
