@@ -3,8 +3,8 @@
     python conformance/run.py [NAME ...]
 
 Those in adapters/biases make the bias alone, and NumPy the rest. An adapter with a file in requirements/ gets a virtual environment in build/conformance/, which sees the packages of this
-one behind its own. A line says what was run, of which version, and which rows it does not claim, and why; a line for
-each other row has its verdict and error. A deviation that its authors chose is "another convention", with the reason.
+one behind its own. A line says what was run, of which version, which rows it does not claim, and why, and the verdict
+and error of each other row. A deviation that its authors chose is "another convention", with the reason.
 """
 
 import json
@@ -90,7 +90,8 @@ def run(name: str) -> list[dict]:
                 reasons.setdefault(record["note"], []).append(record["row"])
         machine = {"machine": f"{processor()} {num_cores()} cores", "date": now()[:10]}
         about_run = {x: about[x] for x in ("implementation", "version", "runs")}
-        lines.append({**key, **about_run, **machine, "not_claimed": reasons})
+        rows: list[dict] = []
+        lines.append({**key, **about_run, **machine, "not_claimed": reasons, "rows": rows})
         for record in records:
             if record["verdict"] == "not claimed":
                 continue
@@ -98,8 +99,8 @@ def run(name: str) -> list[dict]:
             if why and record["verdict"] == "wrong":
                 record |= {"verdict": "another convention", "note": why}
             error = None if record["error"] is None else float(f"{record['error']:.2g}")
-            line = {**key, "row": record["row"], "verdict": record["verdict"], "error": error}
-            lines.append(line | ({"note": record["note"]} if record["note"] else {}))
+            row = {"row": record["row"], "verdict": record["verdict"], "error": error}
+            rows.append(row | ({"note": record["note"]} if record["note"] else {}))
     return lines
 
 
@@ -107,8 +108,9 @@ def main() -> None:
     lines = []
     for name in sys.argv[1:] or sorted(ADAPTERS):
         found = run(name)
-        bad = [x for x in found if x.get("verdict") in ("wrong", "failed")]
-        print(f"{name}: {len(found)} lines, {len(bad)} wrong or failed", flush=True)
+        rows = [row for line in found for row in line["rows"]]
+        bad = [row for row in rows if row["verdict"] in ("wrong", "failed")]
+        print(f"{name}: {len(rows)} rows, {len(bad)} wrong or failed", flush=True)
         lines += found
     if not sys.argv[1:]:
         lines += [{"implementation": name, "not_run": why} for name, why in NOT_RUN.items()]

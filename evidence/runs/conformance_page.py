@@ -34,13 +34,12 @@ def results_table() -> str:
         "|---|---|---|---|---|",
     ]
     for about in sorted(abouts, key=lambda x: (x["implementation"].startswith("linbias"), 0)):
-        key = {name: about[name] for name in ("adapter", "dtype")}
-        found = [r for r in records if "row" in r and key.items() <= r.items()]
-        right = sum(record["verdict"] == "right" for record in found)
+        rows = about["rows"]
+        right = sum(row["verdict"] == "right" for row in rows)
         version = f" {about['version']}" if about["version"] else ""
         lines.append(
             f"| {about['implementation']}{version} | {about['runs']} | {about['dtype']}"
-            f" | {right} of {len(found)} | {others(found)} |"
+            f" | {right} of {len(rows)} | {others(rows)} |"
         )
     lines += [
         f"| {r['implementation']} | nothing | - | - | {r['not_run']} |"
@@ -51,10 +50,10 @@ def results_table() -> str:
     return "\n".join([*lines, "", f"{'; '.join(where)}."])
 
 
-def others(found: list[dict[str, Any]]) -> str:
+def others(rows: list[dict[str, Any]]) -> str:
     """The rows that are not right, together where they look alike."""
     alike: dict[str, list[str]] = {}
-    for record in found:
+    for record in rows:
         if record["verdict"] != "right":
             note = record.get("note") or "unlike any bug by itself"
             kind = f"{record['verdict']}: " if record["verdict"] == "another convention" else ""
