@@ -1,7 +1,7 @@
 """Decoders that run without the code of their folders, Baichuan, JAIS and BTLM, against plain restatements of them.
 
-The golden data of Baichuan's own code is read in `test_transformers_fused.py`, with that of other families. Of JAIS and
-BTLM there is none: they are restated from what is public.
+The golden data of Baichuan's own code is read in `test_transformers_fused.py`, with that of other families. That of JAIS
+are logits of llama.cpp (llama-cpp-python 0.3.36, a GGUF file of the weights beside them, float32).
 """
 
 import copy
@@ -22,6 +22,7 @@ from small_models import GREEDY
 
 pytestmark = pytest.mark.usefixtures("same_start")
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 VOCABULARY, SIZE, HEADS = 97, 48, 6
 BAICHUAN = {
     **{"vocab_size": VOCABULARY, "hidden_size": SIZE, "intermediate_size": 64},
@@ -156,6 +157,20 @@ def test_the_norms_of_the_head_follow_its_weights() -> None:
         change()
         for found in (model, copy.deepcopy(model)):
             assert torch.allclose(found(ids).logits[0], plain_baichuan(model, ids[0]))
+
+
+@torch.no_grad()
+def test_jais_gives_the_logits_of_llama_cpp() -> None:
+    """Six heads, whose slopes are no powers of one ratio; all factors of muP differ from 1."""
+    golden = load_file(GOLDEN / "jais_llama_cpp.safetensors")
+    ids, expected = golden.pop("ids").long(), golden.pop("logits")
+    sizes = {"vocab_size": 24, "n_embd": 24, "n_inner": 24, "n_head": 6, "n_layer": 2}
+    factors = {"mup_embeddings_scale": 3.0, "mup_output_alpha": 1.5, "mup_width_scale": 0.5}
+    model = JaisForCausalLM(
+        JaisConfig(**sizes, **factors, mup_scale_qk_dot_by_d=True, tie_word_embeddings=False)
+    )
+    model.load_state_dict(golden)
+    torch.testing.assert_close(model.eval()(ids[None]).logits[0], expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("make", [BaichuanForCausalLM, JaisForCausalLM, BtlmForCausalLM])
