@@ -50,7 +50,7 @@ def test_the_moving_picture_is_current_and_small():
 
 
 def test_every_picture_is_used_and_says_what_it_shows():
-    pages = "".join(page.read_text(encoding="utf-8") for page in pictures.FOLDER.glob("*.md"))
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     for name in pictures.PICTURES:
-        assert re.search(rf"!\[[^\]]{{10,}}\]\({name}\.svg\)", pages)
+        assert re.search(rf"!\[[^\]]{{10,}}\]\((?:ideas/)?{name}\.svg\)", pages)
     assert {path.stem for path in pictures.FOLDER.glob("*.svg")} == set(pictures.PICTURES)
