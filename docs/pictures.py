@@ -161,7 +161,7 @@ def compact(svg: str) -> str:
     svg = re.sub(r"(?<=base64,)[^\"]+", lambda code: re.sub(r"\s", "", code[0]), svg)
     numbers = re.compile(r"-?\d+\.\d+")
     svg = re.sub(
-        r' d="[^"]*"',
+        r'(?<= )d="[^"]*"',
         lambda d: numbers.sub(lambda n: f"{round(float(n[0]), 1):g}", " ".join(d[0].split())),
         svg,
     )

@@ -5,6 +5,7 @@ import importlib
 import io
 import re
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ finally:
 def content(path):
     """Words, numbers and the colors of cells: what another version of Matplotlib leaves as it is."""
     text = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
     images = re.findall(r"data:image/png;base64,([^\"]+)", text)
     cells = [imread(io.BytesIO(base64.b64decode(image))) for image in images]
     return re.findall(r"<text [^>]*>([^<]*)</text>", text), cells
