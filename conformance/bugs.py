@@ -1,7 +1,7 @@
 """What attention with linear biases gives when it has one of the known bugs: the answers that vectors must differ from.
 
 Each bug changes one thing of the definition: the bias that is added, what a query may see, or an argument. All of
-them were found in released code or reported against it (docs/ideas/pitfalls.md).
+them were found in released code or reported against it (docs/faq.md).
 """
 
 from collections.abc import Callable

@@ -1,6 +1,11 @@
 """The documentation site: `make docs` writes it to build/site, static files for any host.
 
 Nothing is fetched, while it is built or while it is read: formulas are MathML, fonts are the system's.
+
+To add a page: a file in docs/, in a `toctree` of index.md, wrapped at 120 columns; the site has at most 26 pages and 30,000 words, so
+look first which page the text belongs to. Its Python blocks follow each other and run in the tests, with what they print in a block
+of text after them; links must resolve, and commands and names exist (tests/project/test_docs.py, tests/project/test_site.py). A public
+name needs no page: reference/ takes `__all__` of each package.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The moving picture of README and the first page: what a growing slope does to the weights of one word.
+"""The moving picture of the first page: what a growing slope does to the weights of one word.
 
     python docs/moving.py        # writes docs/slope.svg; a test keeps its numbers current
 

@@ -6,6 +6,8 @@ They stand on white, so that a picture can be read on any page, and their letter
 dark round on a dark page (_static/linbias.css).
 """
 
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,31 +98,6 @@ def reach() -> Figure:
     return figure
 
 
-def rows_alike() -> Figure:
-    """The two ways to write a causal bias."""
-    away = linbias.bias([0.5], 5, 5, [np.inf])[0]
-    index = np.where(np.isinf(away), -np.inf, 0.5 * np.arange(5.0))
-    weight = np.exp(away) / np.exp(away).sum(1, keepdims=True)
-    figure, axes = panels(
-        3,
-        3.0,
-        "the first, with the number beside each row, is the second: softmax does not see it",
-    )
-    matrix(axes[0], away, 2.6, "\N{MINUS SIGN}slope \N{MULTIPLICATION SIGN} distance", 1)
-    for row in range(5):
-        axes[0].text(4.7, row, f"+ {0.5 * row:.1f}", va="center", color=FAINT)
-    matrix(axes[1], index, 2.6, "slope \N{MULTIPLICATION SIGN} key index", 1)
-    matrix(
-        axes[2],
-        np.where(weight > 0, weight, -np.inf),
-        0.8,
-        "softmax of either",
-        2,
-        colour=WEIGHTS[0],
-    )
-    return figure
-
-
 def variants() -> Figure:
     """The bias of each variant."""
     slopes, right = variant_slopes("pictures", "directional", 2, "halving")
@@ -134,23 +111,6 @@ def variants() -> Figure:
     figure, axes = panels(5, 2.2, "rows: queries; columns: keys; hatched: hidden")
     for ax, (title, sides) in zip(axes, shown.items(), strict=True):
         matrix(ax, linbias.bias(sides[0], 5, 5, sides[1])[0], 4.0, title, 1)
-    return figure
-
-
-def sharing() -> Figure:
-    """How many keys share a head's weight where no content stands out: exp(entropy) of the last query's weights."""
-    figure, (ax,) = panels(1, 3.3)
-    lengths = [2**i for i in range(6, 17)]
-    for color, slope in zip(SLOPES([0.0, 0.5, 1.0]), (1 / 256, 1 / 4096, 0.0), strict=True):
-        weights = [np.exp(-slope * np.arange(length)) for length in lengths]
-        shares = [weight / weight.sum() for weight in weights]
-        keys = [np.exp(-(share * np.log(share)).sum()) for share in shares]
-        name = f"slope 1/{round(1 / slope)}" if slope else "slope 0 (no bias)"
-        ax.loglog(lengths, keys, color=color, label=name)
-    ax.set(xlabel="length (tokens)", ylabel="keys that share the weight")
-    ax.set_xticks([64, 512, 4096, 32768], ["64", "512", "4,096", "32,768"], minor=False)
-    ax.minorticks_off()
-    ax.legend(frameon=False, labelcolor="linecolor")
     return figure
 
 
@@ -191,13 +151,29 @@ def blocks_read() -> Figure:
 
 PICTURES = {
     picture.__name__.replace("_", "-"): picture
-    for picture in (steps, heads, reach, rows_alike, variants, sharing, rotary, blocks_read)
+    for picture in (steps, heads, reach, variants, rotary, blocks_read)
 }
 
 
+def compact(svg: str) -> str:
+    """The same picture with a curve or a set of axes on one line: no metadata, and paths to a tenth of a point."""
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<!DOCTYPE.*?>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"(?<=base64,)[^\"]+", lambda code: re.sub(r"\s", "", code[0]), svg)
+    numbers = re.compile(r"-?\d+\.\d+")
+    svg = re.sub(
+        r'(?<= )d="[^"]*"',
+        lambda d: numbers.sub(lambda n: f"{round(float(n[0]), 1):g}", " ".join(d[0].split())),
+        svg,
+    )
+    svg = re.sub(r">\s+<", "><", " ".join(svg.split()))
+    return re.sub(r'(?=<g id="(?:axes|legend|line2d)_)', "\n", svg) + "\n"
+
+
 def write(name: str, path: Path) -> None:
+    drawn = io.StringIO()
     with rc_context(STYLE):
-        PICTURES[name]().savefig(path, metadata={"Date": None, "Creator": None})
+        PICTURES[name]().savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    path.write_text(compact(drawn.getvalue()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,13 @@ system, and release/smoke.py runs in fresh environments of every Python, where n
 
 An interpreter that this machine lacks is named, and what it would have built or checked is left out; with --need 3.12 that
 is an error. With --check dist/*.whl nothing is built: another machine, or another Debian (release/debian.py), has other Pythons.
+
+A release: `make check`, `make first-hour` and, where csrc/ changed, `make sanitize` are green; `__version__`, the heading in CHANGELOG.md and
+CITATION.cff say the same; `python release/wheels.py --need 3.11 3.12` from a clean checkout, on a machine with AVX-512, better
+AMX, since targets that it cannot run are compiled only. Later Pythons, as root:
+`python release/debian.py --packages python3.15-venv --mount $PWD/dist sid sh -c "python3 release/wheels.py --need 3.14 3.15 --check $PWD/dist/*.whl"`.
+Tag `v` and the version, `twine upload dist/*`, keep the printed SHA-256 sums; then `pip install linbias` and `linbias doctor` in a
+fresh environment. Systems without a wheel (macOS, Arm, musl) build from the sdist.
 """
 
 import argparse

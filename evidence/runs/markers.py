@@ -1,6 +1,10 @@
 """The parts of documents that scripts write: what stands between `<!-- name: command -->` and `<!-- /name -->`.
 
 The command is the one that writes the part, from records; tests/project/test_docs.py holds each of them to it.
+
+To add a table of measured numbers: the measurement appends a line of JSON per case to a file in evidence/records/ (evidence/benchmarks/record.py); the
+page gets the two lines; update_readme.py gets a function that makes the table of the records as text, and a line in
+`written_parts()`. A script that measures and writes by itself calls `fill`.
 """
 
 import re

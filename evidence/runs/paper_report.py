@@ -1,4 +1,4 @@
-"""What `paper_small.py` found, in words, tables and plots: everything in docs/results/comparison.md between markers.
+"""What `paper_small.py` found, in words, tables and plots: everything in docs/paper.md between markers.
 
 Made from records alone. Letters: L is the shorter training length; a model is named by its position and
 the length it was trained at.

@@ -3,7 +3,7 @@
     python evidence/runs/paper_small.py --wikitext-2 FOLDER      # train.txt, valid.txt and test.txt; may be left out
     python evidence/runs/paper_small.py --only train --only test # some stages; all of them go on where they were
     python evidence/runs/paper_small.py --only speed --only write    # on a quiet machine: replaces the measurements of speed alone
-    python evidence/runs/paper_small.py --only write             # docs/results/comparison.md from the records of evidence/records/paper_small.jsonl
+    python evidence/runs/paper_small.py --only write             # docs/paper.md from the records of evidence/records/paper_small.jsonl
 
     tune     a learning rate for all positions alike: the least mean validation loss, on the first corpus
     train    a model per corpus, seed, training length and position, each in a process of its own
@@ -315,9 +315,7 @@ def parse() -> tuple[argparse.Namespace, Plan]:
     for name in ("steps", "test-tokens", "sliding-tokens", "rounds"):
         parser.add_argument(f"--{name}", type=int, help=f"default {getattr(Plan, name.replace('-', '_'))}")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", help=f"default {Plan.seeds}")
-    parser.add_argument(
-        "--document", type=Path, default=ROOT / "docs" / "results" / "comparison.md"
-    )
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "paper.md")
     options = parser.parse_args()
     asked = {name: getattr(options, name) for name in asdict(Plan(())) if hasattr(options, name)}
     changes = {k: tuple(v) if isinstance(v, list) else v for k, v in asked.items() if v}

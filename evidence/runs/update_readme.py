@@ -8,6 +8,7 @@ Nothing measured is typed by hand.
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,12 @@ def benchmark_table() -> str:
 
 def short_tables() -> str:
     """Ours beside the faster peer at every length, a table for each kind of processor."""
-    return "\n\n".join(map(short_table, newest_by_machine("bfloat16-forward-D")))
+    tables = map(short_table, newest_by_machine("bfloat16-forward-D"))
+    text = (
+        "About 4,096 tokens in all, 8 heads, causal, random normal inputs, `python evidence/benchmarks/bench_short.py`; the peers are"
+        " SDPA without any bias, which computes less, and with the bias as a mask (up to 2,048)."
+    )
+    return "\n\n".join([*tables, text])
 
 
 def short_table(of_machine: list[dict[str, Any]]) -> str:
@@ -169,37 +175,7 @@ def short_table(of_machine: list[dict[str, Any]]) -> str:
         words = "forward" if mode == "forward" else "forward + backward"
         lines.append(f"| {dtype}, {words}, head size {size} | " + " | ".join(cells) + " |")
     r, target = records[-1], next(r["target"] for r in records if r.get("target"))
-    text = (
-        "About 4,096 tokens in all, 8 heads, causal, random normal inputs; the peers are SDPA without any bias, which computes less,"
-        f" and with the bias as a mask (up to 2,048). {r['machine']} (target {target}), {r['threads']} threads, torch {r['versions']['torch']},"
-        f" {r['date']}, `python evidence/benchmarks/bench_short.py`."
-    )
-    return "\n".join([*lines, "", text])
-
-
-def threads_table() -> str:
-    """What sharing a call out costs, by the number of threads; in words where no machine has measured it."""
-    prefix = "threads, "
-    if not any(f'"case": "{prefix}' in path.read_text() for path in RECORDS.glob("*.jsonl")):
-        return "Not measured yet (`python evidence/benchmarks/bench_threads.py`)."
-    found = [r for r in newest_records(prefix) if r["case"].startswith(prefix)]
-    last = {(r["case"], r["implementation"], r["threads"]): r for r in found}
-    numbers = sorted({threads for _, _, threads in last if threads > 1})
-    kinds = list(dict.fromkeys((case, name) for case, name, _ in last))
-    lines = ["| us over ideal | ms alone | " + " | ".join(f"{n} threads" for n in numbers) + " |"]
-    lines.append("|---" * (len(numbers) + 2) + "|")
-    for case, name in kinds:
-        cells = [f"{last[case, name, n]['over_ms'] * 1e3:,.0f}" for n in numbers]
-        alone = f"{last[case, name, 1]['p50_ms']:,.2f}"
-        lines.append(
-            f"| {case.removeprefix(prefix)}, {name} | {alone} | " + " | ".join(cells) + " |"
-        )
-    r = found[-1]
-    text = (
-        "Median time of a forward call, less the time alone divided by the threads, of which no more count than there are cores;"
-        " on threads that the core keeps, on PyTorch's own, and by `linbias.torch.attention`."
-        f" {r['machine']}, torch {r['versions']['torch']}, {r['date']}, `python evidence/benchmarks/bench_threads.py`."
-    )
+    text = f"{r['machine']} (target {target}), {r['threads']} threads, torch {r['versions']['torch']}, {r['date']}."
     return "\n".join([*lines, "", text])
 
 
@@ -259,10 +235,13 @@ def jax_table() -> str:
 
 def experiment_figure(*, dark: bool = False) -> bytes:
     """The plot of the comparison, as an SVG file's bytes."""
+    sys.path.append(str(ROOT / "docs"))
+    from pictures import compact
+
     words = "Loss by test length"
     with rc_context({"svg.hashsalt": "linbias"}):
         figure = figures.loss_by_length(list(extrapolation_report.evaluations()))
-        return figures.svg_file(figure, words, dark=dark).encode()
+        return compact(figures.svg_file(figure, words, dark=dark)).encode()
 
 
 def extrapolation_table(*reads: str) -> str:
@@ -359,16 +338,14 @@ def written_parts() -> dict[tuple[str, str], str]:
         ),
         ("docs/kernels.md", "benchmark"): benchmark_table(),
         ("docs/kernels.md", "short"): short_tables(),
-        ("docs/kernels.md", "threads"): threads_table(),
         ("docs/faq.md", "neighbours"): neighbours_table(),
         ("docs/jax.md", "benchmark"): jax_table(),
-        ("README.md", "extrapolation"): extrapolation_table("segments"),
         ("docs/guides/train-short.md", "extrapolation"): extrapolation_table(
             "segments", "sliding"
         ),
         ("docs/guides/train-short.md", "learned steps"): learned_steps_tables(),
-        ("docs/guides/forget-gates.md", "gates"): gates_table(),
-        ("docs/guides/plane.md", "points"): points_table(),
+        ("docs/guides/positions.md", "gates"): gates_table(),
+        ("docs/guides/positions.md", "points"): points_table(),
     }
 
 

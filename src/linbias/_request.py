@@ -2,6 +2,13 @@
 
 A front end describes its arrays by shape, dtype name and device; `check` answers with the sizes of the call or
 raises. Rules that need values (slopes, key ranges) stand apart, for front ends that cannot read them cheaply.
+
+To add an argument to attention: here its rule, and a field of `Problem` that says whether a call asks for it; in `_dispatch` a field of
+`Abilities`, and in `lacks` why an implementation without it cannot run; in `torch/` the signature (`functional.py`), `Options`
+and `prepare` (`call.py`), the field of `Inputs` (`operator.py`), and one implementation that has it (begin with `dense`); cases in
+tests/support/cases.py, and tests/support/truth.py. The others refuse it in words until they have it too: packed sequences (`torch/packed/varlen.py`,
+`torch/packed/sequences.py`), JAX (the same three files), the core (`Call` in csrc/include/linbias/attention.h, the kernels, bindings/,
+`_cpu.pyi`, both `cpu.py`), Triton (`kernels/triton/launch.py`, `torch/impl/triton.py`).
 """
 
 import difflib

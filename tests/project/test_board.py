@@ -1,6 +1,7 @@
 """The board of engines (`evidence/benchmarks/board`): its referee with engines that are made up, and its report with rows that are."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,11 +237,9 @@ def test_memory_and_error_are_those_of_the_longest_text_that_three_engines_read(
 
 
 def test_the_report_says_where_we_lose_on_each_machine(page):
-    assert (
-        "- a machine, reading or embedding a text: linbias is the fastest in 1 of 2 cases.\n"
-        in page
-    )
-    assert "- its successor, a generated token: linbias is the fastest in 0 of 1 cases.\n" in page
+    assert "| linbias is the fastest in | a machine | its successor |\n" in page
+    assert "| reading or embedding a text | 1 of 2 cases | " in page
+    assert re.search(r"\| a generated token \| [^|]+ \| 0 of 1 cases \|\n", page)
     assert "| a machine | its successor |\n|---|---|---|\n" in page
     assert (
         "| reading or embedding a text: BLOOM-560m, float32, 512 | 0.86 ONNX Runtime |  |\n"

@@ -40,7 +40,6 @@ MODULES = sorted(
 # Their examples take seconds each.
 THOROUGH = (
     "docs/coming-from.md",
-    "docs/exercises.md",
     "docs/guides/endless-texts.md",
     "docs/guides/existing-models.md",
     "docs/guides/many-machines.md",
@@ -150,7 +149,9 @@ def test_python_examples_of_a_document_run(document, tmp_path, monkeypatch):
     assert run_python(document) == len(blocks(document, "python"))
 
 
-@pytest.mark.parametrize("document", [d for d in WITH_PYTHON if "docs" in d.parts], ids=name)
+@pytest.mark.parametrize(
+    "document", [d for d in WITH_PYTHON if d.is_relative_to(ROOT / "docs")], ids=name
+)
 def test_a_page_says_what_its_code_needs(document):
     needed = extras_needed(document)
     line = f"The code of this page needs `pip install '.[{','.join(needed)}]'` in a checkout."
@@ -179,6 +180,17 @@ def test_no_code_hides_in_another_language(document):
 def test_code_fits_the_width_of_a_page(document):
     code = "\n".join(code for kind in ("python", "sh") for code in blocks(document, kind))
     assert [line for line in code.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_prose_is_wrapped(document):
+    """At 120 columns, but for tables, links, and what scripts write."""
+    text = document.read_text(encoding="utf-8")
+    text = re.sub(
+        r"^```.*?^```|<!-- ([\w ]+): python .*?<!-- /\1 -->", "", text, flags=re.S | re.M
+    )
+    long = [line for line in text.splitlines() if len(line) > 120 and line[0] not in "| "]
+    assert [line for line in long if "](" not in line and "<" not in line] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
@@ -240,7 +252,7 @@ def test_results_are_what_the_records_say():
         run_script("markers").minus,
     )
     comparison = report.parts(report.read_kept())
-    parts = {("docs/results/comparison.md", part): text for part, text in comparison.items()}
+    parts = {("docs/paper.md", part): text for part, text in comparison.items()}
     parts["docs/guides/endless-texts.md", "measured"] = run_script("streams").measured()
     parts |= run_script("design").written_parts()
     for (document, part), text in {**update.written_parts(), **parts}.items():

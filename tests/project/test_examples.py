@@ -1,4 +1,11 @@
-"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/jax/test_flax.py.)"""
+"""Every example runs, at tiny sizes, and says how. (flax_extrapolation.py: tests/jax/test_flax.py.)
+
+An example begins with what it shows and how to run it, and takes sizes as options. `examples/tour.ipynb` is kept with its outputs, which
+are compared with what the cells compute. After a change to it (`pip install nbconvert ipykernel`), run it and take
+`application/vnd.jupyter.widget-view+json` out of the explorer's output, which then is its picture:
+
+    jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False examples/tour.ipynb
+"""
 
 import ast
 import importlib.util

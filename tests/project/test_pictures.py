@@ -5,6 +5,7 @@ import importlib
 import io
 import re
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ finally:
 def content(path):
     """Words, numbers and the colors of cells: what another version of Matplotlib leaves as it is."""
     text = path.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
     images = re.findall(r"data:image/png;base64,([^\"]+)", text)
     cells = [imread(io.BytesIO(base64.b64decode(image))) for image in images]
     return re.findall(r"<text [^>]*>([^<]*)</text>", text), cells
@@ -50,7 +52,7 @@ def test_the_moving_picture_is_current_and_small():
 
 
 def test_every_picture_is_used_and_says_what_it_shows():
-    pages = "".join(page.read_text(encoding="utf-8") for page in pictures.FOLDER.glob("*.md"))
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     for name in pictures.PICTURES:
-        assert re.search(rf"!\[[^\]]{{10,}}\]\({name}\.svg\)", pages)
+        assert re.search(rf"!\[[^\]]{{10,}}\]\((?:ideas/)?{name}\.svg\)", pages)
     assert {path.stem for path in pictures.FOLDER.glob("*.svg")} == set(pictures.PICTURES)

@@ -147,8 +147,8 @@ def num_words(page):
 
 def test_the_site_stays_small(site, pages):
     words = {name: num_words(site / name) for name in documents(pages)}
-    assert len(words) <= 35
-    assert sum(words.values()) <= 40_000, words
+    assert len(words) <= 26
+    assert sum(words.values()) <= 30_000, words
 
 
 PACKAGES = (

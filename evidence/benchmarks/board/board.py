@@ -11,6 +11,9 @@ during which anything else used more than a twentieth of the cores is repeated, 
 A turn has a limit of time, and a process one of memory. What fails is a row that says how, and the others go on. An engine is not asked at
 the next length when it failed, needed more than ten times the time of the best, or so long that even time proportional to the length
 would pass the limit. Every machine has a file of records. Rows that it has are not measured again, except with --again, which replaces them.
+
+To add an engine: engines/NAME.py with what worker.py asks of it, environments/NAME.txt if it needs packages of its own, its name in `ENGINES`
+here and in `NAMES` of report.py. Try it on --models tiny-bloom --lengths 64 first: its error there must be that of its type.
 """
 
 import argparse

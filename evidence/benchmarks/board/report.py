@@ -125,19 +125,21 @@ def where(row: Row) -> str:
 
 def verdict(machines: Sequence[Sequence[Row]]) -> str:
     """How often linbias was the fastest on each machine, and a table of every case where it was not."""
-    sentences, lost = [], {}
+    names = [machine(rows) for rows in machines]
+    wins, lost = {}, {}
     for rows in machines:
         for field, what in (("read_s", "reading or embedding a text"), ("token_ms", "a generated token")):  # fmt: skip
             found = races(rows, field)
             behind = [race for race in found if race.ratio < 1]
-            sentences.append(f"- {machine(rows)}, {what}: linbias is the fastest in {len(found) - len(behind)} of {len(found)} cases.")  # fmt: skip
+            wins.setdefault(what, []).append(f"{len(found) - len(behind)} of {len(found)} cases")
             for race in behind:
                 cell = f"{race.ratio:.2f} {NAMES[race.best]}"
                 lost.setdefault(f"{what}: {where(race.row)}", {})[machine(rows)] = cell
-    names = [machine(rows) for rows in machines]
+    first = ["| linbias is the fastest in | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
+    first += [f"| {what} | " + " | ".join(cells) + " |" for what, cells in wins.items()]
     table = [f"| **{LOST}** | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     table += [f"| {case} | " + " | ".join(cells.get(name, "") for name in names) + " |" for case, cells in sorted(lost.items())]  # fmt: skip
-    return "\n".join([*sentences, *(["", *table] if lost else [])])
+    return "\n".join([*first, *(["", *table] if lost else [])])
 
 
 def goals(machines: Sequence[Sequence[Row]]) -> str:

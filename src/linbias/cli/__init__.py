@@ -4,6 +4,10 @@ A command checks and computes nothing: it turns words into a call, and the resul
 Results go to standard output, progress and errors to standard error. Heavy imports are inside
 the commands, so that `linbias --help` is quick.
 
+To add a command: a function in a module of this folder, and its line below. Everything that can be wrong is refused before work
+starts. An option that another command has keeps its name (`options.py`); a new one is listed in tests/cli/test_cli_options.py.
+tests/cli/test_cli.py asks what it prints, `--json`, and each error. `[` in a help text is markup: write `\\[`.
+
     start     explain, extrapolate, doctor
     biases    slopes, bias
     explore   the page

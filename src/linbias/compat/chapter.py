@@ -48,7 +48,7 @@ class ALiBiAttention:
                [0.2741, 0.4519, 0.2741],
                [0.1863, 0.3072, 0.5065]])
 
-    Source: the book chapter on ALiBi, "NumPy implementation" (docs/step-by-step.md works out its example).
+    Source: the book chapter on ALiBi, "NumPy implementation" (docs/ideas/definition.md works out its example).
     """
 
     def __init__(self, d_model: int, n_heads: int) -> None:

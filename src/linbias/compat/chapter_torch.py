@@ -50,7 +50,7 @@ class ALiBiAttention(nn.Module):
                 [0.3775, 0.6225, 0.0000],
                 [0.1863, 0.3072, 0.5065]])
 
-    Source: the book chapter on ALiBi, "PyTorch implementation" (docs/step-by-step.md works out its example).
+    Source: the book chapter on ALiBi, "PyTorch implementation" (docs/ideas/definition.md works out its example).
     """
 
     slopes: Tensor

@@ -4,6 +4,10 @@ A module in `js/` is plain JavaScript in a form that is easy to join: it imports
 `import { a, b } from "./x.js";`, exports with `export` in front of a function, class or constant, and
 names things at its top level as no other module does. Joined in the order in which they need each
 other, without those two words, the modules share one scope and need no loader.
+
+To change the page: `linbias explore` shows a change at once. Text from users becomes a text node and never markup (`dom.js`).
+tests/explore/test_explore.py opens the page in Chromium (Debian: `apt-get install chromium`) and compares numbers with Python;
+tests/explore/test_jupyterlab.py does the same for the widget in a real JupyterLab, once `jupyterlab` is installed.
 """
 
 import json

@@ -1,6 +1,13 @@
 """The families of models that `load` knows: how a folder is recognised, what it becomes, and how it comes to run on our attention.
 
-A family is a row of `FAMILIES`. A new one brings its configuration and classes, and perhaps other names for its weights.
+A family is a row of `FAMILIES`: how a folder is recognised, its configuration, its classes, other names of weights. Where configuration
+and weights are as our classes have them, it is a line in `_OWN`, and `install` knows the family as well.
+
+To add a decoder of Transformers: a module in `fused/` (see `bloom.py`), its name in `MODEL_TYPES` of `fused/family.py`, its `FAMILY` in
+`fused/__init__.py`, where a class of remote code gets a line in `_INSTEAD`. Any other decoder: a configuration, blocks and two
+models (see `baichuan.py`), of the parts in `decoder.py`; the configuration has what `Alibi` reads. Then its row here; tests against the
+original code or a plain restatement, of padding, caches and a saved folder (tests/models/test_models_released.py,
+tests/fused/test_transformers_fused.py, tests/models/test_models_loading.py); its row in docs/guides/existing-models.md.
 """
 
 from collections.abc import Callable, Mapping

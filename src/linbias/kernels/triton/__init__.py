@@ -8,6 +8,6 @@
 
 Tensors are needed for launching only; nothing here waits for the device, so that calls can be captured in CUDA graphs.
 Source of the idea: DESIGN section 2; near tiles and the online softmax: FlashAttention-2 (arXiv 2307.08691).
-Measured: nothing yet on a GPU. The tests run every kernel in Triton's interpreter and compile it for sm_90; docs/kernels.md
-has what the machine code says.
+Measured: nothing yet on a GPU. The tests run every kernel in Triton's interpreter and compile it for sm_90:
+`python -m triton_compile` in tests/ prints what the machine code is.
 """
