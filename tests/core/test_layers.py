@@ -37,7 +37,7 @@ LAYERS = {
     "_run": ANYONE,
     "data": {"_run"} | ANYONE,
     "paper": {"lm", "models", "data", "_run", "cli"} | ANYONE,
-    "lm": {"paper", "models", "torch", "data", "_run"} | ANYONE,
+    "lm": {"paper", "models", "torch", "data", "explore", "_run"} | ANYONE,
     "plots": {"_request", "definition", "explain", "near_to_far", "lm"} | ANYONE,
     "__init__": {"definition", "explain", "near_to_far"} | ANYONE,
     "example": {"definition", "explain"} | ANYONE,

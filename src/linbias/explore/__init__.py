@@ -6,7 +6,8 @@ Its files, each with one task:
     results.py   runs of `linbias extrapolate`; results.json is the README's
     model.py     trained models on a text; reading.py: what is measured of one
     bundle.py    the modules of js/ as one script
-    page.html    the frame; style.css, story.css and views.css its look, light and dark
+    frame.py     all of it as one file, in the frame of page.html; style.css, story.css and
+                 views.css are its look, light and dark
     static.py    what is left of it without scripts
     vectors.py   q, k and v for texts of the reader's
     notebook.py  the page inside a notebook
@@ -14,19 +15,14 @@ Its files, each with one task:
                  the first view's slope alone, for the documentation
 """
 
-import base64
-import hashlib
-import json
 import sys
-from importlib import resources
 from pathlib import Path
-from string import Template
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from linbias import _extras
-from linbias.explore import data
-from linbias.explore.bundle import bundle, read_style, style
+from linbias.explore import data, frame
+from linbias.explore.bundle import bundle, read_style
 from linbias.explore.results import default
 from linbias.explore.results import read as read_results
 from linbias.explore.static import static_part
@@ -61,16 +57,8 @@ def page(
         >>> page()[:15]
         '<!DOCTYPE html>'
     """
-    script = f'"use strict";\n(() => {{\n{bundle("start.js")}}})();\n'
-    template = _read("page.html")
-    return Template(template).substitute(
-        style=style(),
-        static=static_part(),
-        script=script,
-        # The page may run this script and no other, and can load nothing.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=_data(results, model, docs),
-    )
+    shown = frame.content_of(default() if results is None else results, model, docs)
+    return frame.html(shown, static_part())
 
 
 def widget(
@@ -96,7 +84,8 @@ def widget(
     _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
 
-    return Explorer(data=_data(results, model), state=state)
+    shown = frame.content_of(default() if results is None else results, model)
+    return Explorer(data=frame.to_json(shown), state=state)
 
 
 def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
@@ -127,32 +116,13 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
 
 
 def slope_card(place: str) -> str:
-    """A script that puts the slope over its line of words into the element of this id; the documentation's first page."""
-    given = f"document.getElementById({_to_json(place)}), {_to_json(data.example())}, {_to_json(read_style('story.css'))}"
-    return f'"use strict";\n(() => {{\n{bundle("card.js")}startCard({given});\n}})();\n'
+    """A script that puts the slope over its line of words into the element of this id.
 
-
-def _to_json(value: Any) -> str:
-    """JSON that stands inside a script element whatever its strings hold."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _data(
-    results: dict[str, Any] | None, model: dict[str, Any] | None, docs: str | None = None
-) -> str:
-    return _to_json(
-        {
-            "example": data.example(),
-            "links": data.links(docs),
-            "methods": data.methods(),
-            "results": default() if results is None else results,
-            "model": model,
-        }
-    )
-
-
-def _read(name: str) -> str:
-    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    The first page of the documentation has it.
+    """
+    given = ", ".join(map(frame.to_json, (data.example(), read_style("story.css"))))
+    start = f"startCard(document.getElementById({frame.to_json(place)}), {given});"
+    return f'"use strict";\n(() => {{\n{bundle("card.js")}{start}\n}})();\n'
 
 
 class _Module(ModuleType):

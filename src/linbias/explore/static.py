@@ -29,9 +29,14 @@ def static_part() -> str:
         "<p>Scripts are off here. With them, you could change the slopes and the words of this example, compare how "
         "methods of giving positions do at lengths beyond the trained one, and see which keys need not be read.</p>",
         picture(),
-        *(_table(n, tokens, tokens, _fixed(w)) for n, w in zip(names, trace.weights, strict=True)),
-        _table("Mean of both heads", tokens, tokens, _fixed(trace.weights.mean(0))),
-        _table("Outputs", [f"dim-{i}" for i in range(output.shape[1])], tokens, _fixed(output)),
+        *(
+            scrolling_table(n, tokens, tokens, _fixed(w))
+            for n, w in zip(names, trace.weights, strict=True)
+        ),
+        scrolling_table("Mean of both heads", tokens, tokens, _fixed(trace.weights.mean(0))),
+        scrolling_table(
+            "Outputs", [f"dim-{i}" for i in range(output.shape[1])], tokens, _fixed(output)
+        ),
         _slopes(),
     ]
     return "\n".join(parts)
@@ -51,15 +56,16 @@ def _slopes() -> str:
         for m in slopes(8).tolist()
     ]
     columns = ["slope", "bias at distance 10", "character"]
-    return _table("Slopes of eight heads", columns, [f"head {h}" for h in range(8)], rows)
+    return scrolling_table("Slopes of eight heads", columns, [f"head {h}" for h in range(8)], rows)
 
 
-def _table(
+def scrolling_table(
     caption: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
+    """A table of text with a row for each name, which scrolls in itself where it is too wide."""
     cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     lines = zip(map(escape, names), cells, strict=True)
-    shown = table(escape(caption), ["", *map(escape, columns)], lines)
+    shown = table(f"<span>{escape(caption)}</span>", ["", *map(escape, columns)], lines)
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}">{shown}</div>'
 
 
@@ -85,7 +91,7 @@ def picture() -> str:
                 )
                 marks.append(_label(x + CELL / 2, top + CELL / 2 + 5, "middle", f"{weight:.4f}"))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{width}" role="img"'
+        f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{width}" role="img"'
         f' aria-label="{escape("; ".join(names))}" font-family="sans-serif" font-size="14" fill="{INK}">'
         f'<rect class="ground" x="{-MARGIN}" y="{-MARGIN}" width="100%" height="100%" fill="{PAPER}"/>'
         f'<g fill="{WEIGHTS[0]}">{"".join(cells)}</g>{"".join(marks)}</svg>'

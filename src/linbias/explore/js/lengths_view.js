@@ -20,6 +20,8 @@ export function mountLengths(root, data) {
   const lede = element("p", { class: "lede" });
   const seeds = element("p", { class: "note" });
   const facts = element("dl", { class: "facts" });
+  const said = element("div", { class: "said" });
+  const measured = element("div", { class: "measured" });
   const lengths = element("div");
   const reads = element("div");
   const how = note();
@@ -73,6 +75,7 @@ export function mountLengths(root, data) {
   root.append(
     element("h2", {}, "Train short, test long"),
     lede,
+    said,
     element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
     section(
       "Loss by test length",
@@ -90,6 +93,7 @@ export function mountLengths(root, data) {
       ),
       byPosition.element,
     ),
+    measured,
     element("details", {}, element("summary", {}, "How this was made"), facts),
   );
 
@@ -106,7 +110,17 @@ export function mountLengths(root, data) {
     seeds.textContent =
       run.num_seeds > 1
         ? `Lines are means of up to ${run.num_seeds} seeds, bands their range.`
-        : "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
+        : run.findings
+          ? "" // the sentences above say it
+          : "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
+    // What the run of the README does not have.
+    const sentences = (list = []) => element("ul", { class: "sentences" }, list.map((one) => sentence(one, methods)));
+    said.replaceChildren(...(run.findings ? [run.scope && note(run.scope), sentences(run.findings), run.cautions.map((text) => note(text))].flat() : []));
+    const { validation, continuations } = group;
+    measured.replaceChildren(
+      ...(validation ? [section("The last validation while training", finishedTable(validation, methods), sentences(continuations))] : []),
+      ...(run.cost ? [section("What training cost", finishedTable(run.cost, methods))] : []),
+    );
     facts.replaceChildren(
       ...Object.entries(run.made).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
     );
@@ -116,6 +130,23 @@ export function mountLengths(root, data) {
   buildReads();
   draw();
 }
+
+// What Python says of a method, and a table that it made; a cell is null where the method has no rows for its length.
+function sentence({ method, says }, methods) {
+  const { label, colour } = methods[method];
+  return element("li", { style: { "--line-colour": colour } }, element("strong", {}, label), ` ${signed(says)}`);
+}
+
+function finishedTable({ caption, note: remark, heads, rows }, methods) {
+  const table = dataTable({ caption: remark ? `${caption} (${remark})` : caption, corner: "method" });
+  table.update(
+    heads,
+    rows.map(({ method, cells }) => ({ head: methods[method].label, cells: cells.map((cell) => (cell === null ? "no rows" : signed(cell))) })),
+  );
+  return table.element;
+}
+
+const signed = (text) => text.replace(/(?<![\w.])-(?=\d)/g, "\u2212");
 
 const HOW_READ = {
   lengths:

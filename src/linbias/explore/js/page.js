@@ -32,6 +32,7 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
     ...view,
     panel: element("section", { id: uniqueId(view.id), class: `view view-${view.id}`, hidden: true }),
   }));
+  const home = views.find(({ id }) => id === data.start) ?? views[0];
   let current = null;
 
   function show(id) {
@@ -60,14 +61,14 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
   function remember() {
     const parts = new URLSearchParams(current.text);
     parts.delete("view");
-    if (current !== views[0]) parts.set("view", current.id);
+    if (current !== home) parts.set("view", current.id);
     memory.write(parts.toString());
   }
 
   function start() {
     const text = memory.read();
     const wanted = new URLSearchParams(text).get("view");
-    const first = views.find(({ id }) => id === wanted) ?? views[0];
+    const first = views.find(({ id }) => id === wanted) ?? home;
     for (const view of views) {
       view.panel.replaceChildren();
       view.text = view === first ? text : ""; // names mean different things in different views

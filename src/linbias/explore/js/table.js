@@ -7,10 +7,11 @@ import { element, setText } from "./dom.js";
 export function dataTable({ caption, corner = "" }) {
   const head = element("tr");
   const body = element("tbody");
+  const title = element("span", {}, caption); // which stays in sight where the table scrolls
   const table = element(
     "table",
     {},
-    element("caption", {}, caption),
+    element("caption", {}, title),
     element("thead", {}, head),
     body,
   );
@@ -37,7 +38,7 @@ export function dataTable({ caption, corner = "" }) {
   return {
     element: region,
     setCaption(text) {
-      setText(table.caption, text);
+      setText(title, text);
       region.ariaLabel = text;
     },
     update(columns, rows, chosen = -1) {

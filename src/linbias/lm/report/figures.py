@@ -1,7 +1,6 @@
 """The plots of an extrapolation experiment, loss by test length and by position; and that of the windows of heads.
 
 All are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
-`narrow` makes them for the width of a telephone: one panel above another, with larger letters.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ from linbias.methods import BIAS, METHODS, WEIGHTS
 _BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
 _DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
 _TITLE: dict[str, Any] = {
-    **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
+    "loc": "left",
+    "fontweight": "bold",
+    "fontsize": 11,
+    "pad": 10,
     "color": _TEXT,
 }
 _WIDTH, _HEIGHT = 4.7, 4.2  # inches of a panel, where two stand side by side
 _ALONE_WIDTH = 8.0
-_NARROW_WIDTH, _NARROW_HEIGHT = 3.9, 3.5
 
 
 class Sizes(NamedTuple):
@@ -49,9 +50,8 @@ class Sizes(NamedTuple):
 
 
 PAGE = Sizes(name=10, note=9, line=2.2, marker=5, name_inches=0.19, tick_inches=0.5)
-COLUMN = Sizes(
-    name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32
-)  # of a paper
+# Of a paper.
+COLUMN = Sizes(name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32)
 
 
 class _LineEnd(NamedTuple):
@@ -63,14 +63,13 @@ class _LineEnd(NamedTuple):
     colour: str
 
 
-def loss_by_length(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
+def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
     """Bits per byte against test length, in multiples of the training length: a panel for each."""
     train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths), narrow)
+    figure, panels = _panels(len(train_lengths))
     for axes, train_length in zip(panels, train_lengths, strict=True):
         draw_loss_by_length(axes, evaluations, train_length, PAGE)
-        more = "" if narrow else ", tested on more"
-        axes.set_title(f"Trained on {train_length:,} tokens{more}", **_TITLE)
+        axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
     return figure
 
 
@@ -98,10 +97,10 @@ def draw_loss_by_length(
     _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
 
 
-def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
+def loss_by_position(evaluations: Sequence[EvaluationRecord]) -> Figure:
     """Bits per byte against the tokens of context before it: a panel per training length."""
     train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths), narrow)
+    figure, panels = _panels(len(train_lengths))
     for axes, train_length in zip(panels, train_lengths, strict=True):
         records = [record for record in evaluations if record.train_length == train_length]
         ends = []
@@ -128,7 +127,7 @@ def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
         slopes, needed: [layers, heads]; inf is left out.
         kept_slopes, kept: [layers, key/value heads]; kept is None without a text.
     """
-    figure, (axes,) = _panels(1, narrow=False)
+    figure, (axes,) = _panels(1)
     (weights, _), (bias, _) = WEIGHTS, BIAS
     axes.plot(
         slopes.ravel(), needed.ravel(), "o", color=bias, markerfacecolor="none", markersize=7
@@ -155,7 +154,7 @@ def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
 
 
 def colours(*, dark: bool = False) -> dict[str, str]:
-    """Return the colours of a figure by name: those of the methods, and those of page, text, frame and grid."""
+    """The colours of a figure by name: of the methods, and of page, text, frame and grid."""
     light = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
     methods = {name: m.dark if dark else m.colour for name, m in METHODS.items()}
     drawn = {"weights": WEIGHTS[dark], "bias": BIAS[dark]}
@@ -195,13 +194,13 @@ def svg_file(figure: Figure, description: str, *, dark: bool = False) -> str:
     return re.sub(r"var\(--([\w-]+)\)", lambda found: known[found[1]], svg(figure, description))
 
 
-def _panels(count: int, narrow: bool) -> tuple[Figure, list[Axes]]:
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, at most two in a row."""
-    columns = 1 if narrow else min(2, count)
+    columns = min(2, count)
     rows = math.ceil(count / columns)
-    width = _NARROW_WIDTH if narrow else _WIDTH * columns if columns > 1 else _ALONE_WIDTH
-    height = rows * (_NARROW_HEIGHT if narrow else _HEIGHT)
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    width = _WIDTH * columns if columns > 1 else _ALONE_WIDTH
+    layout = ConstrainedLayoutEngine(h_pad=0.1)
+    figure = Figure(figsize=(width, rows * _HEIGHT), layout=layout)
     panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for axes in panels[count:]:
         axes.remove()

@@ -199,12 +199,10 @@ class Row(NamedTuple):
     Attributes:
         method: Names the row.
         cells: The numbers as text; None where the length is beyond the method's table of positions.
-        bars: For some columns, counted from 0, the share of the largest number, which the page draws as a bar.
     """
 
     method: str
     cells: list[str | None]
-    bars: tuple[tuple[int, float], ...] = ()
 
 
 class Table(NamedTuple):
@@ -234,28 +232,19 @@ def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Ta
 def cost_table(results: ExtrapolationResults) -> Table:
     """What training took: a row per training length and method, with means over the seeds."""
     trainings = results.trainings
-    grouped = [
-        (length, method, same)
-        for length, method in product(train_lengths(trainings), methods(trainings))
-        if (
-            same := [
-                r.metrics for r in trainings if (r.train_length, r.method) == (length, method)
-            ]
-        )
-    ]
-    speeds = [fmean(m.tokens_per_second for m in same) for *_, same in grouped]
-    memories = [fmean(m.peak_memory_bytes for m in same) for *_, same in grouped]
     rows = []
-    for (length, method, same), speed, memory in zip(grouped, speeds, memories, strict=True):
-        cells: list[str | None] = [
-            f"{length:,}",
-            f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
-            f"{fmean(m.seconds for m in same):.0f} s",
-            f"{speed:,.0f}",
-            f"{memory / 2**20:,.0f} MiB",
-        ]
-        bars = ((3, speed / max(speeds)), (4, memory / max(memories)))
-        rows.append(Row(method, cells, bars))
+    for length, method in product(train_lengths(trainings), methods(trainings)):
+        key = (length, method)
+        same = [r.metrics for r in trainings if (r.train_length, r.method) == key]
+        if same:
+            cells: list[str | None] = [
+                f"{length:,}",
+                f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
+                f"{fmean(m.seconds for m in same):.0f} s",
+                f"{fmean(m.tokens_per_second for m in same):,.0f}",
+                f"{fmean(m.peak_memory_bytes for m in same) / 2**20:,.0f} MiB",
+            ]
+            rows.append(Row(method, cells))
     heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
     note = "tokens/s: of a median step, without start-up"
     return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
