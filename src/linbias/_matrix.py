@@ -67,7 +67,11 @@ class Matrix(NamedTuple):
 
     def shades(self) -> Float64:
         """How dark each cell is, NaN where a key is hidden; without a scale none is."""
-        return np.full_like(self.values, np.nan) if self.scale is None else self.scale.shades(self.values)
+        return (
+            np.full_like(self.values, np.nan)
+            if self.scale is None
+            else self.scale.shades(self.values)
+        )
 
     def grounds(self) -> Float64:
         """[T, S, 3], the colour of each cell on paper, from 0 to 255."""
@@ -108,7 +112,7 @@ def of_weights(explanation: Any) -> list[Matrix]:
     return [Matrix(title, head, queries, names, OF_WEIGHTS) for title, head in heads]
 
 
-def average(matrices: Sequence[Matrix], title: str) -> Matrix:
+def average_of(matrices: Sequence[Matrix], title: str) -> Matrix:
     """The mean of all heads; a key is hidden where it is hidden in all of them."""
     values = np.array([matrix.values for matrix in matrices])
     mean = np.where(np.isnan(values).all(0), np.nan, np.nan_to_num(values).mean(0))

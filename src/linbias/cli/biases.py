@@ -109,5 +109,5 @@ def bias(
     for h, slope, one in zip(chosen, found, added, strict=True):
         numbers = np.where(np.isinf(one), np.nan, one)
         out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
-        out.print(matrices.Pair(names, [matrices.Matrix("", names, numbers, shaded=False)]))
+        out.print(matrices.Pair(matrices.Matrix("", numbers, names, names)))
         out.print()

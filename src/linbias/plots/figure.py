@@ -1,14 +1,13 @@
 """What all figures share: their width, their letters, and how they are saved and shown."""
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from linbias.explain import printable
 
 _COLUMNS = {"single": 3.3, "double": 6.9}  # inches, as most papers in two columns have them
 
@@ -44,7 +43,7 @@ class PaperFigure(Figure):
     def _repr_svg_(self) -> str:
         buffer = io.StringIO()
         self.savefig(buffer, format="svg")
-        return buffer.getvalue()
+        return re.sub(r"\s*\n\s*", " ", buffer.getvalue())  # a line in a notebook's file
 
 
 def inches(function: str, width: float | str) -> float:
@@ -78,4 +77,4 @@ def laid_out(ax: Axes) -> Figure:
 def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
     """Write a token at each tick of an axis, as text and never as mathematics."""
     place = ax.set_xticks if axis == "x" else ax.set_yticks
-    place(range(len(names)), [printable(name) for name in names], parse_math=False, **options)
+    place(range(len(names)), names, parse_math=False, **options)
