@@ -96,9 +96,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   function buildLegend() {
     legendList.replaceChildren(
       ...spec.lines.map((line) =>
-        element(
-          "li",
-          {},
+        element("li", {},
           element(
             "button",
             { type: "button", class: "legend-line", style: paintOf(line), on: { click: () => flip(line.key) } },
@@ -141,18 +139,12 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   };
 }
 
-function paintOf(line) {
-  return { "--line-colour": line.colour };
-}
+const paintOf = (line) => ({ "--line-colour": line.colour });
 
 // What the line is at x; null where it has no point.
-function valueAt(line, x) {
-  return line.points.find((point) => point.x === x)?.y ?? null;
-}
+const valueAt = (line, x) => line.points.find((point) => point.x === x)?.y ?? null;
 
-function written(line, value, spec) {
-  return value === null ? (line.stop ?? "\u2013") : spec.y.format(value);
-}
+const written = (line, value, spec) => value === null ? (line.stop ?? "\u2013") : spec.y.format(value);
 
 function scalesOf(spec, lines, width, height) {
   const { top, right, bottom, left } = CHART_MARGIN;
@@ -186,9 +178,7 @@ function axes(spec, plot, width, height) {
   const xTicks = ticksWithRoom(spec.x.ticks ?? roundTicks(spec.x.low, spec.x.high, width / 90), plot.x, 46);
   return [
     ...yTicks.map((y) =>
-      svgElement(
-        "g",
-        { class: "tick" },
+      svgElement("g", { class: "tick" },
         svgElement("line", { x1: left, x2: right, y1: plot.y(y), y2: plot.y(y) }),
         svgElement("text", { x: left - 8, y: plot.y(y), dy: "0.32em", "text-anchor": "end" }, yText(y)),
       ),
@@ -206,18 +196,14 @@ function markAcross(mark, { x, y, top, bottom, left, right }) {
   if (mark.x !== undefined) {
     const across = x(mark.x);
     const onRight = across < (left + right) / 2;
-    return svgElement(
-      "g",
-      { class: "mark" },
+    return svgElement("g", { class: "mark" },
       svgElement("line", { x1: across, x2: across, y1: top, y2: bottom }),
       svgElement("text", { x: across + (onRight ? 6 : -6), y: bottom - 8, "text-anchor": onRight ? "start" : "end" }, mark.text),
     );
   }
   const height = y(mark.y);
   const words = mark.middle === undefined ? { x: left + 6 } : { x: x(mark.middle), "text-anchor": "middle" };
-  return svgElement(
-    "g",
-    { class: "mark" },
+  return svgElement("g", { class: "mark" },
     svgElement("line", { x1: left, x2: right, y1: height, y2: height }),
     svgElement("text", { ...words, y: height - 6 }, mark.text),
   );

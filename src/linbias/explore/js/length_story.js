@@ -34,12 +34,8 @@ export function lengthStory({ group, methods, onInput }) {
   const clip = uniqueId("clip");
   const name = uniqueId("length");
   const range = element("input", {
-    type: "range",
-    class: "story-range",
-    id: name,
-    min: 0,
-    max: Math.round(PER_OCTAVE * Math.log2(longest / shortest)),
-    step: 1,
+    type: "range", class: "story-range", id: name, min: 0,
+    max: Math.round(PER_OCTAVE * Math.log2(longest / shortest)), step: 1,
     on: { input: () => take(shortest * 2 ** (Number(range.value) / PER_OCTAVE)), keydown: walk },
   });
   const value = element("output", { class: "story-slope", for: name });
@@ -164,9 +160,7 @@ export function lengthStory({ group, methods, onInput }) {
   new ResizeObserver(layOut).observe(box);
   return {
     lengths,
-    element: element(
-      "div",
-      { class: "length-story" },
+    element: element("div", { class: "length-story" },
       element("div", { class: "story-control" }, element("label", { for: name }, "length of the text"), value),
       says,
       box,

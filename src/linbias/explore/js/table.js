@@ -8,13 +8,7 @@ export function dataTable({ caption, corner = "" }) {
   const head = element("tr");
   const body = element("tbody");
   const title = element("span", {}, caption); // which stays in sight where the table scrolls
-  const table = element(
-    "table",
-    {},
-    element("caption", {}, title),
-    element("thead", {}, head),
-    body,
-  );
+  const table = element("table", {}, element("caption", {}, title), element("thead", {}, head), body);
   let shape = "";
 
   function build(columns, rows) {
@@ -24,12 +18,7 @@ export function dataTable({ caption, corner = "" }) {
     );
     body.replaceChildren(
       ...rows.map((row) =>
-        element(
-          "tr",
-          {},
-          element("th", { scope: "row", dir: "auto" }),
-          row.cells.map(() => element("td")),
-        ),
+        element("tr", {}, element("th", { scope: "row", dir: "auto" }), row.cells.map(() => element("td"))),
       ),
     );
   }
