@@ -98,7 +98,7 @@ def titles(left: npt.ArrayLike, right: npt.ArrayLike) -> list[str]:
 
 
 def query_names(names: Sequence[str], start: int, num_queries: int) -> list[str]:
-    """The names of queries, the first of which stands at key `start`; elsewhere their positions."""
+    """The names of queries from key `start` on; beyond the keys, their positions."""
     positions = range(start, start + num_queries)
     return [names[p] if 0 <= p < len(names) else str(p) for p in positions]
 

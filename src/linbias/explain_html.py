@@ -31,9 +31,10 @@ _STYLE = """
 .linbias-explain table { border-collapse: collapse; margin: 0; width: auto; font-size: 0.85em; }
 /* A notebook's stripes would mix with the shades. */
 .linbias-explain tr { background: none !important; }
-.linbias-explain caption { text-align: left; caption-side: top; color: inherit; }
+.linbias-explain caption { text-align: left; caption-side: top; }
+.linbias-explain :is(caption, th, td) { color: inherit; }
 .linbias-explain :is(caption, figcaption) { font-weight: bold; padding: 0.3em 0; }
-.linbias-explain :is(th, td) { padding: 0.2em 0.5em; text-align: right; border: 0; color: inherit; }
+.linbias-explain :is(th, td) { padding: 0.2em 0.5em; text-align: right; border: 0 }
 .linbias-explain th { font-weight: normal; opacity: 0.75; }
 .linbias-explain td.hidden { text-align: center; opacity: 0.4; }
 .linbias-explain img { width: 14em; image-rendering: pixelated; border: 1px solid #80808080; }

@@ -76,7 +76,7 @@ def of(trace: Explanation, plain: Explanation, heads: list[int]) -> RenderableTy
 
 
 def _table(matrix: Matrix) -> NumberTable:
-    """The numbers under the names of their columns, and behind those of the rows, where they have any."""
+    """The numbers, with the names of columns, and of rows where they have any."""
     look: dict[str, Any] = {"title_style": "italic", "header_style": "dim", "padding": 0}
     table = NumberTable(title=f" {matrix.title}", box=None, **look)
     table.title_of_rest = "\n ..."

@@ -1,4 +1,4 @@
-"""The explorer: attention with linear biases as a page to touch, in one file that needs no network.
+"""The explorer: attention with linear biases as a page to touch, one file without a network.
 
 Its files, each with one task:
 
@@ -11,8 +11,8 @@ Its files, each with one task:
     static.py    what is left of it without scripts
     vectors.py   q, k and v for texts of the reader's
     notebook.py  the page inside a notebook
-    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views; card.js is
-                 the first view's slope alone, for the documentation
+    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its
+                 views; card.js is the first view's slope alone, for the documentation
 """
 
 import sys
@@ -40,11 +40,13 @@ def page(
     *,
     docs: str | None = None,
 ) -> str:
-    """Write the explorer as one HTML file: text, data, style and script, with nothing left to load.
+    """Write the explorer as one HTML file: text, data, style and script, nothing left to load.
 
     Args:
-        results: What the comparison of methods shows, from `read_results`; None shows the README's.
-        model: What the view of a trained model shows, from `read_model`; None leaves that view out.
+        results: What the comparison of methods shows, from `read_results`; None shows the
+            README's.
+        model: What the view of a trained model shows, from `read_model`; None leaves that view
+            out.
         docs: Address of the documentation, for a page that stands in it.
 
     Returns:
@@ -64,15 +66,16 @@ def page(
 def widget(
     results: dict[str, Any] | None = None, model: dict[str, Any] | None = None, state: str = ""
 ) -> "Explorer":
-    """Show the explorer inside a notebook: Jupyter, VS Code, marimo, and whatever else knows anywidget.
+    """Show the explorer inside a notebook: Jupyter, VS Code, marimo, whatever knows anywidget.
 
     Args:
         results, model: As for `page`.
         state: What to show first, as it stands behind # in the page's address: "view=how&head=1".
 
     Returns:
-        A widget that draws itself; its `state` follows what its reader does, and may be set. Pages made of the notebook show
-        a picture instead (nbconvert with `--execute` does so given `--ExecutePreprocessor.store_widget_state=False`).
+        A widget that draws itself; its `state` follows what its reader does, and may be set. Pages
+        made of the notebook show a picture instead (nbconvert with `--execute` does so given
+        `--ExecutePreprocessor.store_widget_state=False`).
 
     Raises:
         ModuleNotFoundError: anywidget is not installed.
@@ -89,15 +92,16 @@ def widget(
 
 
 def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
-    """Run a model on a text and pack what it makes of it for `page` and `widget`; this loads PyTorch.
+    """Run a model on a text and pack what it makes of it for `page` and `widget`, by PyTorch.
 
-    Its attention weights, what each token cost it and what it expected instead. A model without linear biases is shown
-    without slopes, and one that is not causal with whole matrices and without losses. A text with more tokens than
-    the page holds is cut.
+    Its attention weights, what each token cost it and what it expected instead. A model without
+    linear biases is shown without slopes, and one that is not causal with whole matrices and
+    without losses. A text with more tokens than the page holds is cut.
 
     Args:
-        model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a model in it, the
-            models of the other methods, of the same length and seed, are shown beside it.
+        model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a
+            model in it, the models of the other methods, of the same length and seed, are shown
+            beside it.
         text: File of UTF-8 text.
         limit_tokens: Show at most this many tokens, in [1, 1024].
 
@@ -105,7 +109,8 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
         JSON values.
 
     Raises:
-        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no weights.
+        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no
+            weights.
 
     Example:
         >>> page(model=read_model("output/train", Path("README.md")))  # doctest: +SKIP

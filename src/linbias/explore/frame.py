@@ -1,4 +1,4 @@
-"""The page as one file: the frame of page.html around style, script, data and what is shown without scripts."""
+"""The page as one file: the frame of page.html around its style, script and data."""
 
 import base64
 import hashlib

@@ -1,7 +1,8 @@
-"""What the explorer page shows of `linbias extrapolate`: loss by test length and by position, ready for JSON.
+"""What the page shows of `linbias extrapolate`: losses, findings and tables, ready for JSON.
 
-The run that the README shows travels with the package as results.json, written by evidence/runs/update_readme.py, so that the
-page needs neither PyTorch nor a run. Any other run is read from its folder.
+The run that the README shows travels with the package as results.json, written by
+evidence/runs/update_readme.py, so that the page needs neither PyTorch nor a run. Any other run is
+read from its folder.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
 
     Returns:
         JSON values. `groups` has an entry for each training length, with its `lines`, one for each
-        method: the `lengths` of a line are its losses by test length in bits per byte (the mean over
-        seeds, and their range), its `positions` the losses by tokens of context; `limit` is the test
-        length after which its table of positions has no more rows, or None. The README's run has
-        neither the sentences nor the tables.
+        method: the `lengths` of a line are its losses by test length in bits per byte (the mean
+        over seeds, and their range), its `positions` the losses by tokens of context; `limit` is
+        the test length after which its table of positions has no more rows, or None. The README's
+        run has neither the sentences nor the tables.
     """
     from linbias.lm.report import findings
 

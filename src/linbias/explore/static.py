@@ -1,4 +1,4 @@
-"""What is shown where scripts do not run: a picture of the chapter's weights, and in the page its tables."""
+"""What is shown where scripts do not run: a picture of the chapter's weights, and its tables."""
 
 from collections.abc import Sequence
 from html import escape

@@ -28,15 +28,15 @@ STYLE = {
     "hatch.linewidth": 0.4,
     "hatch.color": "#BBBBBB",
 }
-# Letters stay letters, which a reader can search and a publisher accepts: no outlines, no fonts of type 3.
+# Letters stay letters, which readers can search and publishers accept: no outlines, no type 3.
 _FILES = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "savefig.dpi": 300}
 
 
 class PaperFigure(Figure):
-    """A figure that notebooks show by themselves, though `pyplot` does not know it, and whose files a paper can use as they are."""
+    """A figure that notebooks show without `pyplot`, and whose files a paper can use as they are."""
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
-        """As Matplotlib's, with letters as letters, and 300 dots per inch where dots are asked for."""
+        """As Matplotlib's, with letters as letters, and dots, if any, 300 per inch."""
         with rc_context(_FILES):
             super().savefig(*args, **kwargs)
 
@@ -67,7 +67,7 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def laid_out(ax: Axes) -> Figure:
-    """The figure of a user's axes, in Matplotlib's constrained layout where it has none: names beside the axes get room."""
+    """The figure of a user's axes, in the constrained layout where it has none: names get room."""
     figure = figure_of(ax)
     if ax.get_subplotspec() is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")

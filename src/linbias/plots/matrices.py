@@ -42,19 +42,21 @@ def bias(
 ) -> Figure:
     """Draw what the bias adds to the scores: a matrix [T, S] for each head, hidden keys hatched.
 
-    All panels share one scale of colours, by the cube root of the bias: flat heads can be seen beside steep ones.
+    All panels share one scale of colours, by the cube root of the bias: flat heads can be seen
+    beside steep ones.
 
     Args:
         slopes: [H], as for `linbias.bias`.
         T: Number of queries.
         S: Number of keys, at least 1; None means T.
         causal: Hide the keys after the query.
-        right_slopes: Like slopes: slopes towards later keys, with causal=False; None means symmetric.
+        right_slopes: Like slopes: slopes towards later keys, with causal=False; None means
+            symmetric.
         heads: Only these, counted from 0.
         tokens: S names for the keys; written where there is room.
         width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw one head (choose it with heads) into these axes, in your own settings; a figure without a layout engine
-            gets the constrained one.
+        ax: Draw one head (choose it with heads) into these axes, in your own settings; a figure
+            without a layout engine gets the constrained one.
 
     Returns:
         The figure.
@@ -94,7 +96,7 @@ def weights(
     width: float | str = "double",
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw attention weights: a matrix [T, S] for each head, with numbers in the cells of small ones.
+    """Draw attention weights: a matrix [T, S] for each head, with numbers in small ones.
 
     Args:
         weights: What `linbias.explain` gives, or an array [H, T, S] or [T, S], as from
@@ -111,7 +113,8 @@ def weights(
 
     Example:
         >>> q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4))
-        >>> figure = weights(linbias.explain(q, k, v), average=True, tokens="The cat sat on mat".split())
+        >>> words = "The cat sat on mat".split()
+        >>> figure = weights(linbias.explain(q, k, v), average=True, tokens=words)
         >>> [panel.get_title() for panel in figure.axes[:3]]
         ['head 0, slope 1/16', 'head 1, slope 1/256', 'average']
     """

@@ -9,7 +9,14 @@ import { dataTable } from "./table.js";
 
 // howTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes }.
 export function howTables(example, view) {
-  const parts = [slopePart(example), outputPart(), matrixPart(), meanPart(), inputPart(), pythonPart()];
+  const parts = [
+    slopePart(example),
+    tablePart("Outputs", outputTable()),
+    tablePart("Weights as a table", headTable()),
+    tablePart("Mean of all heads", meanTable()),
+    tablePart("Inputs", ...["q", "k", "v"].map(inputTable)),
+    pythonPart(),
+  ];
   const folds = parts.map(({ title, body }) =>
     element("details", { class: "fold", on: { toggle: update } },
       element("summary", {}, element("h3", {}, title)),
@@ -23,27 +30,6 @@ export function howTables(example, view) {
   }
 
   return { elements: folds, update };
-}
-
-function outputPart() {
-  const table = dataTable({ caption: "All heads side by side, a row for each query", corner: "query" });
-  return {
-    title: "Outputs",
-    body: table.element,
-    fill({ state, heads }) {
-      const columns = heads.flatMap((head) => Array.from({ length: head.with.E }));
-      table.update(
-        columns.map((_, i) => `dim\u2011${i}`),
-        state.tokens.map((token, t) => ({
-          head: token,
-          cells: heads.flatMap(({ with: { E, output } }) =>
-            Array.from(output.slice(t * E, (t + 1) * E), (value) => printed(value)),
-          ),
-        })),
-        state.row,
-      );
-    },
-  };
 }
 
 function slopePart({ characters }) {
@@ -85,58 +71,58 @@ function powerText(slope) {
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-function matrixPart() {
-  return weightsPart("Weights as a table", ({ state, heads }) => ({
-    caption: `Weights of head ${state.head}`, weights: heads[state.head].with.weights,
-  }));
-}
-
-function meanPart() {
-  return weightsPart("Mean of all heads", ({ heads }) => ({
-    caption: "Only to look at: a layer does not average its heads, it puts their outputs side by side",
-    weights: mean(heads.map((head) => head.with.weights)),
-  }));
-}
-
-function weightsPart(title, of) {
-  const table = dataTable({ caption: title, corner: "query" });
+// A table with a row for each token: `of(view)` gives its columns, the texts of a row, and a caption that changes.
+function tokenTable(caption, of, corner = "query") {
+  const table = dataTable({ caption, corner });
   return {
-    title,
-    body: table.element,
+    element: table.element,
     fill(view) {
       const { tokens, row } = view.state;
-      const { caption, weights } = of(view);
-      const S = tokens.length;
-      table.setCaption(caption);
-      table.update(
-        tokens,
-        tokens.map((token, t) => ({
-          head: token,
-          cells: Array.from(weights.slice(t * S, (t + 1) * S), (value) => printed(value)),
-        })),
-        row,
-      );
+      const { columns, rowOf, caption: words } = of(view);
+      if (words) table.setCaption(words);
+      table.update(columns, tokens.map((token, t) => ({ head: token, cells: rowOf(t) })), row);
     },
   };
 }
 
-function inputPart() {
-  const tables = ["q", "k", "v"].map((role) => ({ role, table: dataTable({ caption: role, corner: "token" }) }));
+const rowTexts = (values, t, width) => Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
+
+function tablePart(title, ...tables) {
   return {
-    title: "Inputs",
-    body: element("div", { class: "traces" }, tables.map(({ table }) => table.element)),
-    fill({ state, heads }) {
-      for (const { role, table } of tables) {
-        const columns = heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`));
-        table.update(
-          columns,
-          state.tokens.map((token, t) => ({ head: token, cells: heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))) })),
-          state.row,
-        );
-      }
-    },
+    title,
+    body: element("div", { class: "traces" }, tables.map((table) => table.element)),
+    fill: (view) => tables.forEach((table) => table.fill(view)),
   };
 }
+
+const outputTable = () =>
+  tokenTable("All heads side by side, a row for each query", ({ heads }) => ({
+    columns: heads.flatMap((head) => Array.from({ length: head.with.E })).map((_, i) => `dim\u2011${i}`),
+    rowOf: (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E)),
+  }));
+
+const weightsTable = (caption, of) =>
+  tokenTable(caption, (view) => {
+    const { tokens } = view.state;
+    const { weights, caption: words } = of(view);
+    return { columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length), caption: words };
+  });
+
+const headTable = () =>
+  weightsTable("Weights", ({ state, heads }) => ({
+    caption: `Weights of head ${state.head}`, weights: heads[state.head].with.weights,
+  }));
+
+const meanTable = () =>
+  weightsTable("Only to look at: a layer does not average its heads, it puts their outputs side by side", ({ heads }) => ({
+    weights: mean(heads.map((head) => head.with.weights)),
+  }));
+
+const inputTable = (role) =>
+  tokenTable(role, ({ heads }) => ({
+    columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
+    rowOf: (t) => heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))),
+  }), "token");
 
 function pythonPart() {
   const code = element("code");

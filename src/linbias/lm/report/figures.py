@@ -1,4 +1,4 @@
-"""The plots of an extrapolation experiment, loss by test length and by position; and that of the windows of heads.
+"""The plots of loss by test length, of an extrapolation experiment, and of the windows of heads.
 
 All are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
 """
@@ -85,43 +85,41 @@ def draw_loss_by_length(
         x = [point.test_length / train_length for point in points]
         mean = [point.mean for point in points]
         label, colour = METHODS[method].label, METHODS[method].colour
-        axes.plot(
-            x, mean, "-o", color=colour, linewidth=sizes.line, markersize=sizes.marker, clip_on=False
-        )  # fmt: skip
+        look = {"linewidth": sizes.line, "markersize": sizes.marker}
+        axes.plot(x, mean, "-o", color=colour, clip_on=False, **look)
         low, high = [p.low for p in points], [p.high for p in points]
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         ends.append(_LineEnd(x[-1], mean[-1], f"{label}  {mean[-1]:.2f}", colour))
     lengths = findings.test_lengths(evaluations, train_length)
     ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
-    _finish(axes, ticks, ends, 1.0, sizes)
-    _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
-
-
-def loss_by_position(evaluations: Sequence[EvaluationRecord]) -> Figure:
-    """Bits per byte against the tokens of context before it: a panel per training length."""
-    train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths))
-    for axes, train_length in zip(panels, train_lengths, strict=True):
-        records = [record for record in evaluations if record.train_length == train_length]
-        ends = []
-        for method in findings.methods(records):
-            same = [record for record in records if record.method == method]
-            positions, bits = findings.loss_by_position(same)
-            label, colour = METHODS[method].label, METHODS[method].colour
-            axes.plot(positions, bits, "-", color=colour, linewidth=PAGE.line, clip_on=False)
-            if positions:
-                ends.append(_LineEnd(positions[-1], bits[-1], label, colour))
-        longest = max(record.test_length for record in records)
-        powers = range(int(math.log(longest, 4)) + 1)
-        ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
-        _finish(axes, ticks, ends, float(train_length), PAGE)
-        axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
-        _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per byte")
-    return figure
+    axes.set_xscale("log", base=2)
+    shown = _with_room(list(ticks), axes, sizes)
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([ticks[x] for x in shown])
+    width = sizes.line / 2.2
+    axes.axvline(1.0, color=_FRAME, linewidth=width, linestyle=(0, (4, 3)), zorder=0)
+    axes.annotate(
+        "training length",
+        (1.0, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -3),
+        textcoords="offset points",
+        color=_FRAME,
+        fontsize=sizes.note,
+        verticalalignment="top",
+    )
+    _quiet(axes)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(_FRAME)
+    axes.margins(y=0.12)  # room for the words "training length"
+    _label_ends(axes, ends, sizes)
+    axes.set_xlabel("test length: multiple of\nthe training length, tokens", color=_TEXT)
+    axes.set_ylabel("bits per byte (lower is better)", color=_TEXT)
 
 
 def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
-    """The keys that heads can need, and those that a text made them keep, by the slopes of the heads.
+    """The keys that heads can need, and those that a text made them keep, by slope.
 
     Args:
         slopes, needed: [layers, heads]; inf is left out.
@@ -141,13 +139,10 @@ def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
     for number, (name, colour) in enumerate(names):
         axes.annotate(
             name, (0.98, 0.97 - 0.07 * number), xycoords="axes fraction", color=colour,
-            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right", verticalalignment="top",
+            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right",
+            verticalalignment="top",
         )  # fmt: skip
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(colors=_TEXT)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _quiet(axes)
     axes.set_xlabel("slope of the head", color=_TEXT)
     axes.set_ylabel("nearest keys", color=_TEXT)
     return figure
@@ -207,46 +202,13 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, panels[:count]
 
 
-def _label_axes(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=_TEXT)
-    axes.set_ylabel(f"{y} (lower is better)", color=_TEXT)
-
-
-def _finish(
-    axes: Axes,
-    ticks: dict[float, str],
-    ends: list[_LineEnd],
-    trained_at: float,
-    sizes: Sizes,
-) -> None:
-    """Adds what both plots have: the axis in powers of two, the training length, names of lines."""
-    axes.set_xscale("log", base=2)
-    shown = _with_room(list(ticks), axes, sizes)
-    axes.xaxis.set_major_locator(FixedLocator(shown))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([ticks[x] for x in shown])
-    axes.axvline(
-        trained_at, color=_FRAME, linewidth=sizes.line / 2.2, linestyle=(0, (4, 3)), zorder=0
-    )
-    axes.annotate(
-        "training length",
-        (trained_at, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -3),
-        textcoords="offset points",
-        color=_FRAME,
-        fontsize=sizes.note,
-        verticalalignment="top",
-    )
+def _quiet(axes: Axes) -> None:
+    """A grid for y alone, and a frame below and on the left alone."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(_FRAME)
     axes.tick_params(colors=_TEXT, labelleft=True)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(y=0.12)  # room for the words "training length"
-    _label_ends(axes, ends, sizes)
 
 
 def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
@@ -270,7 +232,7 @@ def _panel_inches(axes: Axes) -> tuple[float, float]:
 
 
 def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
-    """Writes each name beside the end of its line; names that would overlap share the room around them.
+    """Writes each name beside its line's end; names that would overlap share the room there.
 
     A line that ends before the others has its name below, where it covers none of them.
     """

@@ -123,7 +123,7 @@ def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
 
 
 def scope(trainings: Sequence[TrainingRecord]) -> str | None:
-    """What so short a training cannot show; None where the models read as much as is usual for their size."""
+    """What so short a training cannot show; None where models read as much as is usual."""
     read = max((t.metrics.tokens / t.metrics.num_parameters for t in trainings), default=math.inf)
     if read >= _FULL_TRAINING:
         return None
@@ -136,7 +136,7 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
 
 
 def cautions(results: ExtrapolationResults) -> list[str]:
-    """What to keep in mind about the findings: who is ahead of ALiBi, who has hardly learnt, and what rests on one seed."""
+    """What to keep in mind: who is ahead of ALiBi, has hardly learnt, or rests on one seed."""
     found = findings(results.evaluations)
     said = []
     for length in train_lengths(results.evaluations):
@@ -167,7 +167,7 @@ def _ahead(length: int, trained: dict[str, float]) -> str:
 
 
 def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
-    """Which methods are hardly better than none at the training length, so that their change with length says little."""
+    """Which methods are hardly better than none: their change with length says little."""
     without = trained.get("none", math.inf)
     near = [
         METHODS[method].label
@@ -198,7 +198,8 @@ class Row(NamedTuple):
 
     Attributes:
         method: Names the row.
-        cells: The numbers as text; None where the length is beyond the method's table of positions.
+        cells: The numbers as text; None where the length is beyond the method's table of
+            positions.
     """
 
     method: str
@@ -215,7 +216,7 @@ class Table(NamedTuple):
 
 
 def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Table:
-    """Bits per byte for one training length, a column per test length, and the change from there to the longest."""
+    """Bits per byte for one training length by test length, and the change to the longest."""
     lengths, rows = test_lengths(evaluations, train_length), []
     for method in methods(evaluations):
         means = {p.test_length: p.mean for p in curve(evaluations, method, train_length)}
@@ -251,7 +252,7 @@ def cost_table(results: ExtrapolationResults) -> Table:
 
 
 class ValidationRow(NamedTuple):
-    """What the last validation of a method's training kept: means over the seeds; None where it cannot read so much."""
+    """What a method's last validation kept: means over seeds; None where it cannot read so far."""
 
     method: str
     losses: list[float | None]
@@ -265,7 +266,7 @@ class ValidationRow(NamedTuple):
 
 
 class Validations(NamedTuple):
-    """The table of validations for one training length: titles of its columns, and a row per method."""
+    """The validations for one training length: titles of columns, and a row per method."""
 
     titles: list[str]
     rows: list[ValidationRow]
@@ -278,7 +279,7 @@ class Validations(NamedTuple):
 
 
 def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
-    """What the trainings kept at their last validation (see `linbias.lm.validate`); None where it was the loss only."""
+    """What the last validations kept (`linbias.lm.validate`); None where it was the loss only."""
     by_method: dict[str, list[Record]] = {}
     for training in trainings:
         validation = training.metrics.validation
@@ -372,21 +373,6 @@ def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
         if (points := curve(evaluations, method, train_length))
     ]
     return f"Lines of bits per byte by test length. {'; '.join(parts)}."
-
-
-def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
-    """The figure of losses by position, for readers who do not see it."""
-    parts = []
-    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
-        key = (method, train_length)
-        same = [r for r in evaluations if (r.method, r.train_length) == key]
-        positions, bits = loss_by_position(same) if same else ([], [])
-        if positions:
-            parts.append(
-                f"{METHODS[method].label} trained on {train_length:,} tokens: {bits[0]:.2f} after "
-                f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
-            )
-    return f"Lines of bits per byte by context. {'; '.join(parts)}."
 
 
 def budget(training: TrainSettings) -> str:

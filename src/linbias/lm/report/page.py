@@ -1,8 +1,8 @@
-"""The report of an extrapolation experiment: the explorer's page, opened on the results of the run.
+"""The report of an extrapolation experiment: the explorer's page, opened on the run's results.
 
 It is made from the records of results.json alone, so it can be made again without measuring again.
 Without scripts, and to what reads pages without running them, it says the same in text, tables and
-two figures.
+a figure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def html(results: ExtrapolationResults) -> str:
 def _static(results: ExtrapolationResults) -> Iterator[str]:
     """What the page says without scripts."""
     evaluations, trainings = results.evaluations, results.trainings
-    pooled = findings.records_by_position(results)
     colours, dark = figures.colours(), figures.colours(dark=True)
     variables = "".join(
         f"--{name}: light-dark({colours[name]}, {dark[name]});" for name in colours
@@ -46,11 +45,8 @@ def _static(results: ExtrapolationResults) -> Iterator[str]:
     yield from _paragraphs([findings.introduction(evaluations), findings.scope(trainings)])
     yield _list((found.method, f"is {found}") for found in findings.findings(evaluations))
     yield from _paragraphs(findings.cautions(results))
-    for draw, records, words in (
-        (figures.loss_by_length, evaluations, findings.lengths_in_words(evaluations)),
-        (figures.loss_by_position, pooled, findings.positions_in_words(pooled)),
-    ):
-        yield f"<figure>{figures.svg(draw(records), words)}</figure>"
+    words = findings.lengths_in_words(evaluations)
+    yield f"<figure>{figures.svg(figures.loss_by_length(evaluations), words)}</figure>"
     for length in findings.train_lengths(evaluations):
         yield _table(findings.loss_table(evaluations, length))
         if validated := findings.validations(trainings, length):
