@@ -11,7 +11,7 @@
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
-import { element, setText, svgElement, walked } from "./dom.js";
+import { element, setAll, setText, svgElement, walked } from "./dom.js";
 import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
@@ -34,8 +34,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   function draw() {
     const { width, height } = box.getBoundingClientRect();
     if (spec === null || width === 0) return;
-    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    drawing.setAttribute("aria-label", `${spec.label}. ${spec.x.label}`);
+    setAll(drawing, { viewBox: `0 0 ${width} ${height}`, "aria-label": `${spec.label}. ${spec.x.label}` });
     const lines = shownLines();
     plot = scalesOf(spec, lines, width, height);
     drawing.replaceChildren(
@@ -61,10 +60,10 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
       setText(button.lastChild, on ? written(line, valueAt(line, at), spec) : "off");
     });
     const described = lines.map((line, i) => `${line.name} ${written(line, values[i], spec)}`);
-    drawing.setAttribute("aria-valuemin", 0);
-    drawing.setAttribute("aria-valuemax", stops.length - 1);
-    drawing.setAttribute("aria-valuenow", stops.indexOf(at));
-    drawing.setAttribute("aria-valuetext", `${where}: ${described.join(", ") || "no lines"}`);
+    setAll(drawing, {
+      "aria-valuemin": 0, "aria-valuemax": stops.length - 1, "aria-valuenow": stops.indexOf(at),
+      "aria-valuetext": `${where}: ${described.join(", ") || "no lines"}`,
+    });
     if (plot === null || at === undefined) return;
     const { top, bottom } = plot;
     const across = plot.x(at);

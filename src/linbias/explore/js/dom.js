@@ -32,6 +32,9 @@ function fill(made, attributes, children) {
   return made;
 }
 
+// What several attributes, or properties of style, are from now on.
+export const setAll = (node, attributes) => fill(node, attributes, []);
+
 // Writing a text that is there already would still cost the browser a layout.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -2,7 +2,7 @@
 // below the lowest colour, the legend says so.
 
 import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
-import { announcer, element, setText } from "./dom.js";
+import { announcer, element, setAll, setText } from "./dom.js";
 
 function scaleLegend() {
   const [low, middle, high] = [element("span"), element("span"), element("span")];
@@ -57,8 +57,7 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   function build({ rows, columns }) {
     const withCells = columns.length <= MOST_NUMBERS;
-    grid.style.setProperty("--rows", rows.length);
-    grid.style.setProperty("--columns", columns.length);
+    setAll(grid, { style: { "--rows": rows.length, "--columns": columns.length } });
     grid.classList.toggle("dense", !withCells);
     grid.ariaRowCount = rows.length + 1;
     grid.ariaColCount = columns.length + 1;
@@ -130,8 +129,7 @@ export function heatmap({ onSelect, onPoint = null }) {
     [...rowBox.children].forEach((line, t) => line.classList.toggle("pointed", at >= 0 && t === row));
     const number = at < 0 ? "" : exact(values[row * columns.length + at]);
     setText(readout, at < 0 ? "" : `${rows[row]} \u2192 ${columns[at]}  ${number}`);
-    cursor.style.setProperty("--row", row);
-    cursor.style.setProperty("--at", at);
+    setAll(cursor, { style: { "--row": row, "--at": at } });
     return at < 0 ? rows[row] : `${rows[row]} to ${columns[at]}: ${number}`;
   }
 

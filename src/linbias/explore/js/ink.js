@@ -1,6 +1,6 @@
 // A word as its weight inks it: a bar, the word itself, and the number. The thin line across the bar is what it is compared with.
 
-import { element, setText, uniqueId } from "./dom.js";
+import { element, setAll, setText, uniqueId } from "./dom.js";
 import { general, printed } from "./numbers.js";
 
 export function inkWord(tag, word, isQuery) {
@@ -20,11 +20,8 @@ export function inkShares(weights) {
 // Writes weights into the words; `most` is the weight of the tallest bar, `plain` the weights of the thin lines.
 export function drawInk(words, { weights, plain, most }) {
   inkShares(weights).forEach((share, s) => {
-    const { style, lastChild } = words[s];
-    style.setProperty("--share", weights[s] / most);
-    style.setProperty("--plain", plain[s] / most);
-    style.setProperty("--ink-share", share);
-    setText(lastChild, printed(weights[s], 2));
+    setAll(words[s], { style: { "--share": weights[s] / most, "--plain": plain[s] / most, "--ink-share": share } });
+    setText(words[s].lastChild, printed(weights[s], 2));
   });
 }
 

@@ -1,7 +1,7 @@
 // The page: a header with tabs, a link to what is shown and the choice of light or dark, and a view for each tab.
 
 import { choice, copyButton } from "./controls.js";
-import { element, uniqueId } from "./dom.js";
+import { element, setAll, uniqueId } from "./dom.js";
 import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
@@ -137,15 +137,13 @@ function tabs({ label, items, onChange }) {
     ),
   );
   items.forEach((item, i) => {
-    item.panel.setAttribute("role", "tabpanel");
-    item.panel.setAttribute("aria-labelledby", buttons[i].id);
+    setAll(item.panel, { role: "tabpanel", "aria-labelledby": buttons[i].id });
   });
 
   function show(id) {
     items.forEach((item, i) => {
       const chosen = item.id === id;
-      buttons[i].setAttribute("aria-selected", String(chosen));
-      buttons[i].tabIndex = chosen ? 0 : -1;
+      setAll(buttons[i], { "aria-selected": String(chosen), tabindex: chosen ? 0 : -1 });
       item.panel.hidden = !chosen;
     });
   }

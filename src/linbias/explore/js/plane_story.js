@@ -3,7 +3,7 @@
 // All are alike, so that distance alone decides. Token 0 is the global one; the points are numbered from 1.
 
 import { choice, copyButton } from "./controls.js";
-import { element, setText, svgElement, uniqueId } from "./dom.js";
+import { element, setAll, setText, svgElement, uniqueId } from "./dom.js";
 import { inkShares, slopeOfStory } from "./ink.js";
 import { printed } from "./numbers.js";
 
@@ -102,11 +102,12 @@ export function planeStory({ onChange }) {
     const sum = parts.reduce((a, b) => a + b, 0);
     const weights = parts.map((part) => part / sum);
     inkShares(weights).forEach((share, i) => {
-      dots[i].style.setProperty("--ink-share", share);
+      const kept = i === shown.query;
       dots[i].classList.toggle("looks", i === query);
-      dots[i].setAttribute("aria-checked", String(i === shown.query));
-      dots[i].setAttribute("tabindex", i === shown.query ? 0 : -1);
-      dots[i].setAttribute("aria-label", `${nameOf(i)}: ${printed(weights[i])}`);
+      setAll(dots[i], {
+        style: { "--ink-share": share }, "aria-checked": String(kept), tabindex: kept ? 0 : -1,
+        "aria-label": `${nameOf(i)}: ${printed(weights[i])}`,
+      });
     });
     const [x, y] = DRAWN[query];
     rings.forEach((ring, i) => ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, ((i + 1) * Math.LN2) / slope, rule) : ""));

@@ -3,7 +3,7 @@
 import { lineChart } from "./chart.js";
 import { onThemeChange, paintCells, ramp } from "./colours.js";
 import { choice, parseNumber, parseWhole, slider } from "./controls.js";
-import { debounce, element, note, section, setText, walked } from "./dom.js";
+import { debounce, element, note, section, setAll, setText, walked } from "./dom.js";
 import { general } from "./numbers.js";
 import {
   BLOCKS, certificateChart, changedReach, headReader, HEADS, headSlopesOf, LENGTHS, NO_TOLERANCE, queryPosition,
@@ -268,22 +268,20 @@ function strips({ label, onSelect }) {
     rows.forEach(({ name, slope, visit, count, leftOut }, head) => {
       const row = list.children[head];
       const [nameBox, slopeBox, strip, countBox, leftBox] = row.children;
-      row.setAttribute("aria-checked", String(head === selected));
-      row.tabIndex = head === selected ? 0 : -1;
-      row.setAttribute("aria-label", `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`);
-      setText(nameBox, name);
-      setText(slopeBox, slope);
-      setText(countBox, count);
-      setText(leftBox, leftOut);
+      setAll(row, {
+        "aria-checked": String(head === selected), tabindex: head === selected ? 0 : -1,
+        "aria-label": `${name}, slope ${slope}: ${count} keys read, ${leftOut} left out`,
+      });
+      const boxes = [[nameBox, name], [slopeBox, slope], [countBox, count], [leftBox, leftOut]];
+      for (const [box, text] of boxes) setText(box, text);
       const [, frame, query] = strip.children;
       const percent = (keys) => `${(100 * keys) / visit.numKeys}%`;
-      frame.style.setProperty("inset-inline-start", percent(visit.first));
-      frame.style.setProperty("width", percent(visit.end - visit.first));
       const keys = visit.end - visit.first;
+      setAll(frame, { style: { "inset-inline-start": percent(visit.first), width: percent(keys) } });
       frame.classList.toggle("fine", (strip.clientWidth * block) / visit.numKeys < LEAST_BLOCK);
       [visit.position - visit.first, visit.end - visit.position - 1].forEach((read, side) => {
-        frame.children[side].style.setProperty("width", `${(100 * read) / keys}%`);
-        frame.children[side].style.setProperty("--block", `${(100 * block) / Math.max(read, 1)}%`);
+        const [width, each] = [(100 * read) / keys, (100 * block) / Math.max(read, 1)];
+        setAll(frame.children[side], { style: { width: `${width}%`, "--block": `${each}%` } });
       });
       query.style.setProperty("inset-inline-start", percent(visit.position + 0.5));
     });

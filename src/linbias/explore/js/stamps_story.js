@@ -1,7 +1,7 @@
 // Order that is not counted, on a line: words at time stamps, and words that forget what came before.
 
 import { copyButton } from "./controls.js";
-import { announcer, element, note, setText, svgElement, walked } from "./dom.js";
+import { announcer, element, note, setAll, setText, svgElement, walked } from "./dom.js";
 import { drawInk, inkShares, inkWord, slopeOfStory } from "./ink.js";
 import { general, printed } from "./numbers.js";
 import { grouped, roundTicks, spread } from "./scales.js";
@@ -195,9 +195,8 @@ function ruler({ words, length, far, onMove, onForget }) {
     const at = places.map((to, s) => pixels(to, numBreaks(s)));
     const middles = spread(at, plot.sizes, 0, size);
     const bend = (base + edge) / 2;
-    items.forEach(({ style }, s) => {
-      style.setProperty("--at", `${at[s]}px`);
-      style.setProperty("--label", `${middles[s]}px`);
+    items.forEach((item, s) => {
+      setAll(item, { style: { "--at": `${at[s]}px`, "--label": `${middles[s]}px` } });
       lines[s].setAttribute("d", `M${point(middles[s], edge)}C${point(middles[s], bend)} ${point(at[s], bend)} ${point(at[s], base)}`);
     });
     box.style.setProperty("--base", `${base}px`);
@@ -225,10 +224,11 @@ function ruler({ words, length, far, onMove, onForget }) {
     inkShares(weights).forEach((share, s) => {
       const [low, high] = bounds(s);
       const behind = far * numBreaks(s);
-      items[s].style.setProperty("--ink-share", share);
-      lines[s].style.setProperty("--ink-share", share);
-      const values = { valuemin: low, valuemax: high, valuenow: places[s], valuetext: `${general(places[s] + behind)}: weight ${printed(weights[s], 2)}` };
-      for (const [name, value] of Object.entries(values)) knobs[s].setAttribute(`aria-${name}`, value);
+      for (const node of [items[s], lines[s]]) node.style.setProperty("--ink-share", share);
+      setAll(knobs[s], {
+        "aria-valuemin": low, "aria-valuemax": high, "aria-valuenow": places[s],
+        "aria-valuetext": `${general(places[s] + behind)}: weight ${printed(weights[s], 2)}`,
+      });
       buttons[s].setAttribute("aria-pressed", String(gates.includes(s)));
     });
   }

@@ -1,6 +1,6 @@
 // A text whose tokens are inked, each by a share from 0 to 1. To assistive technology it is a slider over the tokens.
 
-import { element, setText, walked } from "./dom.js";
+import { element, setAll, setText, walked } from "./dom.js";
 import { fixed } from "./numbers.js";
 
 // Line ends, blanks and control characters as they can be seen.
@@ -59,8 +59,7 @@ export function tokenText({ tokens, separator, label, marks = {}, onSelect }) {
       at = token;
       spans[at].classList.add("chosen-token");
       revealWithin(box, spans[at]);
-      box.setAttribute("aria-valuenow", at);
-      box.setAttribute("aria-valuetext", words);
+      setAll(box, { "aria-valuenow": at, "aria-valuetext": words });
     },
   };
 }
