@@ -85,7 +85,7 @@ def draw_loss_by_length(
         x = [point.test_length / train_length for point in points]
         mean = [point.mean for point in points]
         label, colour = METHODS[method].label, METHODS[method].colour
-        look = {"linewidth": sizes.line, "markersize": sizes.marker}
+        look: dict[str, Any] = {"linewidth": sizes.line, "markersize": sizes.marker}
         axes.plot(x, mean, "-o", color=colour, clip_on=False, **look)
         low, high = [p.low for p in points], [p.high for p in points]
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
