@@ -247,6 +247,7 @@ def test_page_and_tables_show_the_measured_numbers(finished):
         assert loss in html
         assert loss in shown
     assert "beyond its table" in html
+    assert html.count(findings.HOW_SCORED) == 2  # with scripts and without
     assert "beyond its table" in shown
     assert "linbias &lt;test&gt;" in html
     assert max(map(len, shown.splitlines())) <= 100

@@ -117,6 +117,7 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
             for finding in findings.findings(evaluations)
         ],
         "cautions": findings.cautions(results),
+        "scored": findings.HOW_SCORED,
         "cost": _table(findings.cost_table(results)) if results.trainings else None,
     }
 

@@ -23,7 +23,7 @@ export function mountLengths(root, data) {
   const said = element("div", { class: "said" });
   const measured = element("div", { class: "measured" });
   const [lengths, reads] = [element("div"), element("div")];
-  const [how, seeds] = [note(), note()];
+  const [how, seeds, scored] = [note(), note(), note()];
 
   // The choices that a run gives. Runs of the command measure segments alone.
   function build() {
@@ -73,7 +73,7 @@ export function mountLengths(root, data) {
       byPosition.element,
     ),
     measured,
-    element("details", {}, element("summary", {}, "How this was made"), facts),
+    element("details", { open: Boolean(run.findings) }, element("summary", {}, "How this was made"), scored, facts),
   );
 
   function draw() {
@@ -102,6 +102,7 @@ export function mountLengths(root, data) {
     const { validation, continuations } = group;
     const parts = findings ? [scope && note(scope), sentences(findings, methods), ...cautions.map((text) => note(text))] : [];
     said.replaceChildren(...parts.filter(Boolean));
+    scored.textContent = run.scored ?? "";
     const kept = "The last validation while training";
     measured.replaceChildren(
       ...(validation ? [section(kept, finishedTable(validation, methods), sentences(continuations, methods))] : []),

@@ -27,6 +27,11 @@ _CLEAR_CHANGE = 0.01
 _HARDLY_BETTER = 0.02
 # Tokens read for each parameter: what is usual for a full training (Hoffmann et al., 2022).
 _FULL_TRAINING = 20
+# What the report says of its numbers.
+HOW_SCORED = (
+    "Every token of the text but its first is scored once at each length. Tables and figures are "
+    "made from results.json; there is one line per measurement in results.jsonl."
+)
 # The mean loss over fewer predictions is mostly noise.
 _MIN_PREDICTIONS = 100
 

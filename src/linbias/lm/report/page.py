@@ -57,6 +57,7 @@ def _static(results: ExtrapolationResults) -> Iterator[str]:
                 for text in row.continuations
             )
     yield _table(findings.cost_table(results))
+    yield from _paragraphs([findings.HOW_SCORED])
     facts = results.made.items()
     yield f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts)}</dl>"
 
