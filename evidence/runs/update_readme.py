@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib import rc_context
 
 import extrapolation_report
-from linbias._run.files import write_json, write_whole
+from linbias._run.files import write_whole
 from linbias.lm.report import figures
 from markers import fill
 
@@ -349,11 +349,17 @@ def written_parts() -> dict[tuple[str, str], str]:
     }
 
 
+def compact_json(content: Any) -> str:
+    """JSON with a line for each curve."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\[[^][]*\]", lambda curve: json.dumps(json.loads(curve[0])), text) + "\n"
+
+
 def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    write_json(RESULTS, extrapolation_report.for_explorer())
+    write_whole(RESULTS, compact_json(extrapolation_report.for_explorer()).encode())
     write_whole(ROOT / "docs" / "extrapolation.svg", experiment_figure())
     write_whole(ROOT / "docs" / "extrapolation-dark.svg", experiment_figure(dark=True))
     for (document, part), content in written_parts().items():

@@ -30,8 +30,8 @@ from linbias.models import LinbiasConfig, LinbiasForCausalLM, LinbiasForMaskedLM
 from linbias.models.decoder.positions import Position
 from test_lm_findings import record
 
-sys.modules["linbias.models.dummies"] = types.ModuleType("linbias.models.dummies")
-sys.modules["linbias.models.dummies"].Dummy = Dummy = type("Dummy", (Position,), {})
+sys.modules["linbias.models.decoder.dummies"] = types.ModuleType("linbias.models.decoder.dummies")
+sys.modules["linbias.models.decoder.dummies"].Dummy = Dummy = type("Dummy", (Position,), {})
 
 for family, field in ((LinbiasForCausalLM, "position"), (LinbiasForMaskedLM, "encoder_position")):
     config = LinbiasConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, **{field: "dummy"})
@@ -53,7 +53,7 @@ training = TrainingRecord("dummy", 4, 0, metrics, date="today")
 tested = tuple(record("dummy", n, 3.0) for n in (4, 16))
 results = ExtrapolationResults({}, settings, (training,), tested)
 report = page.html(results)
-assert report.count("--dummy: #123456;") == report.count("--dummy: #FEDCBA;") == 1
+assert report.count("--dummy: light-dark(#123456, #FEDCBA);") == 1
 assert ">a dummy" in report and "stroke: var(--dummy)" in report
 (panel,) = plots.loss_by_length(tested).axes
 assert "#123456" in {line.get_color() for line in panel.lines}
@@ -71,7 +71,7 @@ assert data["methods"]["dummy"] == dummy
 def test_a_method_is_added_by_its_class_and_its_record():
     done = subprocess.run(
         [sys.executable, "-c", ADD_A_METHOD],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1] / "lm",
         capture_output=True,
         text=True,
         check=False,

@@ -169,12 +169,11 @@ def test_slopes_that_depend_on_the_segment_leave_the_longest_segments_only():
         assert [r.test_length for r in findings.records_by_position(results)] == kept
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_labels_at_line_ends_do_not_overlap(narrow):
+def test_labels_at_line_ends_do_not_overlap():
     methods = ["alibi", "sinusoidal", "rotary", "learned", "t5", "none"]
     bits = [3.0, 3.001, 3.001, 3.1, 3.1, 4.0]  # groups of lines that nearly meet
     records = [record(m, n, b) for m, b in zip(methods, bits, strict=True) for n in (4, 64)]
-    figure = figures.loss_by_length(records, narrow=narrow)
+    figure = figures.loss_by_length(records)
     figure.draw_without_rendering()
     names = tuple(METHODS[method].label for method in methods)
     labels = [text for text in figure.axes[0].texts if text.get_text().startswith(names)]
@@ -188,7 +187,7 @@ def test_labels_at_line_ends_do_not_overlap(narrow):
 
 def test_labels_of_ticks_do_not_overlap():
     records = [record("alibi", n, 3.0) for n in (4, 1024, 1536, 2048)]
-    figure = figures.loss_by_length(records, narrow=True)
+    figure = figures.loss_by_length(records)
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
     assert len(boxes) == 2  # the shortest and the longest

@@ -89,6 +89,7 @@ def bias(
     [dim]linbias bias 2 5 --symmetric --schedule halving[/]
     """
     from linbias import definition, schedules
+    from linbias._matrix import Matrix
     from linbias.cli import matrices
     from linbias.example import find_heads
 
@@ -109,5 +110,5 @@ def bias(
     for h, slope, one in zip(chosen, found, added, strict=True):
         numbers = np.where(np.isinf(one), np.nan, one)
         out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
-        out.print(matrices.Pair(names, [matrices.Matrix("", names, numbers, shaded=False)]))
+        out.print(matrices.Pair(Matrix("", numbers, names, names)))
         out.print()

@@ -1,4 +1,4 @@
-"""The explorer: attention with linear biases as a page to touch, in one file that needs no network.
+"""The explorer: attention with linear biases as a page to touch, one file without a network.
 
 Its files, each with one task:
 
@@ -6,27 +6,23 @@ Its files, each with one task:
     results.py   runs of `linbias extrapolate`; results.json is the README's
     model.py     trained models on a text; reading.py: what is measured of one
     bundle.py    the modules of js/ as one script
-    page.html    the frame; style.css, story.css and views.css its look, light and dark
+    frame.py     all of it as one file, in the frame of page.html; style.css, story.css and
+                 views.css are its look, light and dark
     static.py    what is left of it without scripts
     vectors.py   q, k and v for texts of the reader's
     notebook.py  the page inside a notebook
-    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its views; card.js is
-                 the first view's slope alone, for the documentation
+    js/          start.js (a file) and widget.js (a notebook) start page.js; *_view.js are its
+                 views; card.js is the first view's slope alone, for the documentation
 """
 
-import base64
-import hashlib
-import json
 import sys
-from importlib import resources
 from pathlib import Path
-from string import Template
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from linbias import _extras
-from linbias.explore import data
-from linbias.explore.bundle import bundle, read_style, style
+from linbias.explore import data, frame
+from linbias.explore.bundle import bundle, read_style
 from linbias.explore.results import default
 from linbias.explore.results import read as read_results
 from linbias.explore.static import static_part
@@ -44,11 +40,13 @@ def page(
     *,
     docs: str | None = None,
 ) -> str:
-    """Write the explorer as one HTML file: text, data, style and script, with nothing left to load.
+    """Write the explorer as one HTML file: text, data, style and script, nothing left to load.
 
     Args:
-        results: What the comparison of methods shows, from `read_results`; None shows the README's.
-        model: What the view of a trained model shows, from `read_model`; None leaves that view out.
+        results: What the comparison of methods shows, from `read_results`; None shows the
+            README's.
+        model: What the view of a trained model shows, from `read_model`; None leaves that view
+            out.
         docs: Address of the documentation, for a page that stands in it.
 
     Returns:
@@ -61,30 +59,23 @@ def page(
         >>> page()[:15]
         '<!DOCTYPE html>'
     """
-    script = f'"use strict";\n(() => {{\n{bundle("start.js")}}})();\n'
-    template = _read("page.html")
-    return Template(template).substitute(
-        style=style(),
-        static=static_part(),
-        script=script,
-        # The page may run this script and no other, and can load nothing.
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=_data(results, model, docs),
-    )
+    shown = frame.content_of(default() if results is None else results, model, docs)
+    return frame.html(shown, static_part())
 
 
 def widget(
     results: dict[str, Any] | None = None, model: dict[str, Any] | None = None, state: str = ""
 ) -> "Explorer":
-    """Show the explorer inside a notebook: Jupyter, VS Code, marimo, and whatever else knows anywidget.
+    """Show the explorer inside a notebook: Jupyter, VS Code, marimo, whatever knows anywidget.
 
     Args:
         results, model: As for `page`.
         state: What to show first, as it stands behind # in the page's address: "view=how&head=1".
 
     Returns:
-        A widget that draws itself; its `state` follows what its reader does, and may be set. Pages made of the notebook show
-        a picture instead (nbconvert with `--execute` does so given `--ExecutePreprocessor.store_widget_state=False`).
+        A widget that draws itself; its `state` follows what its reader does, and may be set. Pages
+        made of the notebook show a picture instead (nbconvert with `--execute` does so given
+        `--ExecutePreprocessor.store_widget_state=False`).
 
     Raises:
         ModuleNotFoundError: anywidget is not installed.
@@ -96,19 +87,21 @@ def widget(
     _extras.require("linbias.explore.notebook")
     from linbias.explore.notebook import Explorer
 
-    return Explorer(data=_data(results, model), state=state)
+    shown = frame.content_of(default() if results is None else results, model)
+    return Explorer(data=frame.to_json(shown), state=state)
 
 
 def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dict[str, Any]:
-    """Run a model on a text and pack what it makes of it for `page` and `widget`; this loads PyTorch.
+    """Run a model on a text and pack what it makes of it for `page` and `widget`, by PyTorch.
 
-    Its attention weights, what each token cost it and what it expected instead. A model without linear biases is shown
-    without slopes, and one that is not causal with whole matrices and without losses. A text with more tokens than
-    the page holds is cut.
+    Its attention weights, what each token cost it and what it expected instead. A model without
+    linear biases is shown without slopes, and one that is not causal with whole matrices and
+    without losses. A text with more tokens than the page holds is cut.
 
     Args:
-        model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a model in it, the
-            models of the other methods, of the same length and seed, are shown beside it.
+        model: A folder, or the name of a model on the hub. Of a run of `linbias extrapolate` or a
+            model in it, the models of the other methods, of the same length and seed, are shown
+            beside it.
         text: File of UTF-8 text.
         limit_tokens: Show at most this many tokens, in [1, 1024].
 
@@ -116,7 +109,8 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
         JSON values.
 
     Raises:
-        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no weights.
+        ValueError: The text cannot be read or is empty, or the model cannot be read or gives no
+            weights.
 
     Example:
         >>> page(model=read_model("output/train", Path("README.md")))  # doctest: +SKIP
@@ -127,32 +121,13 @@ def read_model(model: str | Path, text: Path, *, limit_tokens: int = 256) -> dic
 
 
 def slope_card(place: str) -> str:
-    """A script that puts the slope over its line of words into the element of this id; the documentation's first page."""
-    given = f"document.getElementById({_to_json(place)}), {_to_json(data.example())}, {_to_json(read_style('story.css'))}"
-    return f'"use strict";\n(() => {{\n{bundle("card.js")}startCard({given});\n}})();\n'
+    """A script that puts the slope over its line of words into the element of this id.
 
-
-def _to_json(value: Any) -> str:
-    """JSON that stands inside a script element whatever its strings hold."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _data(
-    results: dict[str, Any] | None, model: dict[str, Any] | None, docs: str | None = None
-) -> str:
-    return _to_json(
-        {
-            "example": data.example(),
-            "links": data.links(docs),
-            "methods": data.methods(),
-            "results": default() if results is None else results,
-            "model": model,
-        }
-    )
-
-
-def _read(name: str) -> str:
-    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    The first page of the documentation has it.
+    """
+    given = ", ".join(map(frame.to_json, (data.example(), read_style("story.css"))))
+    start = f"startCard(document.getElementById({frame.to_json(place)}), {given});"
+    return f'"use strict";\n(() => {{\n{bundle("card.js")}{start}\n}})();\n'
 
 
 class _Module(ModuleType):

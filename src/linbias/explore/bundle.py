@@ -1,13 +1,13 @@
 """Join the page's modules into one script, without a bundler.
 
 A module in `js/` is plain JavaScript in a form that is easy to join: it imports with lines such as
-`import { a, b } from "./x.js";`, exports with `export` in front of a function, class or constant, and
-names things at its top level as no other module does. Joined in the order in which they need each
-other, without those two words, the modules share one scope and need no loader.
+`import { a, b } from "./x.js";`, exports with `export` in front of a function, class or constant,
+and names things at its top level as no other module does. Joined in the order in which they need
+each other, without those two words, the modules share one scope and need no loader.
 
-To change the page: `linbias explore` shows a change at once. Text from users becomes a text node and never markup (`dom.js`).
-tests/explore/test_explore.py opens the page in Chromium (Debian: `apt-get install chromium`) and compares numbers with Python;
-tests/explore/test_jupyterlab.py does the same for the widget in a real JupyterLab, once `jupyterlab` is installed.
+To change the page: `linbias explore` shows a change at once. Text from users becomes a text node and
+never markup (`dom.js`). tests/explore/test_explore.py opens the page in Chromium (Debian: `apt-get
+install chromium`); test_jupyterlab.py opens the widget in a real JupyterLab, where that is installed.
 """
 
 import json
@@ -27,17 +27,19 @@ def bundle(entry: str, read: Callable[[str], str] | None = None) -> str:
 
     Args:
         entry: Name of a file in `js/`.
-        read: Gives the text of a file by its name; those of the package by default, and `slopes.js`, which Python writes.
+        read: Gives the text of a file by its name; those of the package by default, and
+            `slopes.js`, which Python writes.
 
     Returns:
         JavaScript without imports and exports.
 
     Raises:
-        ValueError: A module imports what is not there, two modules import each other, two use the same name at
-            their top level, or a line has a form that joining does not know.
+        ValueError: A module imports what is not there, two modules import each other, two use the
+            same name at their top level, or a line has a form that joining does not know.
 
     Example:
-        >>> files = {"a.js": 'import { b } from "./b.js";\\nb();\\n', "b.js": "export function b() {}\\n"}
+        >>> files = {"a.js": 'import { b } from "./b.js";\\nb();\\n'}
+        >>> files["b.js"] = "export function b() {}\\n"
         >>> print(bundle("a.js", files.__getitem__))
         // b.js
         function b() {}

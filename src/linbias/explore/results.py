@@ -1,7 +1,8 @@
-"""What the explorer page shows of `linbias extrapolate`: loss by test length and by position, ready for JSON.
+"""What the page shows of `linbias extrapolate`: losses, findings and tables, ready for JSON.
 
-The run that the README shows travels with the package as results.json, written by evidence/runs/update_readme.py, so that the
-page needs neither PyTorch nor a run. Any other run is read from its folder.
+The run that the README shows travels with the package as results.json, written by
+evidence/runs/update_readme.py, so that the page needs neither PyTorch nor a run. Any other run is
+read from its folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linbias.lm.report import findings
     from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults
 
 _DIGITS = 5  # decimals of a loss: what a page that draws and prints them can show
@@ -66,17 +68,18 @@ def _read_one(folder: Path) -> ExtrapolationResults:
 
 
 def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
-    """Boil a run down to the lines of its charts, the sentences on them, and how it was made.
+    """Boil a run down to what the page shows of it: lines, sentences, tables, and how it was made.
 
     Args:
         results: Of the run.
         name: What the page calls it.
 
     Returns:
-        JSON values: `name`, `made`, `num_seeds` and `groups`, one for each training length, with its
-        `lines`, one for each method. The `lengths` of a line are its losses by test length in bits per byte (the mean
-        over seeds, and their range), its `positions` the losses by tokens of context. `limit` is
-        the test length after which its table of positions has no more rows, or None.
+        JSON values. `groups` has an entry for each training length, with its `lines`, one for each
+        method: the `lengths` of a line are its losses by test length in bits per byte (the mean
+        over seeds, and their range), its `positions` the losses by tokens of context; `limit` is
+        the test length after which its table of positions has no more rows, or None. The README's
+        run has neither the sentences nor the tables.
     """
     from linbias.lm.report import findings
 
@@ -89,13 +92,39 @@ def summary(results: ExtrapolationResults, name: str) -> dict[str, Any]:
             for method in findings.methods(evaluations)
             if findings.curve(evaluations, method, train_length)
         ]
-        groups.append({"train_length": train_length, "test_lengths": test_lengths, "lines": lines})
+        validated = findings.validations(results.trainings, train_length)
+        groups.append(
+            {
+                "train_length": train_length,
+                "test_lengths": test_lengths,
+                "lines": lines,
+                "validation": validated and _table(validated.table(train_length)),
+                "continuations": [
+                    {"method": row.method, "says": f"continues: {text!r}"}
+                    for row in (validated.rows if validated else ())
+                    for text in row.continuations
+                ],
+            }
+        )
     return {
         "name": name,
         "made": results.made,
         "num_seeds": len({record.seed for record in evaluations}),
         "groups": groups,
+        "scope": findings.scope(results.trainings),
+        "findings": [
+            {"method": finding.method, "says": f"is {finding}"}
+            for finding in findings.findings(evaluations)
+        ],
+        "cautions": findings.cautions(results),
+        "scored": findings.HOW_SCORED,
+        "cost": _table(findings.cost_table(results)) if results.trainings else None,
     }
+
+
+def _table(table: findings.Table) -> dict[str, Any]:
+    rows = [{"method": row.method, "cells": row.cells} for row in table.rows]
+    return {**table._asdict(), "rows": rows}
 
 
 def _line(

@@ -1,14 +1,13 @@
 """What all figures share: their width, their letters, and how they are saved and shown."""
 
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from linbias.explain import printable
 
 _COLUMNS = {"single": 3.3, "double": 6.9}  # inches, as most papers in two columns have them
 
@@ -29,22 +28,22 @@ STYLE = {
     "hatch.linewidth": 0.4,
     "hatch.color": "#BBBBBB",
 }
-# Letters stay letters, which a reader can search and a publisher accepts: no outlines, no fonts of type 3.
+# Letters stay letters, which readers can search and publishers accept: no outlines, no type 3.
 _FILES = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "savefig.dpi": 300}
 
 
 class PaperFigure(Figure):
-    """A figure that notebooks show by themselves, though `pyplot` does not know it, and whose files a paper can use as they are."""
+    """A figure that notebooks show without `pyplot`, and whose files a paper can use as they are."""
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
-        """As Matplotlib's, with letters as letters, and 300 dots per inch where dots are asked for."""
+        """As Matplotlib's, with letters as letters, and dots, if any, 300 per inch."""
         with rc_context(_FILES):
             super().savefig(*args, **kwargs)
 
     def _repr_svg_(self) -> str:
         buffer = io.StringIO()
         self.savefig(buffer, format="svg")
-        return buffer.getvalue()
+        return re.sub(r"\s*\n\s*", " ", buffer.getvalue())  # a line in a notebook's file
 
 
 def inches(function: str, width: float | str) -> float:
@@ -68,7 +67,7 @@ def figure_of(ax: Axes) -> Figure:
 
 
 def laid_out(ax: Axes) -> Figure:
-    """The figure of a user's axes, in Matplotlib's constrained layout where it has none: names beside the axes get room."""
+    """The figure of a user's axes, in the constrained layout where it has none: names get room."""
     figure = figure_of(ax)
     if ax.get_subplotspec() is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
@@ -78,4 +77,4 @@ def laid_out(ax: Axes) -> Figure:
 def write_tokens(ax: Axes, axis: str, names: Sequence[str], **options: Any) -> None:
     """Write a token at each tick of an axis, as text and never as mathematics."""
     place = ax.set_xticks if axis == "x" else ax.set_yticks
-    place(range(len(names)), [printable(name) for name in names], parse_math=False, **options)
+    place(range(len(names)), names, parse_math=False, **options)

@@ -27,8 +27,10 @@ def loss_by_length(
     Lines are means over the seeds, bands their range. The names stand beside the lines' ends.
 
     Args:
-        results: The folder of a `linbias extrapolate`, or evaluation records (`ExtrapolationResults.evaluations`).
-        train_length: Which training length, where several were compared; None means a panel for each.
+        results: The folder of a `linbias extrapolate`, or evaluation records
+            (`ExtrapolationResults.evaluations`).
+        train_length: Which training length, where several were compared; None means a panel for
+            each.
         width, ax: As for `bias`; into axes, one training length.
 
     Returns:
@@ -36,7 +38,8 @@ def loss_by_length(
 
     Raises:
         ModuleNotFoundError: What `linbias.lm` needs is not installed.
-        ValueError: The folder holds no finished results, nothing was trained at train_length, or width is unknown.
+        ValueError: The folder holds no finished results, nothing was trained at train_length, or
+            width is unknown.
 
     Example:
         >>> loss_by_length("output/extrapolate")  # doctest: +SKIP

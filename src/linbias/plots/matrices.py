@@ -1,8 +1,8 @@
 """The bias and the weights as matrices: queries downwards, keys to the right, a panel per head."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Never
+from collections.abc import Callable, Sequence
+from typing import Never
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 import linbias.definition
-from linbias import _request
+from linbias import _matrix, _request
+from linbias._matrix import Matrix, Scale, average_of
 from linbias.definition import Float64
-from linbias.explain import Explanation, printable
-from linbias.methods import BIAS, WEIGHTS
+from linbias.explain import Explanation
+from linbias.methods import BIAS
 from linbias.plots.figure import STYLE, PaperFigure, figure_of, inches, laid_out, write_tokens
-from linbias.schedules import in_words
 
-# From no weight to all of it, and from the lowest bias to 0: dark is much, in grey prints too.
-_WEIGHTS = LinearSegmentedColormap.from_list("weights", ["#FFFFFF", WEIGHTS[0]])
-_BIAS = LinearSegmentedColormap.from_list("bias", [BIAS[0], "#FFFFFF"])
-_WHITE_BELOW = 0.179  # on a ground of this luminance white letters are as legible as black ones
 _RASTERED_FROM = 100  # keys: beyond, so many rectangles make files large
 _MOST_TOKENS = 40  # names along an axis
 _MOST_NUMBERS = 8  # keys, for numbers written into the cells
@@ -46,19 +42,21 @@ def bias(
 ) -> Figure:
     """Draw what the bias adds to the scores: a matrix [T, S] for each head, hidden keys hatched.
 
-    All panels share one scale of colours, by the cube root of the bias: flat heads can be seen beside steep ones.
+    All panels share one scale of colours, by the cube root of the bias: flat heads can be seen
+    beside steep ones.
 
     Args:
         slopes: [H], as for `linbias.bias`.
         T: Number of queries.
         S: Number of keys, at least 1; None means T.
         causal: Hide the keys after the query.
-        right_slopes: Like slopes: slopes towards later keys, with causal=False; None means symmetric.
+        right_slopes: Like slopes: slopes towards later keys, with causal=False; None means
+            symmetric.
         heads: Only these, counted from 0.
         tokens: S names for the keys; written where there is room.
         width: Of the figure: "single" or "double" column, or inches.
-        ax: Draw one head (choose it with heads) into these axes, in your own settings; a figure without a layout engine
-            gets the constrained one.
+        ax: Draw one head (choose it with heads) into these axes, in your own settings; a figure
+            without a layout engine gets the constrained one.
 
     Returns:
         The figure.
@@ -80,14 +78,12 @@ def bias(
         raise ValueError(f"plots.bias: slopes must be [H], got {list(slopes.shape)}")
     sides = np.full_like(slopes, np.inf) if causal else right_slopes
     values = linbias.definition.bias(slopes, T, T if S is None else S, sides)
-    to_right = np.broadcast_to(slopes if sides is None else np.asarray(sides), slopes.shape)
-    titles = [
-        f"head {h}, {in_words(*pair)}" for h, pair in enumerate(zip(slopes, to_right, strict=True))
-    ]
-    finite = values[np.isfinite(values)]
-    lowest = float(finite.min(initial=0.0)) or -1.0
-    scale = FuncNorm((np.cbrt, lambda root: root**3), lowest, 0.0)
-    matrices = _Matrices(values, titles, tokens, values.shape[2] - T, "bias", scale, _BIAS)
+    titles = _matrix.titles(slopes, slopes if sides is None else sides)
+    # Dark is the lowest bias of all heads; the cube root shows flat heads beside steep ones.
+    lowest = float(values[np.isfinite(values)].min(initial=0.0)) or -1.0
+    hidden_open = np.where(np.isinf(values), np.nan, values)
+    first, scale = values.shape[2] - T, Scale(BIAS[0], lowest, 1 / 3)
+    matrices = _matrices("plots.bias", hidden_open, titles, tokens, first, scale)
     return _draw("plots.bias", matrices, heads, width, ax)
 
 
@@ -100,7 +96,7 @@ def weights(
     width: float | str = "double",
     ax: Axes | None = None,
 ) -> Figure:
-    """Draw attention weights: a matrix [T, S] for each head, with numbers in the cells of small ones.
+    """Draw attention weights: a matrix [T, S] for each head, with numbers in small ones.
 
     Args:
         weights: What `linbias.explain` gives, or an array [H, T, S] or [T, S], as from
@@ -117,14 +113,14 @@ def weights(
 
     Example:
         >>> q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4))
-        >>> figure = weights(linbias.explain(q, k, v), average=True, tokens="The cat sat on mat".split())
+        >>> words = "The cat sat on mat".split()
+        >>> figure = weights(linbias.explain(q, k, v), average=True, tokens=words)
         >>> [panel.get_title() for panel in figure.axes[:3]]
         ['head 0, slope 1/16', 'head 1, slope 1/256', 'average']
     """
     if isinstance(weights, Explanation):
         values = np.where(np.isinf(weights.bias), np.nan, weights.weights)
-        pairs = zip(weights.slopes.flat, weights.right_slopes.flat, strict=True)
-        titles = [f"head {h}, {in_words(*pair)}" for h, pair in enumerate(pairs)]
+        titles = _matrix.titles(weights.slopes, weights.right_slopes)
         tokens = weights.tokens if tokens is None else tokens
         first = int(weights.query_start) if weights.query_start.ndim == 0 else 0
     else:
@@ -134,42 +130,45 @@ def weights(
         first = values.shape[-1] - values.shape[-2]
     if values.ndim != 3:
         raise ValueError(f"plots.weights: weights must be [H, T, S], got {list(values.shape)}")
+    matrices = _matrices("plots.weights", values, titles, tokens, first, _matrix.OF_WEIGHTS)
     if average:
-        chosen = range(len(values)) if heads is None else heads
-        hidden = np.isnan(values).all(0)
-        mean = np.where(hidden, np.nan, np.nan_to_num(values).mean(0))
-        heads = [*chosen, len(values)]
-        values, titles = np.concatenate([values, mean[None]]), [*titles, "average"]
-    matrices = _Matrices(values, titles, tokens, first, "weights", Normalize(0.0, 1.0), _WEIGHTS)
+        heads = [*(range(len(values)) if heads is None else heads), len(values)]
+        matrices.append(average_of(matrices, "average"))
     return _draw("plots.weights", matrices, heads, width, ax)
 
 
-class _Matrices(NamedTuple):
-    """What is drawn: a matrix for each head, NaN or -inf where a key is hidden."""
-
-    values: Float64  # [H, T, S]
-    titles: list[str]
-    tokens: Sequence[str] | None  # of the keys
-    query_start: int
-    quantity: str
-    scale: Normalize
-    colours: Colormap
+def _matrices(
+    function: str,
+    values: Float64,
+    titles: Sequence[str],
+    tokens: Sequence[str] | None,
+    query_start: int,
+    scale: Scale,
+) -> list[Matrix]:
+    """What is drawn: a matrix for each head, with the names of tokens where they are given."""
+    T, S = values.shape[1:]
+    if tokens is not None and len(tokens) != S:
+        raise ValueError(f"{function}: tokens must name the {S} keys, got {len(tokens)}")
+    columns = [_matrix.printable(str(token)) for token in tokens or ()]
+    rows = _matrix.query_names(columns, query_start, T) if columns else ()
+    return [
+        Matrix(title, head, rows, columns, scale, digits=2)
+        for title, head in zip(titles, values, strict=True)
+    ]
 
 
 def _draw(
     function: str,
-    matrices: _Matrices,
+    matrices: Sequence[Matrix],
     heads: Sequence[int] | None,
     width: float | str,
     ax: Axes | None,
 ) -> Figure:
     """Panels of equal size with one colour bar, or one panel in axes that are given."""
-    H, T, S = matrices.values.shape
-    tokens, chosen = matrices.tokens, list(range(H) if heads is None else heads)
+    H, (T, S) = len(matrices), matrices[0].values.shape
+    chosen = list(range(H) if heads is None else heads)
     if not T or not S:
         raise ValueError(f"{function}: there must be a query and a key, got T={T}, S={S}")
-    if tokens is not None and len(tokens) != S:
-        raise ValueError(f"{function}: tokens must name the {S} keys, got {len(tokens)}")
     if not chosen or not all(0 <= head < H for head in chosen):
         raise ValueError(f"{function}: heads must be in [0, {H}), got {chosen}")
     if ax is not None:
@@ -178,7 +177,7 @@ def _draw(
                 f"{function}: ax takes one head, got {len(chosen)}: choose with heads"
             )
         cell = ax.get_position().width * figure_of(ax).get_size_inches()[0] / S
-        _panel(ax, matrices, chosen[0], cell)
+        _panel(ax, matrices[chosen[0]], cell)
         return laid_out(ax)
     across = inches(function, width)
     columns = min(len(chosen), max(1, int(across / 1.6)))
@@ -189,62 +188,73 @@ def _draw(
         figure = PaperFigure(figsize=(across, rows * height + 0.2), layout="constrained")
         panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
         for panel, head in zip(panels, chosen, strict=False):
-            image = _panel(panel, matrices, head, each / S)
+            image = _panel(panel, matrices[head], each / S)
             panel.label_outer()
         for number in range(len(chosen), len(panels)):
             panels[number].set_axis_off()
             panels[number - columns].tick_params(labelbottom=True)
-        bar = figure.colorbar(
-            image, ax=panels, label=matrices.quantity, aspect=14 * rows, pad=0.02
-        )
-        scale = matrices.scale
-        if isinstance(scale, FuncNorm) and scale.vmin:  # its own ticks would crowd at the end
-            first = math.floor(math.log10(-scale.vmin))
+        name = function.rpartition(".")[2]
+        bar = figure.colorbar(image, ax=panels, label=name, aspect=14 * rows, pad=0.02)
+        scale = matrices[0].scale
+        if scale and scale.full < 0:  # its own ticks would crowd at the end
+            first = math.floor(math.log10(-scale.full))
             bar.set_ticks([0.0, *(-(10.0**power) for power in range(first - 2, first + 1))])
         bar.outline.set_visible(False)
-        if tokens is None:
+        if not matrices[0].columns:
             figure.supxlabel("key", fontsize=7)
             figure.supylabel("query", fontsize=7)
     return figure
 
 
-def _panel(ax: Axes, matrices: _Matrices, head: int, cell: float) -> QuadMesh:
+def _colours(scale: Scale) -> tuple[Normalize, Colormap]:
+    """A scale as Matplotlib has it, from its lowest number to its highest."""
+    low, high = sorted([0.0, scale.full])
+    colours = ["#FFFFFF", scale.colour]
+    colormap = LinearSegmentedColormap.from_list("", colours if high else colours[::-1])
+    if scale.power == 1:
+        return Normalize(low, high), colormap
+    power = scale.power
+
+    def to(exponent: float) -> Callable[[Float64], Float64]:
+        return lambda x: np.sign(x) * np.abs(x) ** exponent
+
+    return FuncNorm((to(power), to(1 / power)), low, high), colormap
+
+
+def _panel(ax: Axes, matrix: Matrix, cell: float) -> QuadMesh:
     """One matrix, whose cells are so many inches wide; returns what a colour bar needs."""
-    values = np.ma.masked_invalid(matrices.values[head])
-    T, S = values.shape
+    assert matrix.scale is not None
+    T, S = matrix.values.shape
+    norm, colormap = _colours(matrix.scale)
     ax.patch.set(facecolor="#F6F6F6", edgecolor="#CCCCCC", hatch="//////")
     image = ax.pcolormesh(
         np.arange(S + 1) - 0.5,
         np.arange(T + 1) - 0.5,
-        values,
-        cmap=matrices.colours,
-        norm=matrices.scale,
+        np.ma.masked_invalid(matrix.values),
+        cmap=colormap,
+        norm=norm,
         rasterized=S > _RASTERED_FROM,
         edgecolors="face",
         linewidth=0.1,  # closes the hair lines that viewers draw between rectangles
     )
-    ax.set(xlim=(-0.5, S - 0.5), ylim=(T - 0.5, -0.5), aspect="equal", title=matrices.titles[head])
-    tokens, first = matrices.tokens, matrices.query_start
-    if tokens is not None and S <= _MOST_TOKENS:
-        upright = max(len(printable(token)) for token in tokens) * _LETTER > cell
-        write_tokens(ax, "x", tokens, rotation=90 if upright else 0)
-        positions = range(first, first + T)
-        write_tokens(ax, "y", [tokens[p] if 0 <= p < S else str(p) for p in positions])
+    ax.set(xlim=(-0.5, S - 0.5), ylim=(T - 0.5, -0.5), aspect="equal", title=matrix.title)
+    if matrix.columns and S <= _MOST_TOKENS:
+        upright = max(map(len, matrix.columns)) * _LETTER > cell
+        write_tokens(ax, "x", matrix.columns, rotation=90 if upright else 0)
+        write_tokens(ax, "y", matrix.rows)
         ax.tick_params(length=0)
     else:
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     if S <= _MOST_NUMBERS and T <= _MOST_NUMBERS:
-        _write_numbers(ax, values, matrices, cell)
+        _write_numbers(ax, matrix, cell)
     return image
 
 
-def _write_numbers(ax: Axes, values: np.ma.MaskedArray, matrices: _Matrices, cell: float) -> None:
-    shown = np.argwhere(~np.ma.getmaskarray(values))
-    texts = {(t, s): f"{values[t, s]:.2f}".replace("-", "\N{MINUS SIGN}") for t, s in shown}
-    size = min(6, 88 * cell / max(map(len, texts.values()), default=1))
-    for (t, s), text in texts.items():
-        ground = np.array(matrices.colours(matrices.scale(values[t, s]))[:3])
-        linear = np.where(ground <= 0.04045, ground / 12.92, ((ground + 0.055) / 1.055) ** 2.4)
-        colour = "white" if linear @ (0.2126, 0.7152, 0.0722) < _WHITE_BELOW else "#222222"
-        ax.text(s, t, text, ha="center", va="center", fontsize=size, color=colour)
+def _write_numbers(ax: Axes, matrix: Matrix, cell: float) -> None:
+    texts, white = matrix.texts(), matrix.wants_white()
+    size = min(6, 88 * cell / max(len(text) for row in texts for text in row))
+    for t, s in np.argwhere(~np.isnan(matrix.values)):
+        text, colour = texts[t][s], "white" if white[t, s] else "#222222"
+        written = text.replace("-", "\N{MINUS SIGN}")
+        ax.text(s, t, written, ha="center", va="center", fontsize=size, color=colour)

@@ -6,9 +6,7 @@ export const VARIANTS = ["causal", "symmetric", "directional", "asymmetric"];
 
 // The slope of every head: linbias.slopes(numHeads, schedule), for up to 16 heads. The numbers are Python's, bit for
 // bit: powers computed here could differ in the last one.
-export function slopes(numHeads, schedule) {
-  return [...SLOPES[schedule][numHeads - 1]];
-}
+export const slopes = (numHeads, schedule) => [...SLOPES[schedule][numHeads - 1]];
 
 // Slopes to the left and to the right: an infinite one hides its side. Of a directional encoder's heads, the
 // first half looks left and the second half right, each with the slopes of half as many heads.

@@ -1,7 +1,7 @@
 // The slope and its line of words alone, in a page that is not the explorer.
 
 import { element } from "./dom.js";
-import { STORY_SLOPE, STORY_WORDS, slopeStory } from "./slope_story.js";
+import { slopeStory, STORY_SLOPE, STORY_WORDS } from "./slope_story.js";
 
 // Puts them in the place of what `root` holds.
 export function startCard(root, example, style) {

@@ -11,7 +11,7 @@
 //   spec.marks   [{ x or y, text, middle }]: a dashed line across; middle: the x around which the words of y stand
 //   spec.start   the x at which the cursor stands until it is moved; the last one if left out
 
-import { element, setText, svgElement, walked } from "./dom.js";
+import { element, setAll, setText, svgElement, walked } from "./dom.js";
 import { decimalsOf, powerTicks, roundTicks, scaleOf, superscript, ticksWithRoom } from "./scales.js";
 
 const CHART_MARGIN = { top: 18, right: 14, bottom: 46, left: 52 };
@@ -34,8 +34,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   function draw() {
     const { width, height } = box.getBoundingClientRect();
     if (spec === null || width === 0) return;
-    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    drawing.setAttribute("aria-label", `${spec.label}. ${spec.x.label}`);
+    setAll(drawing, { viewBox: `0 0 ${width} ${height}`, "aria-label": `${spec.label}. ${spec.x.label}` });
     const lines = shownLines();
     plot = scalesOf(spec, lines, width, height);
     drawing.replaceChildren(
@@ -61,10 +60,10 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
       setText(button.lastChild, on ? written(line, valueAt(line, at), spec) : "off");
     });
     const described = lines.map((line, i) => `${line.name} ${written(line, values[i], spec)}`);
-    drawing.setAttribute("aria-valuemin", 0);
-    drawing.setAttribute("aria-valuemax", stops.length - 1);
-    drawing.setAttribute("aria-valuenow", stops.indexOf(at));
-    drawing.setAttribute("aria-valuetext", `${where}: ${described.join(", ") || "no lines"}`);
+    setAll(drawing, {
+      "aria-valuemin": 0, "aria-valuemax": stops.length - 1, "aria-valuenow": stops.indexOf(at),
+      "aria-valuetext": `${where}: ${described.join(", ") || "no lines"}`,
+    });
     if (plot === null || at === undefined) return;
     const { top, bottom } = plot;
     const across = plot.x(at);
@@ -96,9 +95,7 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   function buildLegend() {
     legendList.replaceChildren(
       ...spec.lines.map((line) =>
-        element(
-          "li",
-          {},
+        element("li", {},
           element(
             "button",
             { type: "button", class: "legend-line", style: paintOf(line), on: { click: () => flip(line.key) } },
@@ -141,18 +138,12 @@ export function lineChart({ switchedOff = new Set(), onSwitch = () => {} } = {})
   };
 }
 
-function paintOf(line) {
-  return { "--line-colour": line.colour };
-}
+const paintOf = (line) => ({ "--line-colour": line.colour });
 
 // What the line is at x; null where it has no point.
-function valueAt(line, x) {
-  return line.points.find((point) => point.x === x)?.y ?? null;
-}
+const valueAt = (line, x) => line.points.find((point) => point.x === x)?.y ?? null;
 
-function written(line, value, spec) {
-  return value === null ? (line.stop ?? "\u2013") : spec.y.format(value);
-}
+const written = (line, value, spec) => value === null ? (line.stop ?? "\u2013") : spec.y.format(value);
 
 function scalesOf(spec, lines, width, height) {
   const { top, right, bottom, left } = CHART_MARGIN;
@@ -186,9 +177,7 @@ function axes(spec, plot, width, height) {
   const xTicks = ticksWithRoom(spec.x.ticks ?? roundTicks(spec.x.low, spec.x.high, width / 90), plot.x, 46);
   return [
     ...yTicks.map((y) =>
-      svgElement(
-        "g",
-        { class: "tick" },
+      svgElement("g", { class: "tick" },
         svgElement("line", { x1: left, x2: right, y1: plot.y(y), y2: plot.y(y) }),
         svgElement("text", { x: left - 8, y: plot.y(y), dy: "0.32em", "text-anchor": "end" }, yText(y)),
       ),
@@ -206,18 +195,14 @@ function markAcross(mark, { x, y, top, bottom, left, right }) {
   if (mark.x !== undefined) {
     const across = x(mark.x);
     const onRight = across < (left + right) / 2;
-    return svgElement(
-      "g",
-      { class: "mark" },
+    return svgElement("g", { class: "mark" },
       svgElement("line", { x1: across, x2: across, y1: top, y2: bottom }),
       svgElement("text", { x: across + (onRight ? 6 : -6), y: bottom - 8, "text-anchor": onRight ? "start" : "end" }, mark.text),
     );
   }
   const height = y(mark.y);
   const words = mark.middle === undefined ? { x: left + 6 } : { x: x(mark.middle), "text-anchor": "middle" };
-  return svgElement(
-    "g",
-    { class: "mark" },
+  return svgElement("g", { class: "mark" },
     svgElement("line", { x1: left, x2: right, y1: height, y2: height }),
     svgElement("text", { ...words, y: height - 6 }, mark.text),
   );

@@ -35,6 +35,12 @@ export function paintCells(canvas, width, height, shadeOf) {
   context.putImageData(image, 0, 0);
 }
 
+// Weights as a small square picture in the steps of a ramp: the largest is darkest, and small ones can be told from none.
+export function paintWeights(canvas, side, weights, steps) {
+  const most = weights.reduce((a, b) => Math.max(a, b), 0) || 1;
+  paintCells(canvas, side, side, (i) => steps[Math.round(255 * Math.sqrt(weights[i] / most))]);
+}
+
 // Whether text on this ground should be light.
 export function wantsLightText([red, green, blue]) {
   const [r, g, b] = [red, green, blue].map((value) => {

@@ -8,10 +8,7 @@ export function choice({ label, options, value, onChange }) {
   const name = uniqueId("choice");
   const inputs = options.map((option) =>
     element("input", {
-      type: "radio",
-      name,
-      value: option.value,
-      checked: option.value === value,
+      type: "radio", name, value: option.value, checked: option.value === value,
       on: { change: () => onChange(option.value) },
     }),
   );
@@ -19,33 +16,12 @@ export function choice({ label, options, value, onChange }) {
     element("label", { class: "option" }, inputs[i], element("span", {}, option.label)),
   );
   return {
-    element: element(
-      "fieldset",
-      { class: "control choice" },
+    element: element("fieldset", { class: "control choice" },
       element("legend", { class: "label" }, label),
       element("div", { class: "options" }, labels),
     ),
     set(to) {
       inputs.forEach((input, i) => (input.checked = options[i].value === to));
-    },
-    setDisabled(values) {
-      inputs.forEach((input, i) => (input.disabled = values.includes(options[i].value)));
-    },
-  };
-}
-
-// On or off.
-export function toggle({ label, value, onChange }) {
-  const input = element("input", {
-    type: "checkbox",
-    role: "switch",
-    checked: value,
-    on: { change: () => onChange(input.checked) },
-  });
-  return {
-    element: element("label", { class: "control toggle" }, input, element("span", {}, label)),
-    set(to) {
-      input.checked = to;
     },
   };
 }
@@ -54,35 +30,17 @@ export function toggle({ label, value, onChange }) {
 // slider's scale is not even; `parse` turns the field's text into a number, or throws an Error whose message
 // appears beside the control while the last good value stays.
 export function slider({
-  label,
-  min,
-  max,
-  step = 1,
-  value,
-  onInput,
-  toText = String,
-  toValue = (position) => position,
-  toPosition = (number) => number,
-  parse = (text) => parseNumber(text, min, max),
-  marks = [],
+  label, min, max, step = 1, value, onInput, toText = String, toValue = (position) => position,
+  toPosition = (number) => number, parse = (text) => parseNumber(text, min, max), marks = [],
 }) {
   const message = element("p", { class: "message", id: uniqueId("message"), role: "alert" });
   const range = element("input", {
-    type: "range",
-    id: uniqueId("range"),
-    min,
-    max,
-    step,
+    type: "range", id: uniqueId("range"), min, max, step,
     on: { input: () => take(toValue(Number(range.value)), range) },
   });
   const field = element("input", {
-    type: "text",
-    class: "number",
-    inputmode: "decimal",
-    autocomplete: "off",
-    spellcheck: "false",
-    "aria-label": `${label}, exact`,
-    "aria-describedby": message.id,
+    type: "text", class: "number", inputmode: "decimal", autocomplete: "off", spellcheck: "false",
+    "aria-label": `${label}, exact`, "aria-describedby": message.id,
     on: { input: () => read(), blur: () => field.ariaInvalid === "true" || show(current) },
   });
   const name = element("label", { class: "label", for: range.id }, label);
@@ -114,19 +72,13 @@ export function slider({
 
   show(value);
   return {
-    element: element(
-      "div",
-      { class: "control slider" },
+    element: element("div", { class: "control slider" },
       name,
       field,
-      element(
-        "div",
-        { class: "track" },
+      element("div", { class: "track" },
         range,
         marks.length > 0 &&
-          element(
-            "div",
-            { class: "marks", "aria-hidden": "true" },
+          element("div", { class: "marks", "aria-hidden": "true" },
             marks.map((mark) => {
               const share = (toPosition(mark.value) - min) / (max - min);
               return element("span", { style: { "--share": share } }, mark.label);
@@ -165,4 +117,45 @@ export function parseWhole(text, min, max) {
   const number = parseNumber(text, min, max);
   if (!Number.isInteger(number)) throw new Error(`Must be a whole number, got ${text}`);
   return number;
+}
+
+// A button that copies a text. Where the clipboard is refused, the text appears, selected, to be copied by hand.
+
+const CONFIRMED_MS = 2000;
+
+// copyButton({ label, says, text() }) -> element; `says` is what the button shows, and is spoken, once it is done.
+export function copyButton({ label, says, text }) {
+  const name = element("span", {}, label);
+  const status = element("span", { class: "unseen", role: "status" });
+  const byHand = element("textarea", {
+    class: "by-hand", hidden: true, readonly: true, rows: 2, "aria-label": "To copy by hand",
+    on: { blur: () => (byHand.hidden = true) },
+  });
+  let timer = 0;
+
+  function show(words) {
+    setText(name, words);
+    setText(status, words);
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      setText(name, label);
+      setText(status, "");
+    }, CONFIRMED_MS);
+  }
+
+  async function copy() {
+    const copied = text();
+    try {
+      await navigator.clipboard.writeText(copied);
+      show(says);
+    } catch {
+      byHand.value = copied;
+      byHand.hidden = false;
+      byHand.select();
+      byHand.focus();
+      show("Selected: copy it by hand");
+    }
+  }
+
+  return element("div", { class: "copy" }, element("button", { type: "button", on: { click: copy } }, name), status, byHand);
 }

@@ -1,5 +1,6 @@
 // Elements. Text from users only ever becomes a text node, never markup.
 
+
 // element("p", { class: "note", style: { "--share": 0.5 }, on: { click } }, "words", child)
 export function element(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
@@ -10,13 +11,9 @@ export function svgElement(name, attributes = {}, ...children) {
 }
 
 // A quiet remark, and a section of a view under its title.
-export function note(...words) {
-  return element("p", { class: "note" }, ...words);
-}
+export const note = (...words) => element("p", { class: "note" }, ...words);
 
-export function section(title, ...children) {
-  return element("section", {}, element("h3", {}, title), ...children);
-}
+export const section = (title, ...children) => element("section", {}, element("h3", {}, title), ...children);
 
 function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -34,6 +31,9 @@ function fill(made, attributes, children) {
   made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
+
+// What several attributes, or properties of style, are from now on.
+export const setAll = (node, attributes) => fill(node, attributes, []);
 
 // Writing a text that is there already would still cost the browser a layout.
 export function setText(node, text) {

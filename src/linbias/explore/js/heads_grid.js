@@ -1,9 +1,9 @@
 // All heads of a model: layers x heads, a small picture of each head's weights above a number, one of them chosen.
 
-import { onThemeChange, paintCells, ramp } from "./colours.js";
+import { onThemeChange, paintWeights, ramp } from "./colours.js";
 import { choice } from "./controls.js";
 import { element, setText, walked } from "./dom.js";
-import { headWords, wholePercent, slopeName } from "./model_words.js";
+import { headWords, slopeName, wholePercent } from "./model_words.js";
 import { revealWithin } from "./token_text.js";
 import { shrunk, weightsOfBias } from "./weights.js";
 
@@ -35,9 +35,7 @@ export function headsGrid({ reading, weights, onSelect }) {
     ),
   );
   const alone = reading.slopes && heads.map((head) => cell(shrunk(T, side, (query) => rowOfBias(reading, head, query))));
-  const grid = element(
-    "div",
-    { class: "head-grid", style: { "--heads": numHeads } },
+  const grid = element("div", { class: "head-grid", style: { "--heads": numHeads } },
     element("span", { class: "head-name", "aria-hidden": "true" }, reading.slopes ? "slope" : "head"),
     heads.map((head) => element("span", { class: "head-name", "aria-hidden": "true" }, slopeName(reading, head) ?? String(head))),
     buttons.map((row, layer) => [element("span", { class: "head-name row", "aria-hidden": "true" }, `layer ${layer}`), row]).flat(2),
@@ -48,9 +46,7 @@ export function headsGrid({ reading, weights, onSelect }) {
   );
   const box = element("div", { class: "scroll head-box", role: "radiogroup", "aria-label": "Heads" }, grid);
   const control = choice({
-    label: "Below each picture",
-    options: measures,
-    value: measure.value,
+    label: "Below each picture", options: measures, value: measure.value,
     onChange(value) {
       measure = measures.find((one) => one.value === value);
       write();
@@ -71,10 +67,7 @@ export function headsGrid({ reading, weights, onSelect }) {
 
   function paint() {
     const colours = ramp(grid, "--surface", "--accent");
-    for (const { values, canvas } of [...cells.flat(), ...(alone ?? [])]) {
-      const high = values.reduce((a, b) => Math.max(a, b), 0) || 1;
-      paintCells(canvas, side, side, (i) => colours[Math.round(255 * Math.sqrt(values[i] / high))]);
-    }
+    for (const { values, canvas } of [...cells.flat(), ...(alone ?? [])]) paintWeights(canvas, side, values, colours);
   }
 
   function write() {
@@ -95,12 +88,7 @@ export function headsGrid({ reading, weights, onSelect }) {
   new ResizeObserver(reveal).observe(box);
   write();
   return {
-    element: element(
-      "div",
-      { class: "heads-of-model" },
-      measures.length > 1 && control.element,
-      box,
-    ),
+    element: element("div", { class: "heads-of-model" }, measures.length > 1 && control.element, box),
     paint, // once it stands in the page, whose colours it takes
     choose(layer, head) {
       chosen = { layer, head };

@@ -1,12 +1,35 @@
+// What the colours of a matrix mean: grey below zero, the accent above. Values run evenly from end to end; where some lie
+// below the lowest colour, the legend says so.
+
+import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
+import { announcer, element, setAll, setText } from "./dom.js";
+
+function scaleLegend() {
+  const [low, middle, high] = [element("span"), element("span"), element("span")];
+  const negative = element("i", { class: "negative" });
+  const positive = element("i", { class: "positive" });
+  return {
+    element: element("span", { class: "legend", "aria-hidden": "true" }, low, negative, middle, positive, high),
+    update({ low: least, high: most, power, text, values, hidden }) {
+      const beyond = values.some((value, i) => value < least && !hidden?.[i]);
+      setText(low, least < 0 ? `${beyond ? "\u2264 " : ""}${text(least)}` : "0");
+      setText(high, most > 0 ? text(most) : "0");
+      setText(middle, least < 0 && most > 0 ? "0" : "");
+      negative.hidden = middle.hidden = least === 0;
+      positive.hidden = most === 0 && least < 0;
+      const stops = [0, 0.25, 0.5, 0.75, 1].map(
+        (share) => `color-mix(in srgb, var(--accent) ${100 * share}%, var(--surface)) ${100 * share ** (1 / power)}%`,
+      );
+      positive.style.backgroundImage = `linear-gradient(to right, ${stops.join(", ")})`;
+    },
+  };
+}
+
 // A matrix as colours: rows to click and to walk with the arrow keys, numbers in the cells where they fit.
 //
 // The colours are one pixel per cell on a canvas that the browser enlarges, so that 64 x 64 cells cost less than a
 // millisecond. What a screen reader meets is a grid of rows: each says its largest number, the cell under the cursor
 // is announced, and small matrices have their numbers in cells.
-
-import { onThemeChange, paintCells, ramp, wantsLightText } from "./colours.js";
-import { announcer, element, setText } from "./dom.js";
-import { scaleLegend } from "./legend.js";
 
 export const MOST_NUMBERS = 10; // columns whose cells hold numbers
 const MOST_LABELS = 24; // names that stand beside each other
@@ -34,17 +57,14 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   function build({ rows, columns }) {
     const withCells = columns.length <= MOST_NUMBERS;
-    grid.style.setProperty("--rows", rows.length);
-    grid.style.setProperty("--columns", columns.length);
+    setAll(grid, { style: { "--rows": rows.length, "--columns": columns.length } });
     grid.classList.toggle("dense", !withCells);
     grid.ariaRowCount = rows.length + 1;
     grid.ariaColCount = columns.length + 1;
     columnHeads.replaceChildren(...columns.map((name, s) => heading("columnheader", name, s, columns.length)));
     rowBox.replaceChildren(
       ...rows.map((name, t) =>
-        element(
-          "div",
-          { class: "heat-row", role: "row" },
+        element("div", { class: "heat-row", role: "row" },
           heading("rowheader", name, t, rows.length),
           withCells ? columns.map(() => element("div", { role: "gridcell", class: "heat-cell" })) : [],
         ),
@@ -109,8 +129,7 @@ export function heatmap({ onSelect, onPoint = null }) {
     [...rowBox.children].forEach((line, t) => line.classList.toggle("pointed", at >= 0 && t === row));
     const number = at < 0 ? "" : exact(values[row * columns.length + at]);
     setText(readout, at < 0 ? "" : `${rows[row]} \u2192 ${columns[at]}  ${number}`);
-    cursor.style.setProperty("--row", row);
-    cursor.style.setProperty("--at", at);
+    setAll(cursor, { style: { "--row": row, "--at": at } });
     return at < 0 ? rows[row] : `${rows[row]} to ${columns[at]}: ${number}`;
   }
 
@@ -152,9 +171,7 @@ export function heatmap({ onSelect, onPoint = null }) {
 
   return {
     point,
-    element: element(
-      "div",
-      { class: "heatmap" },
+    element: element("div", { class: "heatmap" },
       grid,
       element("p", { class: "under" }, legend.element, readout),
       spoken.element,

@@ -1,11 +1,41 @@
-// What the view of one head's arithmetic shows, as a plain object, and as the text behind # that brings it back.
+// A tour of the view in steps: each is a state of it, and a sentence on what to look at.
 
 import { attend, sides, VARIANTS } from "./attention.js";
 import { parseNumber } from "./controls.js";
-import { STEPS } from "./how_steps.js";
 import { slopeFraction } from "./scales.js";
 import { readTokens } from "./tokens.js";
 import { vectors } from "./vectors.js";
+
+export const STEPS = [
+  {
+    id: "sum", label: "Scores plus bias",
+    says: "Every cell of the first matrix gets the bias of its place in the second, which is lower the further a key stands from the query. "
+      + "Softmax makes weights of each row of sums.",
+    state: {},
+  },
+  {
+    id: "plain", label: "Slope 0 is plain attention",
+    says: "With slope 0 the bias is 0 everywhere: the weights follow q \u00b7 k alone, however far apart two words stand. Move the slope up from here.",
+    state: { left: { 0: 0 } },
+  },
+  {
+    id: "row", label: "One word\u2019s row",
+    says: "The query of \u201con\u201d is all zeros, so all its scores are 0 and the bias alone decides: most weight on itself, less with every step away.",
+    state: { row: 3 },
+  },
+  {
+    id: "future", label: "Hide the future",
+    says: "A language model may not read ahead: keys after the query are hidden (hatched), and each row shares its weight among the words so far.",
+    state: { variant: "causal", row: 4 },
+  },
+  {
+    id: "heads", label: "A steep and a flat head",
+    says: "Eight heads with the paper\u2019s slopes, from 1/2 to 1/256. Choose among the small pictures: head 0 sees the nearest words, head 7 nearly all alike.",
+    state: { numHeads: 8, schedule: "paper", variant: "causal", words: 8, row: 7 },
+  },
+];
+
+// What the view of one head's arithmetic shows, as a plain object, and as the text behind # that brings it back.
 
 // The book chapter's example: symmetric, two heads with slopes 1/2 and 1/4; or a step of the tour.
 export function stateOfStep(id, example) {
@@ -31,20 +61,14 @@ export function slopesOf({ variant, numHeads, schedule, left, right }) {
   if (variant === "asymmetric") base.right = base.left.map((slope) => slope / 4);
   const apply = (slopes, own) =>
     slopes.map((slope, h) => (slope === Infinity ? slope : (own[h] ?? slope)));
-  return {
-    left: apply(base.left, left),
-    right: apply(base.right, variant === "asymmetric" ? right : left),
-  };
+  return { left: apply(base.left, left), right: apply(base.right, variant === "asymmetric" ? right : left) };
 }
 
 // The sides on which a head sees keys, with their slopes.
 export function openSides({ variant }, slopes, head) {
   const [left, right] = [slopes.left[head], slopes.right[head]];
   if (variant === "symmetric") return [{ side: "both", slope: left }];
-  return [
-    { side: "left", slope: left },
-    { side: "right", slope: right },
-  ].filter(({ slope }) => slope !== Infinity);
+  return [{ side: "left", slope: left }, { side: "right", slope: right }].filter(({ slope }) => slope !== Infinity);
 }
 
 // compute(state) -> every head's vectors and steps, with the bias and without. What a change leaves as it was is

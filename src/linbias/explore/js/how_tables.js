@@ -9,11 +9,16 @@ import { dataTable } from "./table.js";
 
 // howTables(example, view) -> { elements, update() } with view() -> { state, heads, slopes }.
 export function howTables(example, view) {
-  const parts = [slopePart(example), outputPart(), matrixPart(), meanPart(), inputPart(), pythonPart()];
+  const parts = [
+    slopePart(example),
+    tablePart("Outputs", outputTable()),
+    tablePart("Weights as a table", headTable()),
+    tablePart("Mean of all heads", meanTable()),
+    tablePart("Inputs", ...["q", "k", "v"].map(inputTable)),
+    pythonPart(),
+  ];
   const folds = parts.map(({ title, body }) =>
-    element(
-      "details",
-      { class: "fold", on: { toggle: update } },
+    element("details", { class: "fold", on: { toggle: update } },
       element("summary", {}, element("h3", {}, title)),
       body,
     ),
@@ -27,27 +32,6 @@ export function howTables(example, view) {
   return { elements: folds, update };
 }
 
-function outputPart() {
-  const table = dataTable({ caption: "All heads side by side, a row for each query", corner: "query" });
-  return {
-    title: "Outputs",
-    body: table.element,
-    fill({ state, heads }) {
-      const columns = heads.flatMap((head) => Array.from({ length: head.with.E }));
-      table.update(
-        columns.map((_, i) => `dim\u2011${i}`),
-        state.tokens.map((token, t) => ({
-          head: token,
-          cells: heads.flatMap(({ with: { E, output } }) =>
-            Array.from(output.slice(t * E, (t + 1) * E), (value) => printed(value)),
-          ),
-        })),
-        state.row,
-      );
-    },
-  };
-}
-
 function slopePart({ characters }) {
   const table = dataTable({ caption: "The bias of a key at distance 10, and how far a weight reaches", corner: "head" });
   const rule = characters
@@ -55,9 +39,7 @@ function slopePart({ characters }) {
     .join(", ");
   return {
     title: "Slopes",
-    body: element(
-      "div",
-      {},
+    body: element("div", {},
       table.element,
       note(`Characters by what a key at distance 10 loses: ${rule}; without a slope, Global.`),
     ),
@@ -89,59 +71,58 @@ function powerText(slope) {
   return Number.isInteger(2 * power) ? `2^${power}` : "";
 }
 
-function matrixPart() {
-  return weightsPart("Weights as a table", ({ state, heads }) => ({
-    caption: `Weights of head ${state.head}`,
-    weights: heads[state.head].with.weights,
-  }));
-}
-
-function meanPart() {
-  return weightsPart("Mean of all heads", ({ heads }) => ({
-    caption: "Only to look at: a layer does not average its heads, it puts their outputs side by side",
-    weights: mean(heads.map((head) => head.with.weights)),
-  }));
-}
-
-function weightsPart(title, of) {
-  const table = dataTable({ caption: title, corner: "query" });
+// A table with a row for each token: `of(view)` gives its columns, the texts of a row, and a caption that changes.
+function tokenTable(caption, of, corner = "query") {
+  const table = dataTable({ caption, corner });
   return {
-    title,
-    body: table.element,
+    element: table.element,
     fill(view) {
       const { tokens, row } = view.state;
-      const { caption, weights } = of(view);
-      const S = tokens.length;
-      table.setCaption(caption);
-      table.update(
-        tokens,
-        tokens.map((token, t) => ({
-          head: token,
-          cells: Array.from(weights.slice(t * S, (t + 1) * S), (value) => printed(value)),
-        })),
-        row,
-      );
+      const { columns, rowOf, caption: words } = of(view);
+      if (words) table.setCaption(words);
+      table.update(columns, tokens.map((token, t) => ({ head: token, cells: rowOf(t) })), row);
     },
   };
 }
 
-function inputPart() {
-  const tables = ["q", "k", "v"].map((role) => ({ role, table: dataTable({ caption: role, corner: "token" }) }));
+const rowTexts = (values, t, width) => Array.from(values.slice(t * width, (t + 1) * width), (value) => printed(value));
+
+function tablePart(title, ...tables) {
   return {
-    title: "Inputs",
-    body: element("div", { class: "traces" }, tables.map(({ table }) => table.element)),
-    fill({ state, heads }) {
-      for (const { role, table } of tables) {
-        const columns = heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`));
-        table.update(
-          columns,
-          state.tokens.map((token, t) => ({ head: token, cells: heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))) })),
-          state.row,
-        );
-      }
-    },
+    title,
+    body: element("div", { class: "traces" }, tables.map((table) => table.element)),
+    fill: (view) => tables.forEach((table) => table.fill(view)),
   };
 }
+
+const outputTable = () =>
+  tokenTable("All heads side by side, a row for each query", ({ heads }) => ({
+    columns: heads.flatMap((head) => Array.from({ length: head.with.E })).map((_, i) => `dim\u2011${i}`),
+    rowOf: (t) => heads.flatMap(({ with: { E, output } }) => rowTexts(output, t, E)),
+  }));
+
+const weightsTable = (caption, of) =>
+  tokenTable(caption, (view) => {
+    const { tokens } = view.state;
+    const { weights, caption: words } = of(view);
+    return { columns: tokens, rowOf: (t) => rowTexts(weights, t, tokens.length), caption: words };
+  });
+
+const headTable = () =>
+  weightsTable("Weights", ({ state, heads }) => ({
+    caption: `Weights of head ${state.head}`, weights: heads[state.head].with.weights,
+  }));
+
+const meanTable = () =>
+  weightsTable("Only to look at: a layer does not average its heads, it puts their outputs side by side", ({ heads }) => ({
+    weights: mean(heads.map((head) => head.with.weights)),
+  }));
+
+const inputTable = (role) =>
+  tokenTable(role, ({ heads }) => ({
+    columns: heads.flatMap((head, h) => head[role][0].map((_, i) => `head ${h}, ${i}`)),
+    rowOf: (t) => heads.flatMap((head) => head[role][t].map((x) => general(x).replace("-", "\u2212"))),
+  }), "token");
 
 function pythonPart() {
   const code = element("code");
@@ -167,4 +148,64 @@ export function pythonOf({ state, slopes }) {
     `trace = explain(q, k, v, ${list(slopes.left)}${right})`,
     `print(trace.table(query=${state.row}, head=${state.head}, tokens=tokens))`,
   ].join("\n");
+}
+
+// One query's row, key by key: its scores, the bias, their sum, and the weights as numbers and bars. The thin bar is the
+// weight that the key would have without a bias.
+
+const ROW_COLUMNS = [
+  { head: "q \u00b7 k", name: "raw", class: "more" },
+  { head: "scaled", name: "scaled" },
+  { head: "+ bias", name: "bias" },
+  { head: "= scores", name: "scores", class: "more" },
+  { head: "weights", name: "weights" },
+  { head: "without bias", name: "without", class: "more soft" },
+];
+const asWidth = (share) => `${(100 * share).toFixed(1)}%`;
+
+// rowTable() -> { element, update({ caption, tokens, hidden, raw, scaled, bias, scores, weights, without }) }, arrays over keys.
+export function rowTable() {
+  const body = element("tbody");
+  const caption = element("caption", { class: "unseen" });
+  const heads = ROW_COLUMNS.map(({ head, class: kind }) => element("th", { scope: "col", class: kind }, head));
+  const table = element("table", { class: "row-table" },
+    caption,
+    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "key"), heads, element("td"))),
+    body,
+  );
+  let shape = "";
+
+  function build(tokens) {
+    body.replaceChildren(
+      ...tokens.map((token, s) =>
+        element("tr", {},
+          element("th", { scope: "row", title: token }, element("i", {}, String(s)), element("bdi", {}, token)),
+          ROW_COLUMNS.map(({ class: kind }) => element("td", { class: kind })),
+          element("td", { class: "track", "aria-hidden": "true" }),
+        ),
+      ),
+    );
+  }
+
+  return {
+    element: element(
+      "div",
+      { class: "scroll row-box", tabindex: "0", role: "region", "aria-label": "The chosen query\u2019s row" },
+      table,
+    ),
+    update({ caption: words, tokens, hidden, ...values }) {
+      const wanted = JSON.stringify(tokens);
+      if (wanted !== shape) build(tokens);
+      shape = wanted;
+      setText(caption, words);
+      const { weights, without } = values;
+      const largest = Math.max(...weights, ...without);
+      tokens.forEach((_, s) => {
+        const row = body.children[s];
+        row.classList.toggle("unread", hidden[s]);
+        ROW_COLUMNS.forEach(({ name }, i) => setText(row.children[i + 1], printed(values[name][s])));
+        row.lastChild.style.backgroundSize = `${asWidth(weights[s] / largest)} 0.7rem, ${asWidth(without[s] / largest)} 2px`;
+      });
+    },
+  };
 }

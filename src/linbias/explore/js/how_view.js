@@ -1,15 +1,13 @@
 // How it works: scores, the bias that is added to them, and the weights, as three matrices of one head; one query's row of
 // them, key by key; and what can be changed.
 
-import { copyButton } from "./copy.js";
+import { copyButton } from "./controls.js";
 import { announcer, debounce, element, setText } from "./dom.js";
 import { heatmap, MOST_NUMBERS } from "./heatmap.js";
 import { howControls } from "./how_controls.js";
-import { headComputer, openSides, readState, slopesOf, slopeText, stateOfStep, stateText } from "./how_state.js";
-import { STEPS } from "./how_steps.js";
-import { howTables, pythonOf } from "./how_tables.js";
+import { headComputer, openSides, readState, slopesOf, slopeText, stateOfStep, stateText, STEPS } from "./how_state.js";
+import { howTables, pythonOf, rowTable } from "./how_tables.js";
 import { general, printed } from "./numbers.js";
-import { rowTable } from "./row_table.js";
 import { slopeFraction } from "./scales.js";
 
 const QUIET = 60; // milliseconds after which tables follow a slider
@@ -31,9 +29,7 @@ export function mountHow(root, { example }, memory) {
   const spoken = announcer();
   const says = element("p", { class: "step-says" });
   const steps = STEPS.map(({ id, label }, i) =>
-    element(
-      "button",
-      { type: "button", on: { click: () => change(() => stateOfStep(id, example)) } },
+    element("button", { type: "button", on: { click: () => change(() => stateOfStep(id, example)) } },
       element("span", { class: "step-number", "aria-hidden": "true" }, String(i + 1)),
       label,
     ),
@@ -42,35 +38,22 @@ export function mountHow(root, { example }, memory) {
     element("h2", {}, "How it works"),
     element("div", { class: "steps", role: "group", "aria-label": "Steps" }, steps),
     says,
-    element(
-      "div",
-      { class: "how-controls" },
-      controls.head,
-      element("div", { class: "how-slopes" }, controls.slope),
-    ),
-    element(
-      "div",
-      { class: "sum" },
+    element("div", { class: "how-controls" }, controls.head, element("div", { class: "how-slopes" }, controls.slope)),
+    element("div", { class: "sum" },
       pictures.flatMap((picture, i) => [
         OPERATORS[i] && element("span", { class: "operator", "aria-hidden": "true" }, OPERATORS[i]),
         element("figure", {}, titles[i], picture.element),
       ]),
     ),
-    element(
-      "section",
-      { class: "row-panel" },
-      element(
-        "div",
-        { class: "pair" },
+    element("section", { class: "row-panel" },
+      element("div", { class: "pair" },
         rowTitle,
         copyButton({ label: "Copy code", says: "Code copied", text: () => pythonOf(currentView()) }),
       ),
       table.element,
       after,
     ),
-    element(
-      "details",
-      { class: "fold more" },
+    element("details", { class: "fold more" },
       element("summary", {}, element("h3", {}, "More to change: words, sides, slopes, heads")),
       controls.more,
     ),
@@ -144,14 +127,8 @@ export function mountHow(root, { example }, memory) {
     const { raw, scaled, bias, scores, weights, output, lse, E } = head.with;
     setText(rowTitle, `What \u201c${tokens[row]}\u201d looks at, head ${state.head}, ${slopeText(head)}`);
     table.update({
-      caption: `The query ${tokens[row]}, key by key`,
-      tokens,
-      hidden: part(hiddenCells(head)),
-      raw: part(raw),
-      scaled: part(scaled),
-      bias: part(bias),
-      scores: part(scores),
-      weights: part(weights),
+      caption: `The query ${tokens[row]}, key by key`, tokens, hidden: part(hiddenCells(head)),
+      raw: part(raw), scaled: part(scaled), bias: part(bias), scores: part(scores), weights: part(weights),
       without: part(head.without.weights),
     });
     const numbers = (values, text) => Array.from(values, text).join("\u2002");

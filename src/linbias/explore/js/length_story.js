@@ -2,7 +2,7 @@
 //
 // The slider is the chart's own axis: its thumb stands under the ends of the lines.
 
-import { element, setText, svgElement, uniqueId } from "./dom.js";
+import { element, setAll, setText, svgElement, uniqueId } from "./dom.js";
 import { decimalsOf, grouped, roundTicks, scaleOf, spread, ticksWithRoom } from "./scales.js";
 
 const STORY_MARGIN = { top: 30, bottom: 8, left: 34 };
@@ -34,12 +34,8 @@ export function lengthStory({ group, methods, onInput }) {
   const clip = uniqueId("clip");
   const name = uniqueId("length");
   const range = element("input", {
-    type: "range",
-    class: "story-range",
-    id: name,
-    min: 0,
-    max: Math.round(PER_OCTAVE * Math.log2(longest / shortest)),
-    step: 1,
+    type: "range", class: "story-range", id: name, min: 0,
+    max: Math.round(PER_OCTAVE * Math.log2(longest / shortest)), step: 1,
     on: { input: () => take(shortest * 2 ** (Number(range.value) / PER_OCTAVE)), keydown: walk },
   });
   const value = element("output", { class: "story-slope", for: name });
@@ -109,8 +105,7 @@ export function lengthStory({ group, methods, onInput }) {
     ticks.replaceChildren(
       ...ticksWithRoom(lengths, x, 40).map((one) => element("span", { style: { left: `${x(one)}px` } }, grouped(one))),
     );
-    range.style.setProperty("margin-left", `${left - THUMB / 2}px`);
-    range.style.setProperty("width", `${plot.right - left + THUMB}px`);
+    setAll(range, { style: { "margin-left": `${left - THUMB / 2}px`, width: `${plot.right - left + THUMB}px` } });
     move();
   }
 
@@ -133,8 +128,7 @@ export function lengthStory({ group, methods, onInput }) {
     const placed = spread(wanted, wanted.map(() => LINE_HEIGHT), top - LINE_HEIGHT / 2, bottom + LINE_HEIGHT / 2);
     drawing.querySelectorAll(".tip text").forEach((text, i) => {
       const ended = lines[i].limit !== null;
-      text.setAttribute("x", ended ? x(endOf(lines[i]).x) + 8 : right + 11);
-      text.setAttribute("y", ended ? top - 10 : placed.shift());
+      setAll(text, ended ? { x: x(endOf(lines[i]).x) + 8, y: top - 10 } : { x: right + 11, y: placed.shift() });
     });
   }
 
@@ -148,14 +142,13 @@ export function lengthStory({ group, methods, onInput }) {
     if (plot === null) return;
     const across = plot.x(length);
     drawing.querySelector(`#${clip} rect`).setAttribute("width", across);
-    const cursor = drawing.querySelector(".cursor");
-    for (const [key, to] of Object.entries({ x1: across, x2: across, y1: plot.top, y2: plot.bottom + STORY_MARGIN.bottom })) cursor.setAttribute(key, to);
+    const ground = plot.bottom + STORY_MARGIN.bottom;
+    setAll(drawing.querySelector(".cursor"), { x1: across, x2: across, y1: plot.top, y2: ground });
     const ends = lines.map(({ points }) => upTo(points, length));
     lines.forEach(({ label, limit }, i) => {
       const [dot, text] = drawing.querySelectorAll(".tip")[i].children;
       const end = ends[i];
-      dot.setAttribute("cx", plot.x(end?.x ?? shortest));
-      dot.setAttribute("cy", plot.y(end?.y ?? 0));
+      setAll(dot, { cx: plot.x(end?.x ?? shortest), cy: plot.y(end?.y ?? 0) });
       const ended = limit === null ? "" : `: its table ends here, at ${grouped(limit)}`;
       setText(text, end ? `${label} ${end.last.y.toFixed(3)}${ended}` : "");
     });
@@ -164,9 +157,7 @@ export function lengthStory({ group, methods, onInput }) {
   new ResizeObserver(layOut).observe(box);
   return {
     lengths,
-    element: element(
-      "div",
-      { class: "length-story" },
+    element: element("div", { class: "length-story" },
       element("div", { class: "story-control" }, element("label", { for: name }, "length of the text"), value),
       says,
       box,

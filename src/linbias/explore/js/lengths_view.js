@@ -1,4 +1,5 @@
-// Methods compared: loss by test length and by position, as `linbias extrapolate` measured them.
+// Methods compared: loss by test length and by position, as `linbias extrapolate` measured them, and of a run of one's own
+// what Python says of it.
 
 import { lineChart } from "./chart.js";
 import { choice } from "./controls.js";
@@ -18,79 +19,61 @@ export function mountLengths(root, data) {
   const byPosition = lineChart({ switchedOff, onSwitch: draw });
   const table = dataTable({ caption: "Bits per byte", corner: "method" });
   const lede = element("p", { class: "lede" });
-  const seeds = element("p", { class: "note" });
   const facts = element("dl", { class: "facts" });
-  const lengths = element("div");
-  const reads = element("div");
-  const how = note();
+  const said = element("div", { class: "said" });
+  const measured = element("div", { class: "measured" });
+  const [lengths, reads] = [element("div"), element("div")];
+  const [how, seeds, scored] = [note(), note(), note()];
 
-  function buildLengths() {
-    const options = run.groups.map((one) => ({ value: one.train_length, label: grouped(one.train_length) }));
-    const control = choice({
-      label: "Trained on, tokens",
-      options,
-      value: group.train_length,
+  // The choices that a run gives. Runs of the command measure segments alone.
+  function build() {
+    const trained = choice({
+      label: "Trained on, tokens", value: group.train_length,
+      options: run.groups.map((one) => ({ value: one.train_length, label: grouped(one.train_length) })),
       onChange(value) {
         group = run.groups.find((one) => one.train_length === value);
         draw();
       },
     });
-    lengths.replaceChildren(...(options.length > 1 ? [control.element] : []));
-  }
-
-  // Runs of the command measure segments alone.
-  function buildReads() {
-    const measured = group.lines.every(({ sliding }) => sliding);
-    if (!measured) read = "lengths";
-    const control = choice({
-      label: "Read the text",
-      options: [
-        { value: "lengths", label: "in segments" },
-        { value: "sliding", label: "with a sliding window" },
-      ],
-      value: read,
+    lengths.replaceChildren(...(run.groups.length > 1 ? [trained.element] : []));
+    const both = group.lines.every(({ sliding }) => sliding);
+    if (!both) read = "lengths";
+    const ways = choice({
+      label: "Read the text", value: read,
+      options: [{ value: "lengths", label: "in segments" }, { value: "sliding", label: "with a sliding window" }],
       onChange(value) {
         read = value;
         draw();
       },
     });
-    reads.replaceChildren(...(measured ? [control.element] : []));
+    reads.replaceChildren(...(both ? [ways.element] : []));
+    draw();
   }
 
   const runChoice = choice({
-    label: "Run",
-    options: runs.map((one, i) => ({ value: i, label: one.name })),
-    value: 0,
+    label: "Run", options: runs.map((one, i) => ({ value: i, label: one.name })), value: 0,
     onChange(number) {
       run = runs[number];
       group = run.groups[0];
-      buildLengths();
-      buildReads();
-      draw();
+      build();
     },
   });
 
   root.append(
     element("h2", {}, "Train short, test long"),
     lede,
+    said,
     element("div", { class: "abreast" }, runs.length > 1 && runChoice.element, lengths),
-    section(
-      "Loss by test length",
-      how,
-      reads,
-      byLength.element,
-      table.element,
-      seeds,
-    ),
-    section(
-      "Loss by position",
+    section("Loss by test length", how, reads, byLength.element, table.element, seeds),
+    section("Loss by position",
       note(
         "The loss by the number of tokens that a prediction can read. On the left there is little context yet; right of the " +
           "dashed line there is more than the model was ever trained on.",
       ),
       byPosition.element,
     ),
-    element("details", {}, element("summary", {}, "How this was made"), facts),
+    measured,
+    element("details", { open: Boolean(run.findings) }, element("summary", {}, "How this was made"), scored, facts),
   );
 
   function draw() {
@@ -102,19 +85,32 @@ export function mountLengths(root, data) {
     byLength.update(lengthChart(group, methods, read));
     byPosition.update(positionChart(group, methods));
     table.setCaption(`Bits per byte, trained on ${grouped(group.train_length)} tokens, tested on`);
-    table.update([...group.test_lengths.map(grouped), "change"], group.lines.map((line) => tableRow(line[read], line, group, methods)));
-    seeds.textContent =
-      run.num_seeds > 1
-        ? `Lines are means of up to ${run.num_seeds} seeds, bands their range.`
-        : "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
+    table.update(
+      [...group.test_lengths.map(grouped), "change"],
+      group.lines.map((line) => tableRow(line[read], line, group, methods)),
+    );
+    seeds.textContent = seedsInWords(run);
+    drawFindings();
     facts.replaceChildren(
       ...Object.entries(run.made).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
     );
   }
 
-  buildLengths();
-  buildReads();
-  draw();
+  // What the run of the README does not have.
+  function drawFindings() {
+    const { scope, findings, cautions, cost } = run;
+    const { validation, continuations } = group;
+    const parts = findings ? [scope && note(scope), sentences(findings, methods), ...cautions.map((text) => note(text))] : [];
+    said.replaceChildren(...parts.filter(Boolean));
+    scored.textContent = run.scored ?? "";
+    const kept = "The last validation while training";
+    measured.replaceChildren(
+      ...(validation ? [section(kept, finishedTable(validation, methods), sentences(continuations, methods))] : []),
+      ...(cost ? [section("What training cost", finishedTable(cost, methods))] : []),
+    );
+  }
+
+  build();
 }
 
 const HOW_READ = {
@@ -126,20 +122,43 @@ const HOW_READ = {
     "gained to the right is the use of more context, and nothing else.",
 };
 
+function seedsInWords({ num_seeds: numSeeds, findings }) {
+  if (numSeeds > 1) return `Lines are means of up to ${numSeeds} seeds, bands their range.`;
+  if (findings) return ""; // they say it
+  return "One model of each kind was trained (one seed): another seed gives other numbers, and small differences may turn round.";
+}
+
+// What Python says of methods, and a table that it made; a cell is null where the method has no rows for its length.
+function sentences(list, methods) {
+  const items = list.map(({ method, says }) =>
+    element("li", { style: { "--line-colour": methods[method].colour } },
+      element("strong", {}, methods[method].label),
+      ` ${signed(says)}`,
+    ),
+  );
+  return element("ul", { class: "sentences" }, items);
+}
+
+function finishedTable({ caption, note: remark, heads, rows }, methods) {
+  const table = dataTable({ caption: remark ? `${caption} (${remark})` : caption, corner: "method" });
+  const cellText = (cell) => (cell === null ? "no rows" : signed(cell));
+  table.update(heads, rows.map(({ method, cells }) => ({ head: methods[method].label, cells: cells.map(cellText) })));
+  return table.element;
+}
+
+const signed = (text) => text.replace(/(?<!\w)-(?=\d)/g, "\u2212");
+
+const lossAxis = (digits) => ({ label: "bits per byte, lower is better", format: (y) => y.toFixed(digits) });
+
 function lengthChart(group, methods, read) {
   const ticks = group.test_lengths;
   return {
     label: "Loss by test length",
     x: {
-      label: "tokens read at a time",
-      low: ticks[0],
-      high: ticks.at(-1),
-      log: true,
-      ticks,
-      format: grouped,
+      label: "tokens read at a time", low: ticks[0], high: ticks.at(-1), log: true, ticks, format: grouped,
       at: (x) => `at ${grouped(x)} tokens`,
     },
-    y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(3) },
+    y: lossAxis(3),
     lines: chartLines(group, methods, (line) => line[read]),
     marks: [{ x: group.train_length, text: "training length" }],
   };
@@ -148,19 +167,14 @@ function lengthChart(group, methods, read) {
 function positionChart(group, methods) {
   const xs = group.lines.flatMap((line) => line.positions.map(({ x }) => x));
   const longest = group.test_lengths.at(-1);
-  const powers = Array.from({ length: Math.floor(Math.log2(longest)) + 1 }, (_, i) => 2 ** i);
   return {
     label: "Loss by position",
     x: {
-      label: "tokens of context",
-      low: Math.min(1, ...xs),
-      high: Math.max(longest, ...xs),
-      log: true,
-      ticks: powers,
-      format: grouped,
+      label: "tokens of context", low: Math.min(1, ...xs), high: Math.max(longest, ...xs), log: true, format: grouped,
+      ticks: Array.from({ length: Math.floor(Math.log2(longest)) + 1 }, (_, i) => 2 ** i),
       at: (x) => `after ${grouped(Math.round(x))} token${Math.round(x) === 1 ? "" : "s"}`,
     },
-    y: { label: "bits per byte, lower is better", format: (y) => y.toFixed(2) },
+    y: lossAxis(2),
     lines: chartLines(group, methods, (line) => line.positions),
     marks: [{ x: group.train_length, text: "training length" }],
   };
@@ -169,16 +183,11 @@ function positionChart(group, methods) {
 // The lines in the order in which they end, so that the legend stands as the chart does; those that stop short last.
 function chartLines(group, methods, pointsOf) {
   const end = (line) => (line.limit === null ? (pointsOf(line).at(-1)?.y ?? Infinity) : -Infinity);
-  return [...group.lines]
-    .sort((a, b) => end(b) - end(a))
-    .map((line) => ({
-      key: line.method,
-      name: methods[line.method].label,
-      colour: methods[line.method].colour,
-      points: pointsOf(line),
-      main: methods[line.method].main,
-      stop: line.limit === null ? null : `no rows past ${grouped(line.limit)}`,
-    }));
+  return [...group.lines].sort((a, b) => end(b) - end(a)).map((line) => {
+    const { label, colour, main } = methods[line.method];
+    const stop = line.limit === null ? null : `no rows past ${grouped(line.limit)}`;
+    return { key: line.method, name: label, colour, main, points: pointsOf(line), stop };
+  });
 }
 
 function tableRow(points, line, group, methods) {

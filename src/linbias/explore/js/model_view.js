@@ -9,8 +9,7 @@ import { headWords, lossWords, openingHead, openingWords, placeOf, storyOfRow } 
 import { fixed } from "./numbers.js";
 import { oneOf, readSaved, savedText, wholeUpTo } from "./saved.js";
 import { grouped, scientific } from "./scales.js";
-import { lossColumn } from "./token_losses.js";
-import { readableToken, tokenText } from "./token_text.js";
+import { lossColumn, readableToken, tokenText } from "./token_text.js";
 import { unpackWeights } from "./weights.js";
 
 const MOST_BESIDE = 12; // heads whose pictures fit beside the text
@@ -58,8 +57,7 @@ export function mountModel(root, { model: data, methods }, memory) {
     noteOfModel,
     attention,
     columns.length > 0 &&
-      section(
-        "Loss, token by token",
+      section("Loss, token by token",
         element("p", { class: "story" }, lossWords(guessing, labelOf, data.unit)),
         note(
           `Each token inked by its loss, the bits that it cost: \u2212log\u2082 of the probability that the model gave it. Full ink: ${Number(data.blind.toFixed(1))} ` +
@@ -131,20 +129,14 @@ function attentionPanel({ data, reading, names, state, change }) {
   const picture = heatmap({ onSelect: (query) => change({ query }) });
   const chart = lineChart();
   const text = tokenText({
-    tokens: data.tokens,
-    separator: data.separator,
-    label: "Query",
+    tokens: data.tokens, separator: data.separator, label: "Query",
     marks: T < data.tokens.length ? { [T]: `no rows past ${T}` } : {},
     onSelect: (query) => change({ query }),
   });
   const scale = choice({
     label: "Scale",
-    options: [
-      { value: false, label: "linear" },
-      { value: true, label: "logarithmic" },
-    ],
-    value: state.log,
-    onChange: (log) => change({ log }),
+    options: [{ value: false, label: "linear" }, { value: true, label: "logarithmic" }],
+    value: state.log, onChange: (log) => change({ log }),
   });
   const measured = reading.departure
     ? "Departure is the share of a query\u2019s weight that lies elsewhere than the bias alone would put it (the total variation distance of the two). All numbers are " +
@@ -154,13 +146,9 @@ function attentionPanel({ data, reading, names, state, change }) {
   let matrix = null;
 
   return {
-    element: element(
-      "div",
-      { class: reading.num_heads > MOST_BESIDE ? "attention-parts wide" : "attention-parts" },
+    element: element("div", { class: reading.num_heads > MOST_BESIDE ? "attention-parts wide" : "attention-parts" },
       element("section", { class: "heads-part" }, element("h3", {}, "Every head"), heads.element, note(measured)),
-      element(
-        "section",
-        { class: "query-part" },
+      element("section", { class: "query-part" },
         title,
         note("Each token inked by the weight that the framed one, the query, gives it. Choose another by click or arrow keys."),
         text.element,
@@ -184,14 +172,10 @@ function attentionPanel({ data, reading, names, state, change }) {
       if (shownHead !== `${layer} ${head}`) matrix = weights.matrix(layer, head);
       shownHead = `${layer} ${head}`;
       picture.update({
-        label: `Weights of layer ${layer}, head ${head}`,
-        rows: rowNames,
-        columns: rowNames,
-        values: matrix,
+        label: `Weights of layer ${layer}, head ${head}`, rows: rowNames, columns: rowNames, values: matrix,
         hidden,
         text: (weight) => (weight === -Infinity ? "hidden" : fixed(weight)),
-        low: 0,
-        high: matrix.reduce((a, b) => Math.max(a, b), 0),
+        low: 0, high: matrix.reduce((a, b) => Math.max(a, b), 0),
         power: 0.5, // most weights are small
         selected: query,
       });
@@ -201,9 +185,7 @@ function attentionPanel({ data, reading, names, state, change }) {
   };
 }
 
-function count(number, thing) {
-  return `${grouped(number)} ${thing}${number === 1 ? "" : "s"}`;
-}
+const count = (number, thing) => `${grouped(number)} ${thing}${number === 1 ? "" : "s"}`;
 
 function rowChart(row, query, alone, names, log) {
   const floor = 1e-5; // what 16 bits can tell from 0
@@ -213,10 +195,7 @@ function rowChart(row, query, alone, names, log) {
   return {
     label: `Weights of query ${names[query]}`,
     x: {
-      label: "key",
-      low: low - 0.5,
-      high: high + 0.5,
-      format: (x) => grouped(Math.round(x)),
+      label: "key", low: low - 0.5, high: high + 0.5, format: (x) => grouped(Math.round(x)),
       at: (x) => `on ${names[x]}, ${placeOf(x, query)}`,
     },
     y: { label: "weight", low: log ? floor : 0, log, format: (y) => (log ? scientific(y, 3) : fixed(y)) },

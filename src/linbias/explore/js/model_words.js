@@ -8,10 +8,7 @@ import { reachOfRow } from "./weights.js";
 export function slopeName({ slopes, right_slopes: rightSlopes }, head) {
   if (slopes === null) return null;
   if (rightSlopes === null) return shortSlope(slopes[head]);
-  const sides = [
-    [slopes[head], "before"],
-    [rightSlopes[head], "after"],
-  ];
+  const sides = [[slopes[head], "before"], [rightSlopes[head], "after"]];
   const seen = sides.filter(([slope]) => slope !== null);
   return seen.map(([slope, side]) => `${shortSlope(slope)} ${side}`).join(", ");
 }
@@ -79,6 +76,4 @@ export function lossWords(readings, labelOf, unit) {
   return `Past the ${grouped(reading[0].train_length)} tokens of training, the loss goes ${changes.join(", ")}${stopped.join("")}.`;
 }
 
-export function wholePercent(share) {
-  return `${(100 * share).toFixed(0)}%`;
-}
+export const wholePercent = (share) => `${(100 * share).toFixed(0)}%`;

@@ -3,6 +3,7 @@
 // A query reads blocks of keys from the nearest outwards and leaves a side as soon as a bound proves that all the
 // keys not yet read hold at most `tolerance` of its probability. The names are those of the Python module.
 
+
 export const LEFT = 0;
 export const RIGHT = 1;
 
@@ -29,9 +30,7 @@ export function normals(stream, count, from = 0) {
 }
 
 // log min(numKeys, 1 / (1 - exp(-slope))): at most the sum of exp(-slope * i) for i = 0 .. numKeys - 1.
-export function logGeometric(slope, numKeys) {
-  return Math.min(Math.log(numKeys), -Math.log(-Math.expm1(-slope)));
-}
+const logGeometric = (slope, numKeys) => Math.min(Math.log(numKeys), -Math.log(-Math.expm1(-slope)));
 
 // How far a head can matter, from its slope and the largest norms of queries and keys alone.
 export function windowOf(slope, qNorm, kNorm, scale, tolerance, numKeys) {

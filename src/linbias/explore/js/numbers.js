@@ -1,5 +1,6 @@
 // Numbers as Python prints them, to the last digit.
 
+
 // f"{x:.4f}"
 export function fixed(x, digits = 4) {
   if (!Number.isFinite(x)) return special(x);
@@ -32,9 +33,7 @@ export function general(x) {
 
 // JavaScript rounds a number that lies exactly between two others away from zero, Python to the even digit.
 // Such numbers are the odd multiples of 2^-(digits + 1): no other double has so short a decimal form.
-function isTie(size, digits) {
-  return (size * 2 ** (digits + 1)) % 2 === 1;
-}
+const isTie = (size, digits) => (size * 2 ** (digits + 1)) % 2 === 1;
 
 function toEven(text, tie) {
   const last = Number(text.at(-1));
@@ -42,9 +41,7 @@ function toEven(text, tie) {
 }
 
 // Of a text with a point.
-function trimZeros(text) {
-  return text.replace(/\.?0*$/, "");
-}
+const trimZeros = (text) => text.replace(/\.?0*$/, "");
 
 function special(x) {
   if (Number.isNaN(x)) return "nan";

@@ -1,13 +1,11 @@
 // The page: a header with tabs, a link to what is shown and the choice of light or dark, and a view for each tab.
 
-import { choice } from "./controls.js";
-import { copyButton } from "./copy.js";
-import { element, uniqueId } from "./dom.js";
+import { choice, copyButton } from "./controls.js";
+import { element, setAll, uniqueId } from "./dom.js";
 import { mountHow } from "./how_view.js";
 import { mountLengths } from "./lengths_view.js";
 import { mountModel } from "./model_view.js";
 import { mountReach } from "./reach_view.js";
-import { tabs } from "./tabs.js";
 import { mountWhere } from "./where_view.js";
 import { mountWhy } from "./why_view.js";
 
@@ -32,6 +30,7 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
     ...view,
     panel: element("section", { id: uniqueId(view.id), class: `view view-${view.id}`, hidden: true }),
   }));
+  const home = views.find(({ id }) => id === data.start) ?? views[0];
   let current = null;
 
   function show(id) {
@@ -60,14 +59,14 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
   function remember() {
     const parts = new URLSearchParams(current.text);
     parts.delete("view");
-    if (current !== views[0]) parts.set("view", current.id);
+    if (current !== home) parts.set("view", current.id);
     memory.write(parts.toString());
   }
 
   function start() {
     const text = memory.read();
     const wanted = new URLSearchParams(text).get("view");
-    const first = views.find(({ id }) => id === wanted) ?? views[0];
+    const first = views.find(({ id }) => id === wanted) ?? home;
     for (const view of views) {
       view.panel.replaceChildren();
       view.text = view === first ? text : ""; // names mean different things in different views
@@ -76,22 +75,17 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
   }
 
   const bar = tabs({
-    label: "Views",
-    items: views,
+    label: "Views", items: views,
     onChange(id) {
       show(id);
       remember();
     },
   });
   root.append(
-    element(
-      "header",
-      { class: "top" },
+    element("header", { class: "top" },
       element("h1", {}, "linbias"),
       bar.element,
-      element(
-        "div",
-        { class: "tools" },
+      element("div", { class: "tools" },
         memory.link && copyButton({ label: "Copy link", says: "Link copied", text: memory.link }),
         themeChoice(root, themes),
       ),
@@ -104,8 +98,7 @@ export function startPage(root, data, memory, themes = NO_THEMES) {
 
 function themeChoice(root, themes) {
   const control = choice({
-    label: "Theme",
-    options: THEMES.map((value) => ({ value, label: value })),
+    label: "Theme", options: THEMES.map((value) => ({ value, label: value })),
     value: root.dataset.theme ?? "auto",
     onChange(theme) {
       show(theme);
@@ -129,4 +122,51 @@ function themeChoice(root, themes) {
   follow(themes.read());
   themes.watch(follow);
   return control.element;
+}
+
+// Tabs: [{ id, label, panel }]. Arrow keys, Home and End walk them; only the chosen one is in the tab order.
+function tabs({ label, items, onChange }) {
+  const buttons = items.map((item) =>
+    element(
+      "button",
+      {
+        type: "button", role: "tab", id: uniqueId("tab"), "aria-controls": item.panel.id,
+        on: { click: () => choose(item.id), keydown: (event) => walk(event, item.id) },
+      },
+      item.label,
+    ),
+  );
+  items.forEach((item, i) => {
+    setAll(item.panel, { role: "tabpanel", "aria-labelledby": buttons[i].id });
+  });
+
+  function show(id) {
+    items.forEach((item, i) => {
+      const chosen = item.id === id;
+      setAll(buttons[i], { "aria-selected": String(chosen), tabindex: chosen ? 0 : -1 });
+      item.panel.hidden = !chosen;
+    });
+  }
+
+  function choose(id) {
+    show(id);
+    onChange(id);
+  }
+
+  function walk(event, id) {
+    const here = items.findIndex((item) => item.id === id);
+    const last = items.length - 1;
+    const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    const next = (to + items.length) % items.length;
+    choose(items[next].id);
+    buttons[next].focus();
+  }
+
+  return {
+    element: element("div", { role: "tablist", "aria-label": label, class: "tabs" }, buttons),
+    set: show,
+    focus: (id) => buttons[items.findIndex((item) => item.id === id)].focus(),
+  };
 }

@@ -2,12 +2,10 @@
 //
 // All are alike, so that distance alone decides. Token 0 is the global one; the points are numbered from 1.
 
-import { choice } from "./controls.js";
-import { copyButton } from "./copy.js";
-import { element, setText, svgElement, uniqueId } from "./dom.js";
-import { inkShares } from "./ink.js";
+import { choice, copyButton } from "./controls.js";
+import { element, setAll, setText, svgElement, uniqueId } from "./dom.js";
+import { inkShares, slopeOfStory } from "./ink.js";
 import { printed } from "./numbers.js";
-import { slopeOfStory } from "./story_slider.js";
 
 export const NUM_POINTS = 72;
 export const METRICS = ["euclidean", "manhattan"];
@@ -39,9 +37,7 @@ export function planeStory({ onChange }) {
   let pointed = null; // the token under the pointer
   const slider = slopeOfStory({ ends: ["0: all alike", "1: the nearest points"], onInput: (slope) => onChange({ slope }) });
   const metric = choice({
-    label: "Distance",
-    options: METRICS.map((value) => ({ value, label: value })),
-    value: METRICS[0],
+    label: "Distance", options: METRICS.map((value) => ({ value, label: value })), value: METRICS[0],
     onChange: (value) => onChange({ metric: value }),
   });
   const dots = DRAWN.map(([x, y], i) => {
@@ -55,13 +51,10 @@ export function planeStory({ onChange }) {
   const drawing = svgElement(
     "svg",
     {
-      class: "plane",
-      viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`,
-      role: "radiogroup",
+      class: "plane", viewBox: `${-EDGE} ${-EDGE} ${2 * EDGE} ${2 * EDGE}`, role: "radiogroup",
       "aria-label": "Token that looks",
       on: {
-        pointermove: (event) => point(nearestTo(event)),
-        pointerleave: () => point(null),
+        pointermove: (event) => point(nearestTo(event)), pointerleave: () => point(null),
         click: (event) => onChange({ query: nearestTo(event) }),
       },
     },
@@ -109,11 +102,12 @@ export function planeStory({ onChange }) {
     const sum = parts.reduce((a, b) => a + b, 0);
     const weights = parts.map((part) => part / sum);
     inkShares(weights).forEach((share, i) => {
-      dots[i].style.setProperty("--ink-share", share);
+      const kept = i === shown.query;
       dots[i].classList.toggle("looks", i === query);
-      dots[i].setAttribute("aria-checked", String(i === shown.query));
-      dots[i].setAttribute("tabindex", i === shown.query ? 0 : -1);
-      dots[i].setAttribute("aria-label", `${nameOf(i)}: ${printed(weights[i])}`);
+      setAll(dots[i], {
+        style: { "--ink-share": share }, "aria-checked": String(kept), tabindex: kept ? 0 : -1,
+        "aria-label": `${nameOf(i)}: ${printed(weights[i])}`,
+      });
     });
     const [x, y] = DRAWN[query];
     rings.forEach((ring, i) => ring.setAttribute("d", query > 0 && slope > 0 ? ringAround(x, y, ((i + 1) * Math.LN2) / slope, rule) : ""));
@@ -130,32 +124,18 @@ export function planeStory({ onChange }) {
   }
 
   return {
-    element: element(
-      "section",
-      { class: "plane-story" },
-      element(
-        "div",
-        { class: "pair" },
+    element: element("section", { class: "plane-story" },
+      element("div", { class: "pair" },
         element("h3", {}, "In a plane: places"),
         copyButton({ label: "Copy code", says: "Code copied", text: () => planeInPython(shown) }),
       ),
-      element(
-        "p",
-        { class: "lede" },
+      element("p", { class: "lede" },
         "Patches of an image, or cells on a slide, have no order, but they have distances. Point at one to see what it looks at; click it, or walk with the "
           + "arrow keys, to keep it.",
       ),
-      element(
-        "div",
-        { class: "plane-parts" },
+      element("div", { class: "plane-parts" },
         element("div", { class: "plane-box" }, drawing, element("span", { class: "plane-name", "aria-hidden": "true" }, "global token")),
-        element(
-          "div",
-          { class: "plane-controls" },
-          slider.element,
-          metric.element,
-          says,
-        ),
+        element("div", { class: "plane-controls" }, slider.element, metric.element, says),
       ),
     ),
     update(next) {
@@ -166,9 +146,7 @@ export function planeStory({ onChange }) {
   };
 }
 
-function nameOf(token) {
-  return token === 0 ? "global token" : `point ${token}`;
-}
+const nameOf = (token) => token === 0 ? "global token" : `point ${token}`;
 
 // The index of the least distance, -1 if all are infinite.
 function nearest(distances) {

@@ -67,14 +67,10 @@ export function spread(wanted, sizes, from, to) {
 }
 
 // How many decimals tell numbers `step` apart.
-export function decimalsOf(step) {
-  return Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
-}
+export const decimalsOf = (step) => Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)));
 
 // 2048 -> "2,048", whatever the reader's language: the page is written in one.
-export function grouped(value) {
-  return value.toLocaleString("en-US", { maximumFractionDigits: 2 });
-}
+export const grouped = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 2 });
 
 // -24 as raised figures.
 export function superscript(exponent) {

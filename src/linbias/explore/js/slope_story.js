@@ -3,9 +3,8 @@
 
 import { attend } from "./attention.js";
 import { element, setText } from "./dom.js";
-import { drawInk, inkWord } from "./ink.js";
+import { drawInk, inkWord, slopeOfStory } from "./ink.js";
 import { printed } from "./numbers.js";
-import { slopeOfStory } from "./story_slider.js";
 import { vectors } from "./vectors.js";
 
 export const STORY_HEAD = 1; // the head of vectors.js whose vectors the words get
@@ -63,13 +62,7 @@ export function slopeStory({ example, onInput }) {
   }
 
   return {
-    element: element(
-      "div",
-      { class: "slope-story" },
-      slider.element,
-      row,
-      says,
-    ),
+    element: element("div", { class: "slope-story" }, slider.element, row, says),
     update({ words, slope }) {
       const same = words.join(" ") === shown.words.join(" ");
       shown = { words, slope };

@@ -7,13 +7,8 @@ import { element, setText } from "./dom.js";
 export function dataTable({ caption, corner = "" }) {
   const head = element("tr");
   const body = element("tbody");
-  const table = element(
-    "table",
-    {},
-    element("caption", {}, caption),
-    element("thead", {}, head),
-    body,
-  );
+  const title = element("span", {}, caption); // which stays in sight where the table scrolls
+  const table = element("table", {}, element("caption", {}, title), element("thead", {}, head), body);
   let shape = "";
 
   function build(columns, rows) {
@@ -23,12 +18,7 @@ export function dataTable({ caption, corner = "" }) {
     );
     body.replaceChildren(
       ...rows.map((row) =>
-        element(
-          "tr",
-          {},
-          element("th", { scope: "row", dir: "auto" }),
-          row.cells.map(() => element("td")),
-        ),
+        element("tr", {}, element("th", { scope: "row", dir: "auto" }), row.cells.map(() => element("td"))),
       ),
     );
   }
@@ -37,7 +27,7 @@ export function dataTable({ caption, corner = "" }) {
   return {
     element: region,
     setCaption(text) {
-      setText(table.caption, text);
+      setText(title, text);
       region.ariaLabel = text;
     },
     update(columns, rows, chosen = -1) {

@@ -1,6 +1,7 @@
 // q, k and v for any text, as linbias.explore.vectors makes them: the chapter's where it gives them, else
 // numbers made from the token itself.
 
+
 const SIZE = 2; // of a head
 
 // -> for each head { q, k, v }, rows of numbers for the tokens.
@@ -13,9 +14,7 @@ export function vectors(tokens, numHeads, example) {
       return [0, 1].map((i) => ((hash(`${role}${head}.${i} ${token}`) % 5) - 1) / 2);
     });
   return Array.from({ length: numHeads }, (_, head) => ({
-    q: rows("q", head),
-    k: rows("k", head),
-    v: rows("v", head),
+    q: rows("q", head), k: rows("k", head), v: rows("v", head),
   }));
 }
 

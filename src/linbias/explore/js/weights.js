@@ -1,5 +1,6 @@
 // The attention weights of a trained model as linbias.explore.reading packs them: 16 bits each, row after row.
 
+
 // -> { row(layer, head, query), matrix(layer, head), small(layer, head, side) }; keys that a causal query does not see are
 // absent from its row, and -Infinity in the matrix. `small` is a picture of `side` x `side`, whose values have a scale of their own.
 export function unpackWeights({ weights, num_tokens: T, num_heads: numHeads, causal }) {

@@ -1,7 +1,6 @@
-"""The plots of an extrapolation experiment, loss by test length and by position; and that of the windows of heads.
+"""The plots of loss by test length, of an extrapolation experiment, and of the windows of heads.
 
 All are Matplotlib figures of records, never of typed numbers. Each line has its name beside it.
-`narrow` makes them for the width of a telephone: one panel above another, with larger letters.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ from linbias.methods import BIAS, METHODS, WEIGHTS
 _BACKGROUND, _TEXT, _FRAME, _GRID = "#FFFFFF", "#222222", "#888888", "#E6E6E6"
 _DARK = {"background": "#16181C", "text": "#E4E4E4", "frame": "#9A9A9A", "grid": "#33363C"}
 _TITLE: dict[str, Any] = {
-    **{"loc": "left", "fontweight": "bold", "fontsize": 11, "pad": 10},
+    "loc": "left",
+    "fontweight": "bold",
+    "fontsize": 11,
+    "pad": 10,
     "color": _TEXT,
 }
 _WIDTH, _HEIGHT = 4.7, 4.2  # inches of a panel, where two stand side by side
 _ALONE_WIDTH = 8.0
-_NARROW_WIDTH, _NARROW_HEIGHT = 3.9, 3.5
 
 
 class Sizes(NamedTuple):
@@ -49,9 +50,8 @@ class Sizes(NamedTuple):
 
 
 PAGE = Sizes(name=10, note=9, line=2.2, marker=5, name_inches=0.19, tick_inches=0.5)
-COLUMN = Sizes(
-    name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32
-)  # of a paper
+# Of a paper.
+COLUMN = Sizes(name=6, note=6, line=1.2, marker=2.5, name_inches=0.115, tick_inches=0.32)
 
 
 class _LineEnd(NamedTuple):
@@ -63,14 +63,13 @@ class _LineEnd(NamedTuple):
     colour: str
 
 
-def loss_by_length(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
+def loss_by_length(evaluations: Sequence[EvaluationRecord]) -> Figure:
     """Bits per byte against test length, in multiples of the training length: a panel for each."""
     train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths), narrow)
+    figure, panels = _panels(len(train_lengths))
     for axes, train_length in zip(panels, train_lengths, strict=True):
         draw_loss_by_length(axes, evaluations, train_length, PAGE)
-        more = "" if narrow else ", tested on more"
-        axes.set_title(f"Trained on {train_length:,} tokens{more}", **_TITLE)
+        axes.set_title(f"Trained on {train_length:,} tokens, tested on more", **_TITLE)
     return figure
 
 
@@ -86,49 +85,47 @@ def draw_loss_by_length(
         x = [point.test_length / train_length for point in points]
         mean = [point.mean for point in points]
         label, colour = METHODS[method].label, METHODS[method].colour
-        axes.plot(
-            x, mean, "-o", color=colour, linewidth=sizes.line, markersize=sizes.marker, clip_on=False
-        )  # fmt: skip
+        look: dict[str, Any] = {"linewidth": sizes.line, "markersize": sizes.marker}
+        axes.plot(x, mean, "-o", color=colour, clip_on=False, **look)
         low, high = [p.low for p in points], [p.high for p in points]
         axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
         ends.append(_LineEnd(x[-1], mean[-1], f"{label}  {mean[-1]:.2f}", colour))
     lengths = findings.test_lengths(evaluations, train_length)
     ticks = {n / train_length: f"{n / train_length:g}x\n{n:,}" for n in lengths}
-    _finish(axes, ticks, ends, 1.0, sizes)
-    _label_axes(axes, "test length: multiple of\nthe training length, tokens", "bits per byte")
-
-
-def loss_by_position(evaluations: Sequence[EvaluationRecord], *, narrow: bool = False) -> Figure:
-    """Bits per byte against the tokens of context before it: a panel per training length."""
-    train_lengths = findings.train_lengths(evaluations)
-    figure, panels = _panels(len(train_lengths), narrow)
-    for axes, train_length in zip(panels, train_lengths, strict=True):
-        records = [record for record in evaluations if record.train_length == train_length]
-        ends = []
-        for method in findings.methods(records):
-            same = [record for record in records if record.method == method]
-            positions, bits = findings.loss_by_position(same)
-            label, colour = METHODS[method].label, METHODS[method].colour
-            axes.plot(positions, bits, "-", color=colour, linewidth=PAGE.line, clip_on=False)
-            if positions:
-                ends.append(_LineEnd(positions[-1], bits[-1], label, colour))
-        longest = max(record.test_length for record in records)
-        powers = range(int(math.log(longest, 4)) + 1)
-        ticks = {longest / 4**power: f"{longest / 4**power:,.0f}" for power in powers}
-        _finish(axes, ticks, ends, float(train_length), PAGE)
-        axes.set_title(f"Trained on {train_length:,} tokens", **_TITLE)
-        _label_axes(axes, "tokens of context\nbefore the predicted one", "bits per byte")
-    return figure
+    axes.set_xscale("log", base=2)
+    shown = _with_room(list(ticks), axes, sizes)
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([ticks[x] for x in shown])
+    width = sizes.line / 2.2
+    axes.axvline(1.0, color=_FRAME, linewidth=width, linestyle=(0, (4, 3)), zorder=0)
+    axes.annotate(
+        "training length",
+        (1.0, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -3),
+        textcoords="offset points",
+        color=_FRAME,
+        fontsize=sizes.note,
+        verticalalignment="top",
+    )
+    _quiet(axes)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(_FRAME)
+    axes.margins(y=0.12)  # room for the words "training length"
+    _label_ends(axes, ends, sizes)
+    axes.set_xlabel("test length: multiple of\nthe training length, tokens", color=_TEXT)
+    axes.set_ylabel("bits per byte (lower is better)", color=_TEXT)
 
 
 def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
-    """The keys that heads can need, and those that a text made them keep, by the slopes of the heads.
+    """The keys that heads can need, and those that a text made them keep, by slope.
 
     Args:
         slopes, needed: [layers, heads]; inf is left out.
         kept_slopes, kept: [layers, key/value heads]; kept is None without a text.
     """
-    figure, (axes,) = _panels(1, narrow=False)
+    figure, (axes,) = _panels(1)
     (weights, _), (bias, _) = WEIGHTS, BIAS
     axes.plot(
         slopes.ravel(), needed.ravel(), "o", color=bias, markerfacecolor="none", markersize=7
@@ -142,20 +139,17 @@ def windows(slopes: Any, needed: Any, kept_slopes: Any, kept: Any) -> Figure:
     for number, (name, colour) in enumerate(names):
         axes.annotate(
             name, (0.98, 0.97 - 0.07 * number), xycoords="axes fraction", color=colour,
-            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right", verticalalignment="top",
+            fontsize=PAGE.name, fontweight="bold", horizontalalignment="right",
+            verticalalignment="top",
         )  # fmt: skip
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(colors=_TEXT)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _quiet(axes)
     axes.set_xlabel("slope of the head", color=_TEXT)
     axes.set_ylabel("nearest keys", color=_TEXT)
     return figure
 
 
 def colours(*, dark: bool = False) -> dict[str, str]:
-    """Return the colours of a figure by name: those of the methods, and those of page, text, frame and grid."""
+    """The colours of a figure by name: of the methods, and of page, text, frame and grid."""
     light = {"background": _BACKGROUND, "text": _TEXT, "frame": _FRAME, "grid": _GRID}
     methods = {name: m.dark if dark else m.colour for name, m in METHODS.items()}
     drawn = {"weights": WEIGHTS[dark], "bias": BIAS[dark]}
@@ -195,59 +189,26 @@ def svg_file(figure: Figure, description: str, *, dark: bool = False) -> str:
     return re.sub(r"var\(--([\w-]+)\)", lambda found: known[found[1]], svg(figure, description))
 
 
-def _panels(count: int, narrow: bool) -> tuple[Figure, list[Axes]]:
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """A figure with so many panels, at most two in a row."""
-    columns = 1 if narrow else min(2, count)
+    columns = min(2, count)
     rows = math.ceil(count / columns)
-    width = _NARROW_WIDTH if narrow else _WIDTH * columns if columns > 1 else _ALONE_WIDTH
-    height = rows * (_NARROW_HEIGHT if narrow else _HEIGHT)
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.1))
+    width = _WIDTH * columns if columns > 1 else _ALONE_WIDTH
+    layout = ConstrainedLayoutEngine(h_pad=0.1)
+    figure = Figure(figsize=(width, rows * _HEIGHT), layout=layout)
     panels = list(figure.subplots(rows, columns, sharey=True, squeeze=False).flat)
     for axes in panels[count:]:
         axes.remove()
     return figure, panels[:count]
 
 
-def _label_axes(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=_TEXT)
-    axes.set_ylabel(f"{y} (lower is better)", color=_TEXT)
-
-
-def _finish(
-    axes: Axes,
-    ticks: dict[float, str],
-    ends: list[_LineEnd],
-    trained_at: float,
-    sizes: Sizes,
-) -> None:
-    """Adds what both plots have: the axis in powers of two, the training length, names of lines."""
-    axes.set_xscale("log", base=2)
-    shown = _with_room(list(ticks), axes, sizes)
-    axes.xaxis.set_major_locator(FixedLocator(shown))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([ticks[x] for x in shown])
-    axes.axvline(
-        trained_at, color=_FRAME, linewidth=sizes.line / 2.2, linestyle=(0, (4, 3)), zorder=0
-    )
-    axes.annotate(
-        "training length",
-        (trained_at, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -3),
-        textcoords="offset points",
-        color=_FRAME,
-        fontsize=sizes.note,
-        verticalalignment="top",
-    )
+def _quiet(axes: Axes) -> None:
+    """A grid for y alone, and a frame below and on the left alone."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(_FRAME)
     axes.tick_params(colors=_TEXT, labelleft=True)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(y=0.12)  # room for the words "training length"
-    _label_ends(axes, ends, sizes)
 
 
 def _with_room(ticks: list[float], axes: Axes, sizes: Sizes) -> list[float]:
@@ -271,7 +232,7 @@ def _panel_inches(axes: Axes) -> tuple[float, float]:
 
 
 def _label_ends(axes: Axes, ends: list[_LineEnd], sizes: Sizes) -> None:
-    """Writes each name beside the end of its line; names that would overlap share the room around them.
+    """Writes each name beside its line's end; names that would overlap share the room there.
 
     A line that ends before the others has its name below, where it covers none of them.
     """

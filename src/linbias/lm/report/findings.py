@@ -27,6 +27,11 @@ _CLEAR_CHANGE = 0.01
 _HARDLY_BETTER = 0.02
 # Tokens read for each parameter: what is usual for a full training (Hoffmann et al., 2022).
 _FULL_TRAINING = 20
+# What the report says of its numbers.
+HOW_SCORED = (
+    "Every token of the text but its first is scored once at each length. Tables and figures are "
+    "made from results.json; there is one line per measurement in results.jsonl."
+)
 # The mean loss over fewer predictions is mostly noise.
 _MIN_PREDICTIONS = 100
 
@@ -123,7 +128,7 @@ def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
 
 
 def scope(trainings: Sequence[TrainingRecord]) -> str | None:
-    """What so short a training cannot show; None where the models read as much as is usual for their size."""
+    """What so short a training cannot show; None where models read as much as is usual."""
     read = max((t.metrics.tokens / t.metrics.num_parameters for t in trainings), default=math.inf)
     if read >= _FULL_TRAINING:
         return None
@@ -136,7 +141,7 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
 
 
 def cautions(results: ExtrapolationResults) -> list[str]:
-    """What to keep in mind about the findings: who is ahead of ALiBi, who has hardly learnt, and what rests on one seed."""
+    """What to keep in mind: who is ahead of ALiBi, has hardly learnt, or rests on one seed."""
     found = findings(results.evaluations)
     said = []
     for length in train_lengths(results.evaluations):
@@ -167,7 +172,7 @@ def _ahead(length: int, trained: dict[str, float]) -> str:
 
 
 def _hardly_learnt(length: int, trained: dict[str, float]) -> str:
-    """Which methods are hardly better than none at the training length, so that their change with length says little."""
+    """Which methods are hardly better than none: their change with length says little."""
     without = trained.get("none", math.inf)
     near = [
         METHODS[method].label
@@ -198,13 +203,12 @@ class Row(NamedTuple):
 
     Attributes:
         method: Names the row.
-        cells: The numbers as text; None where the length is beyond the method's table of positions.
-        bars: For some columns, counted from 0, the share of the largest number, which the page draws as a bar.
+        cells: The numbers as text; None where the length is beyond the method's table of
+            positions.
     """
 
     method: str
     cells: list[str | None]
-    bars: tuple[tuple[int, float], ...] = ()
 
 
 class Table(NamedTuple):
@@ -217,7 +221,7 @@ class Table(NamedTuple):
 
 
 def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Table:
-    """Bits per byte for one training length, a column per test length, and the change from there to the longest."""
+    """Bits per byte for one training length by test length, and the change to the longest."""
     lengths, rows = test_lengths(evaluations, train_length), []
     for method in methods(evaluations):
         means = {p.test_length: p.mean for p in curve(evaluations, method, train_length)}
@@ -234,35 +238,26 @@ def loss_table(evaluations: Sequence[EvaluationRecord], train_length: int) -> Ta
 def cost_table(results: ExtrapolationResults) -> Table:
     """What training took: a row per training length and method, with means over the seeds."""
     trainings = results.trainings
-    grouped = [
-        (length, method, same)
-        for length, method in product(train_lengths(trainings), methods(trainings))
-        if (
-            same := [
-                r.metrics for r in trainings if (r.train_length, r.method) == (length, method)
-            ]
-        )
-    ]
-    speeds = [fmean(m.tokens_per_second for m in same) for *_, same in grouped]
-    memories = [fmean(m.peak_memory_bytes for m in same) for *_, same in grouped]
     rows = []
-    for (length, method, same), speed, memory in zip(grouped, speeds, memories, strict=True):
-        cells: list[str | None] = [
-            f"{length:,}",
-            f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
-            f"{fmean(m.seconds for m in same):.0f} s",
-            f"{speed:,.0f}",
-            f"{memory / 2**20:,.0f} MiB",
-        ]
-        bars = ((3, speed / max(speeds)), (4, memory / max(memories)))
-        rows.append(Row(method, cells, bars))
+    for length, method in product(train_lengths(trainings), methods(trainings)):
+        key = (length, method)
+        same = [r.metrics for r in trainings if (r.train_length, r.method) == key]
+        if same:
+            cells: list[str | None] = [
+                f"{length:,}",
+                f"{fmean(m.tokens for m in same) / 1e6:.2f} M",
+                f"{fmean(m.seconds for m in same):.0f} s",
+                f"{fmean(m.tokens_per_second for m in same):,.0f}",
+                f"{fmean(m.peak_memory_bytes for m in same) / 2**20:,.0f} MiB",
+            ]
+            rows.append(Row(method, cells))
     heads = ["trained\non", "tokens\nread", "time", "tokens/s", "peak\nmemory"]
     note = "tokens/s: of a median step, without start-up"
     return Table(f"Training, {budget(results.settings.training)}", heads, rows, note)
 
 
 class ValidationRow(NamedTuple):
-    """What the last validation of a method's training kept: means over the seeds; None where it cannot read so much."""
+    """What a method's last validation kept: means over seeds; None where it cannot read so far."""
 
     method: str
     losses: list[float | None]
@@ -276,7 +271,7 @@ class ValidationRow(NamedTuple):
 
 
 class Validations(NamedTuple):
-    """The table of validations for one training length: titles of its columns, and a row per method."""
+    """The validations for one training length: titles of columns, and a row per method."""
 
     titles: list[str]
     rows: list[ValidationRow]
@@ -289,7 +284,7 @@ class Validations(NamedTuple):
 
 
 def validations(trainings: Sequence[TrainingRecord], train_length: int) -> Validations | None:
-    """What the trainings kept at their last validation (see `linbias.lm.validate`); None where it was the loss only."""
+    """What the last validations kept (`linbias.lm.validate`); None where it was the loss only."""
     by_method: dict[str, list[Record]] = {}
     for training in trainings:
         validation = training.metrics.validation
@@ -383,21 +378,6 @@ def lengths_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
         if (points := curve(evaluations, method, train_length))
     ]
     return f"Lines of bits per byte by test length. {'; '.join(parts)}."
-
-
-def positions_in_words(evaluations: Sequence[EvaluationRecord]) -> str:
-    """The figure of losses by position, for readers who do not see it."""
-    parts = []
-    for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
-        key = (method, train_length)
-        same = [r for r in evaluations if (r.method, r.train_length) == key]
-        positions, bits = loss_by_position(same) if same else ([], [])
-        if positions:
-            parts.append(
-                f"{METHODS[method].label} trained on {train_length:,} tokens: {bits[0]:.2f} after "
-                f"{positions[0]:,.0f} tokens of context, {bits[-1]:.2f} after {positions[-1]:,.0f}"
-            )
-    return f"Lines of bits per byte by context. {'; '.join(parts)}."
 
 
 def budget(training: TrainSettings) -> str:

@@ -1,24 +1,23 @@
-"""The report of an extrapolation experiment as one self-contained HTML page.
+"""The report of an extrapolation experiment: the explorer's page, opened on the run's results.
 
 It is made from the records of results.json alone, so it can be made again without measuring again.
-The page needs no network, fits telephones, and follows the reader's choice of light or dark.
+Without scripts, and to what reads pages without running them, it says the same in text, tables and
+a figure.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
-
-from matplotlib.figure import Figure
 
 from linbias._run.files import write_whole
+from linbias.explore import frame
+from linbias.explore.results import summary
+from linbias.explore.static import scrolling_table
 from linbias.lm.report import figures, findings
-from linbias.lm.report.findings import Finding
-from linbias.lm.report.records import EvaluationRecord, ExtrapolationResults, TrainingRecord
+from linbias.lm.report.records import ExtrapolationResults
 from linbias.methods import METHODS
 
 
@@ -31,119 +30,59 @@ def write_report(results: ExtrapolationResults, folder: Path) -> None:
 
 def html(results: ExtrapolationResults) -> str:
     """The page."""
-    evaluations = results.evaluations
-    pooled = findings.records_by_position(results)
-    found = findings.findings(evaluations)
-    template = resources.files("linbias.lm").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(
-        light_colours=_variables(figures.colours()),
-        dark_colours=_variables(figures.colours(dark=True)),
-        introduction=escape(findings.introduction(evaluations)),
-        scope=_paragraph(findings.scope(results.trainings)),
-        findings=_finding_list(found),
-        cautions="".join(map(_paragraph, findings.cautions(results))),
-        loss_by_length=_figure(
-            figures.loss_by_length, evaluations, findings.lengths_in_words(evaluations)
-        ),
-        loss_by_position=_figure(
-            figures.loss_by_position, pooled, findings.positions_in_words(pooled)
-        ),
-        length_tables="".join(
-            _table(findings.loss_table(evaluations, length))
-            for length in findings.train_lengths(evaluations)
-        ),
-        validations="".join(_validation_tables(results.trainings)),
-        budget=escape(findings.budget(results.settings.training)),
-        training_table=_table(findings.cost_table(results)),
-        facts=_fact_list(results.made),
+    shown = frame.content_of({"runs": [summary(results, "this run")]}, start="results")
+    return frame.html(shown, "\n".join(_static(results)), "Train short, test long")
+
+
+def _static(results: ExtrapolationResults) -> Iterator[str]:
+    """What the page says without scripts."""
+    evaluations, trainings = results.evaluations, results.trainings
+    colours, dark = figures.colours(), figures.colours(dark=True)
+    variables = "".join(
+        f"--{name}: light-dark({colours[name]}, {dark[name]});" for name in colours
     )
+    yield f"<style>.static {{ {variables} }}</style><h1>Train short, test long</h1>"
+    yield from _paragraphs([findings.introduction(evaluations), findings.scope(trainings)])
+    yield _list((found.method, f"is {found}") for found in findings.findings(evaluations))
+    yield from _paragraphs(findings.cautions(results))
+    words = findings.lengths_in_words(evaluations)
+    yield f"<figure>{figures.svg(figures.loss_by_length(evaluations), words)}</figure>"
+    for length in findings.train_lengths(evaluations):
+        yield _table(findings.loss_table(evaluations, length))
+        if validated := findings.validations(trainings, length):
+            yield _table(validated.table(length))
+            yield _list(
+                (row.method, f"continues: {text!r}")
+                for row in validated.rows
+                for text in row.continuations
+            )
+    yield _table(findings.cost_table(results))
+    yield from _paragraphs([findings.HOW_SCORED])
+    facts = results.made.items()
+    yield f"<dl>{''.join(f'<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>' for k, v in facts)}</dl>"
 
 
-def _variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+def _paragraphs(texts: Iterable[str | None]) -> Iterator[str]:
+    return (f"<p>{escape(text)}</p>" for text in texts if text)
 
 
-def _figure(
-    draw: Callable[..., Figure], evaluations: Sequence[EvaluationRecord], description: str
-) -> str:
-    """A figure for wide and one for narrow windows, of which the page shows one."""
-    wide = figures.svg(draw(evaluations), description)
-    narrow = figures.svg(draw(evaluations, narrow=True), description)
-    return f'<figure class="wide">{wide}</figure><figure class="narrow">{narrow}</figure>'
+def _list(sentences: Iterable[tuple[str, str]]) -> str:
+    items = (
+        f"<li>{escape(METHODS[m].label)} {escape(_signed(text))}</li>" for m, text in sentences
+    )
+    return f"<ul>{''.join(items)}</ul>"
 
 
-def _finding_list(found: Sequence[Finding]) -> str:
-    items = [
-        f"<li {_colour(finding.method)}><b>{escape(METHODS[finding.method].label)}</b> "
-        f"is {escape(_signed(str(finding)))}</li>"
-        for finding in found
+def _table(table: findings.Table) -> str:
+    caption = table.caption + (f" ({table.note})" if table.note else "")
+    names = [METHODS[row.method].label for row in table.rows]
+    rows = [
+        ["beyond its table" if cell is None else _signed(cell) for cell in row.cells]
+        for row in table.rows
     ]
-    return f'<ul class="findings">{"".join(items)}</ul>'
-
-
-def _paragraph(text: str | None) -> str:
-    return "" if text is None else f"<p>{escape(text)}</p>"
-
-
-def _validation_tables(trainings: Sequence[TrainingRecord]) -> Iterator[str]:
-    """For each training length, what the last validation kept, and how each model continued the prompt."""
-    for train_length in findings.train_lengths(trainings):
-        validated = findings.validations(trainings, train_length)
-        if validated is None:
-            continue
-        items = [
-            f"<li {_colour(kept.method)}><b>{escape(METHODS[kept.method].label)}</b> continues: "
-            f"<code>{escape(repr(text))}</code></li>"
-            for kept in validated.rows
-            for text in kept.continuations
-        ]
-        yield "<h2>The last validation while training</h2>"
-        yield "<p>On the validation split: the mean loss, the loss at single tokens, and the accuracy.</p>"
-        yield _table(validated.table(train_length))
-        if items:
-            yield f'<ul class="findings">{"".join(items)}</ul>'
-
-
-def _table(found: findings.Table) -> str:
-    """A table that scrolls in itself where the window is too narrow; its caption and the methods' names stay."""
-    caption = escape(found.caption + (f" ({found.note})" if found.note else ""))
-    heads = "".join(
-        f'<th scope="col">{head.replace(chr(10), "<br>")}</th>' for head in found.heads
-    )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table>'
-        f"<caption><span>{caption}</span></caption><tr><td></td>{heads}</tr>"
-        f"{''.join(map(_row, found.rows))}</table></div>"
-    )
-
-
-def _row(row: findings.Row) -> str:
-    bars = {number: _bar(share) for number, share in row.bars}
-    cells = [
-        '<td class="missing">beyond<br>its table</td>'
-        if cell is None
-        else f"<td>{_signed(cell)}{bars.get(number, '')}</td>"
-        for number, cell in enumerate(row.cells)
-    ]
-    name = f'<th scope="row">{escape(METHODS[row.method].label)}</th>'
-    return f"<tr {_colour(row.method)}>{name}{''.join(cells)}</tr>"
+    return scrolling_table(caption, table.heads, names, rows)
 
 
 def _signed(text: str) -> str:
     """Negative numbers with a minus sign."""
     return re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", text)
-
-
-def _colour(method: str) -> str:
-    return f'style="--colour: var(--{method})"'
-
-
-def _fact_list(made: dict[str, str]) -> str:
-    items = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in made.items()
-    )
-    return f"<dl>{items}</dl>"
-
-
-def _bar(share: float) -> str:
-    return f'<span class="bar"><i style="width: {share:.0%}"></i></span>'

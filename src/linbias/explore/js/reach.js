@@ -1,7 +1,84 @@
-// One head of near to far: why it read what it read in words, as a chart and as a table.
+// What the view of near to far shows, and which of it a link may say.
 
-import { LEFT, RIGHT, windowOf } from "./near_to_far.js";
+import { slopes } from "./attention.js";
+import { LEFT, normals, numVisible, prepareQuery, RIGHT, visit, windowOf } from "./near_to_far.js";
+import { oneOf, readSaved, wholeUpTo, within } from "./saved.js";
 import { grouped, scientific } from "./scales.js";
+
+export const LENGTHS = [256, 512, 1024, 2048, 4096];
+export const HEADS = [1, 2, 4, 8, 12, 16];
+export const BLOCKS = [8, 16, 32, 64];
+export const NO_TOLERANCE = -61; // the slider's first position: nothing may be left out
+
+export const REACH_RULES = {
+  length: { is: oneOf(LENGTHS), start: 2048 },
+  query: { is: wholeUpTo(LENGTHS.at(-1) - 1), start: null }, // null: the last
+  heads: { is: oneOf(HEADS), start: 8 },
+  tolerance: { is: within(NO_TOLERANCE, -2), start: -24 }, // of 2
+  block: { is: oneOf(BLOCKS), start: 16 },
+  both: { is: oneOf([0, 1]), start: false },
+  head: { is: wholeUpTo(HEADS.at(-1) - 1), start: 2 },
+  slope: { is: within(0, 2), start: null }, // of the chosen head; null: that of the schedule
+};
+
+export const startOfReach = (text) => keptInBounds(readSaved(text, REACH_RULES));
+
+// Another length keeps the query where it is, if there is such a key; another number of heads the head likewise.
+export function changedReach(state, changes) {
+  const slope = "heads" in changes || "head" in changes ? { slope: null } : {};
+  return keptInBounds({ ...state, ...slope, ...changes });
+}
+
+function keptInBounds(state) {
+  const query = state.query >= state.length - 1 ? null : state.query;
+  return { ...state, query, head: Math.min(state.head, state.heads - 1) };
+}
+
+export const queryPosition = (state) => state.query ?? state.length - 1;
+
+export const toleranceOf = (state) => state.tolerance === NO_TOLERANCE ? 0 : 2 ** state.tolerance;
+
+export function headSlopesOf(state) {
+  const all = slopes(state.heads, "paper");
+  return all.map((slope, head) => (head === state.head && state.slope !== null ? state.slope : slope));
+}
+
+// Random queries and keys, and what a query of them reads near to far.
+
+const HEAD_SIZE = 16;
+const KEY_SCALE = HEAD_SIZE ** -0.5;
+
+// headReader(mostKeys) -> read({ head, slope, length, position, both, tolerance, block }), which gives
+// { query, found, read, visible }: what near_to_far.js knows of the query and finds, and how many keys that is of how many.
+// What does not change with tolerance and slopes is kept: of the last queries of texts for good, of others the newest.
+export function headReader(mostKeys) {
+  const streams = new Map();
+  const prepared = new Map();
+
+  function queryOf(head, length, position) {
+    const key = `${head} ${position === length - 1 ? length : "chosen"}`;
+    const kept = prepared.get(key);
+    if (kept?.numKeys === length && kept.position === position) return kept;
+    if (!streams.has(head)) streams.set(head, normals(2 * head + 1, mostKeys * HEAD_SIZE));
+    const made = prepareQuery({
+      query: normals(2 * head, HEAD_SIZE, position * HEAD_SIZE),
+      keys: streams.get(head).subarray(0, length * HEAD_SIZE), position, scale: KEY_SCALE,
+    });
+    prepared.set(key, made);
+    return made;
+  }
+
+  return ({ head, slope, length, position, both, tolerance, block }) => {
+    const query = queryOf(head, length, position);
+    const sides = [slope, both ? slope : Infinity];
+    const found = visit(query, { slopes: sides, tolerance, block });
+    return { query, found, read: found.end - found.first, visible: numVisible(query, sides) };
+  };
+}
+
+export const totalOf = (results, name) => results.reduce((total, result) => total + result[name], 0);
+
+// One head of near to far: why it read what it read in words, as a chart and as a table.
 
 // The sentences. `result` is that of a reader (reach_reader.js).
 export function storyOf({ found, query }, slope, tolerance) {
@@ -51,25 +128,16 @@ export function certificateChart(found, tolerance) {
   return {
     label: "The bound on all keys further away, and what they really hold",
     x: {
-      label: "key",
-      low,
-      high: Math.max(high, low + 1),
-      format: (x) => grouped(Math.round(x)),
+      label: "key", low, high: Math.max(high, low + 1), format: (x) => grouped(Math.round(x)),
       at: (x) => `key ${grouped(x)} and all beyond`,
     },
     y: {
-      label: "share of the query\u2019s attention",
-      log: true,
-      low: tolerance > 0 ? share / 100 : 1e-12,
-      high: 1,
-      format: (y) => scientific(y, 3),
+      label: "share of the query\u2019s attention", log: true, low: tolerance > 0 ? share / 100 : 1e-12,
+      high: 1, format: (y) => scientific(y, 3),
     },
     lines: [
       {
-        key: "bound",
-        name: "at most",
-        colour: "var(--accent)",
-        main: true,
+        key: "bound", name: "at most", colour: "var(--accent)", main: true,
         points: line(steps.map((step) => ({ x: nearest(step), y: atMost(step) }))),
       },
       { key: "there", name: "really", colour: "var(--negative)", points: line(there) },
@@ -83,9 +151,7 @@ export function certificateChart(found, tolerance) {
 }
 
 // A share is at most 1; near the query, where little has been read yet, the bound itself says less than that.
-function atMost(step) {
-  return Math.min(1, Math.exp(step.bound));
-}
+const atMost = (step) => Math.min(1, Math.exp(step.bound));
 
 // A row for each block that the query came to, near to far.
 export function stepRows(found) {
