@@ -66,7 +66,7 @@ def environment(request, tmp_path_factory):
 @pytest.mark.parametrize("environment", WORKING, indirect=True, ids=lambda extra: extra or "core")
 def test_the_first_hour(environment, tmp_path):
     extra, packages = environment
-    code = f"import sys; sys.path[:0] = [{str(packages)!r}, {str(ROOT / 'tests')!r}]; import first_hour; first_hour.walk({extra!r})"
+    code = f"import sys; sys.path[:0] = [{str(packages)!r}, {str(ROOT / 'tests/project')!r}]; import first_hour; first_hour.walk({extra!r})"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],  # no site-packages
