@@ -84,12 +84,12 @@ ZIG := build/zig/bin/python -m ziglang c++ -std=c++20 -O3 -fno-math-errno -Wall 
 BASELINE_CORE := -DLINBIAS_TARGET_baseline csrc/boxes.cpp csrc/dispatch.cpp csrc/parallel.cpp csrc/target_baseline.cpp
 
 neon: build/zig/bin/python  ## compile the core and its test for 64-bit Arm, and run it under qemu-user where that is installed
-	$(ZIG) -target aarch64-linux-musl -static $(BASELINE_CORE) csrc/*_test.cpp -o build/attention_test_neon
+	$(ZIG) -target aarch64-linux-musl -static $(BASELINE_CORE) csrc/test/*.cpp -o build/attention_test_neon
 	@if command -v qemu-aarch64 > /dev/null; then qemu-aarch64 build/attention_test_neon; \
 	else echo "build/attention_test_neon is compiled but not run: there is no qemu-aarch64 (Debian: qemu-user)"; fi
 
 macos: build/zig/bin/python  ## compile the core, its test and the modules for Python for macOS on Arm, where they are not run
-	$(ZIG) -target aarch64-macos $(BASELINE_CORE) csrc/*_test.cpp -o build/attention_test_macos
+	$(ZIG) -target aarch64-macos $(BASELINE_CORE) csrc/test/*.cpp -o build/attention_test_macos
 	headers=$$($< -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	nanobind=$$($< -c 'import nanobind; print(nanobind.source_dir() + "/..")') && \
 	$(ZIG) -target aarch64-macos -shared -undefined dynamic_lookup -fvisibility=hidden -fno-strict-aliasing \
@@ -119,7 +119,7 @@ INSTALL := $(BIN)/python -m pip install --quiet $(CONSTRAINTS)
 STOPPED := { echo "The install into $(VENV) stopped for the reason above. Once there is room on the disk and in /tmp (12 GB are enough) or" \
   "the network is back, the same make goes on; rm -r $(VENV) begins anew." >&2; exit 1; }
 
-CXX_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/include/linbias/* bindings/*)
+CXX_SOURCES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*/*.h bindings/*)
 SOURCES := CMakeLists.txt $(CXX_SOURCES)
 
 $(VENV)/.run: $(VENV)/bin/activate pyproject.toml constraints.txt $(SOURCES)

@@ -175,7 +175,7 @@ std::vector<double> summed(const Any& array) {
   return sums;
 }
 
-std::vector<double> places(const Any& array) {
+std::vector<double> positions(const Any& array) {
   return array.dtype() == DType::float64 ? summed<double>(array) : summed<float>(array);
 }
 
@@ -220,7 +220,7 @@ void run(const Operands& from, const Numbers& n, Compute compute) {
   Widened wide;
   if (n.ranged) wide.key_range = integers(from.key_range);
   if (n.started) wide.query_start = integers(from.query_start);
-  if (n.placed) wide.positions = places(from.positions), wide.query_positions = places(from.query_positions);
+  if (n.placed) wide.positions = positions(from.positions), wide.query_positions = positions(from.query_positions);
   for (std::int64_t i = 0; i < fold.num_calls; ++i) {
     if (compute(call(from, wide, n, fold, i), i, fold.num_calls) != Status::ok) throw std::bad_alloc();
   }

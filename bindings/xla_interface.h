@@ -1,8 +1,8 @@
 // What XLA hands to a foreign function: the part of its C interface, version 0.1, that xla.cpp reads.
 //
 // It is written out here because every build would otherwise have to fetch jaxlib (90 MB) for one header. XLA keeps
-// these layouts stable: records only grow at their end. tests/jax/test_jax_interface.py compares each with the header in
-// the jaxlib that is installed, xla/ffi/api/c_api.h, where they are explained.
+// these layouts stable: records only grow at their end. tests/jax/test_jax_interface.py compares each with the header
+// in the jaxlib that is installed, xla/ffi/api/c_api.h, where they are explained.
 #pragma once
 
 #include <cstddef>

@@ -141,19 +141,19 @@ std::atomic<const Target*> forced{nullptr};
 
 // The environment may name the best target to use, so that a machine with more acts as one with less.
 const Target* best_allowed() {
-  static const Target* const found = [] {
+  static const Target* const allowed = [] {
     const char* name = std::getenv("LINBIAS_MAX_CPU_TARGET");
     const Target* named = std::find_if(std::begin(kTargets), std::end(kTargets),
                                        [name](const Target& t) { return name && std::strcmp(t.name, name) == 0; });
     return named == std::end(kTargets) ? std::begin(kTargets) : named;
   }();
-  return found;
+  return allowed;
 }
 
 const Target& best() {
-  static const Target* const found =
+  static const Target* const fits =
       std::find_if(best_allowed(), std::end(kTargets), [](const Target& t) { return t.pays() && t.runs_here(); });
-  return found == std::end(kTargets) ? found[-1] : *found;  // a build for tests may have no other
+  return fits == std::end(kTargets) ? fits[-1] : *fits;  // a build for tests may have no other
 }
 
 const Target& current() {

@@ -181,12 +181,12 @@ std::atomic<bool> forked{false};
 
 // The pool of this process. It is never destroyed: its threads may sleep in it until the very end.
 Pool& pool() {
-  Pool* found = shared_pool.load();
-  if (found) return *found;
+  Pool* existing = shared_pool.load();
+  if (existing) return *existing;
   Pool* fresh = new Pool;
-  if (shared_pool.compare_exchange_strong(found, fresh)) return *fresh;
+  if (shared_pool.compare_exchange_strong(existing, fresh)) return *fresh;
   delete fresh;
-  return *found;
+  return *existing;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The kernel for avx512 with products of bfloat16 pairs: compiled with that target's flags (CMakeLists.txt).
 #define LINBIAS_TARGET avx512_bf16
 #define LINBIAS_VECTOR_BYTES 64
-#define LINBIAS_ACROSS
-#include "attention-inl.h"
+#define LINBIAS_BFLOAT16
+#include "kernel/attention-inl.h"

@@ -39,9 +39,7 @@ from linbias._run.files import write_whole
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent
 RECORDS = ROOT / "build" / "mutants.jsonl"
-CORE_TEST = tuple(f"csrc/{name}" for name in (
-    "attention_test.cpp", "certificate_test.cpp", "parallel_test.cpp", "points_test.cpp", "attention_test.h",
-))  # fmt: skip
+CORE_TEST = tuple(f"csrc/test/{path.name}" for path in sorted((ROOT / "csrc/test").iterdir()))
 NOT_COPIED = (".git", ".venv", "build", "dist", "output", "__pycache__", ".*_cache", ".hypothesis")
 
 # Put first on the path of the copy: an editable install would lead back to the tree.

@@ -1,12 +1,13 @@
-"""The compiled CPU core (csrc, bindings/python.cpp): the one place in Python that knows how it is called.
+"""The compiled CPU core (csrc, bindings/python.cpp): only this module knows how it is called.
 
-A front end describes its arrays by address, as a `Call`, and keeps them alive while `forward` or `backward` runs:
+A front end describes its arrays by address, as a `Call`, and keeps them alive while it runs:
 
     call = Call(dtype=DTYPES["float32"], B=1, H=2, ..., q=Array(address, *strides), ...)
     forward(call, Forward(out=address, ...))
 
-The fields, their shapes and types stand in csrc/include/linbias/attention.h, and in points.h beside it; an address of 0 stands for None, and strides
-count elements. Where the core is not compiled, `WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
+The fields, their shapes and types stand in csrc/include/linbias/attention.h and points.h; an
+address of 0 stands for None, and strides count elements. Where the core is not compiled,
+`WHY_MISSING` says so, `why_not` passes it on, and these names do not exist.
 """
 
 from linbias import _machine
@@ -44,10 +45,12 @@ ABILITIES = Abilities(
     largest_head=256,
     positions=True,
 )
-# Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs. One that is awake, because it is
-# PyTorch's and spins after each operation, gains a quarter at 2^21 in all (2 cores).
+# Below so many multiply-adds per thread, a second one that sleeps gains less than waking it costs.
+# One that is awake, because it is PyTorch's and spins after each operation, gains a quarter at
+# 2^21 in all (2 cores).
 _WORK_PER_THREAD, _WORK_PER_AWAKE_THREAD = 1 << 26, 1 << 20
-# Few queries wait for memory: each multiply-add takes a number that no other does, and 16 times as long or more.
+# Few queries wait for memory: each multiply-add takes a number that no other does, and 16 times as
+# long or more.
 FEW_QUERIES, _FEWER = 4, 16
 
 

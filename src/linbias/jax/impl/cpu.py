@@ -1,4 +1,4 @@
-"""The compiled CPU core as an XLA custom call. What it computes, and how: csrc/attention-inl.h."""
+"""The compiled CPU core as an XLA custom call (how it works: csrc/kernel/attention-inl.h)."""
 
 from collections.abc import Sequence
 from dataclasses import replace

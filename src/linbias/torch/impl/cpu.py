@@ -1,4 +1,4 @@
-"""The compiled CPU core as PyTorch operators. What it computes, and how: csrc/attention-inl.h."""
+"""The compiled CPU core as PyTorch operators (how it works: csrc/kernel/attention-inl.h)."""
 
 import torch
 from torch import Tensor

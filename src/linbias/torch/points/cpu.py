@@ -1,4 +1,4 @@
-"""Attention over points in the compiled core: from near to far. What it computes, and how: csrc/points-inl.h."""
+"""Attention over points in the compiled core (how it works: csrc/kernel/points-inl.h)."""
 
 from dataclasses import replace
 

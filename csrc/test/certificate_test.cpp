@@ -158,9 +158,9 @@ Scene mirrored(Scene scene) {
   scene.name += ", mirrored";
   std::swap(scene.left, scene.right);
   scene.start = scene.S - scene.start - scene.T;
-  for (std::vector<double>* places : {&scene.x, &scene.xq}) {
-    std::reverse(places->begin(), places->end());
-    for (double& place : *places) place = -place;
+  for (std::vector<double>* positions : {&scene.x, &scene.xq}) {
+    std::reverse(positions->begin(), positions->end());
+    for (double& position : *positions) position = -position;
   }
   for (auto& [x, rows] : {std::pair{&scene.q, scene.T}, std::pair{&scene.k, scene.S}}) {
     for (std::int64_t i = 0; i < rows / 2; ++i) {
@@ -170,9 +170,9 @@ Scene mirrored(Scene scene) {
   return scene;
 }
 
-// The same with keys and queries at places `unit` apart, with a slope that makes up for it.
-Scene placed(Scene scene, double unit) {
-  scene.name += ", placed";
+// The same with keys and queries at positions `unit` apart, with a slope that makes up for it.
+Scene positioned(Scene scene, double unit) {
+  scene.name += ", positioned";
   scene.left /= unit, scene.right /= unit;
   for (std::int64_t s = 0; s < scene.S; ++s) scene.x.push_back(1.7e9 + unit * double(s));
   for (std::int64_t t = 0; t < scene.T; ++t) scene.xq.push_back(1.7e9 + unit * double(scene.start + t));
@@ -181,18 +181,18 @@ Scene placed(Scene scene, double unit) {
 
 // The same, but with the keys of a block where its nearest key to the left stands, and the first of them a block away.
 Scene bunched(Scene scene) {
-  scene = placed(std::move(scene), 1);
+  scene = positioned(std::move(scene), 1);
   scene.name += ", bunched";
-  const auto place = [](std::int64_t s) {
+  const auto position = [](std::int64_t s) {
     return 1.7e9 + double(kBlockKeys * (s / kBlockKeys + (s % kBlockKeys != 0)));
   };
-  for (std::int64_t s = 0; s < scene.S; ++s) scene.x[s] = place(s);
-  for (std::int64_t t = 0; t < scene.T; ++t) scene.xq[t] = place(scene.start + t);
+  for (std::int64_t s = 0; s < scene.S; ++s) scene.x[s] = position(s);
+  for (std::int64_t t = 0; t < scene.T; ++t) scene.xq[t] = position(scene.start + t);
   return scene;
 }
 
-// All keys alike, at places as uneven as gates and events leave them: the bound by one scan over the keys is exact, but
-// for what a block's end is beyond its keys.
+// All keys alike, at positions as uneven as gates and events leave them: the bound by one scan over the keys is exact,
+// but for what a block's end is beyond its keys.
 Scene uneven_keys(std::int64_t T, std::int64_t S, const std::string& kind) {
   Scene scene = equal_keys(T, S, 1, 3);
   scene.name = kind;
@@ -431,21 +431,21 @@ void check_scenes() {
     }
   }
   for (const std::int64_t T : {1, 60}) {
-    check_scene<In>(placed(equal_keys(T, 12345, 1.0 / 1024, 5), 4), T == 1);
-    check_scene<In>(placed(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), 0x1p-6), false);
+    check_scene<In>(positioned(equal_keys(T, 12345, 1.0 / 1024, 5), 4), T == 1);
+    check_scene<In>(positioned(both_sides(equal_keys(T, 9000, 1.0 / 512, 3), 1.0 / 512), 0x1p-6), false);
     for (std::int64_t i = 0; i < 8; ++i)
-      check_scene<In>(placed(far_off(T, 3000 + 7 * i, 1.0 / 32, 800'000'000 + 9 * i), 0.25), false);
+      check_scene<In>(positioned(far_off(T, 3000 + 7 * i, 1.0 / 32, 800'000'000 + 9 * i), 0.25), false);
     for (std::int64_t i = 0; i < 8; ++i)
       check_scene<In>(bunched(equal_keys(T, 5000 + 9 * i, 5.0 / kBlockKeys, 5)), false);
-    check_scene<In>(placed(one_in_a_block(T, 6000, 1.0 / 256), 2), false);
-    check_scene<In>(placed(leaning(T, 16384, 1.0 / 1024), 2), false);
-    check_scene<In>(placed(mirrored(spike(T, T / 2, 40, 1500, 20, 0.0023)), 8), false);
+    check_scene<In>(positioned(one_in_a_block(T, 6000, 1.0 / 256), 2), false);
+    check_scene<In>(positioned(leaning(T, 16384, 1.0 / 1024), 2), false);
+    check_scene<In>(positioned(mirrored(spike(T, T / 2, 40, 1500, 20, 0.0023)), 8), false);
     for (const char* kind : {"bursts", "stairs", "resets", "ever closer"}) {
       check_scene<In>(uneven_keys(T, 12345, kind), false);
       check_scene<In>(mirrored(uneven_keys(T, 12345, kind)), false);
     }
     on_every_target([&] {
-      const Scene scene = placed(equal_keys(T, 12345, 1.0 / 1024, 5), 4);
+      const Scene scene = positioned(equal_keys(T, 12345, 1.0 / 1024, 5), 4);
       check_nan_is_read<In>(scene, T > 4 ? Way::precise : Way::decode);
     });
   }
@@ -535,19 +535,19 @@ void check_far_keys_are_not_read(const Scene& scene) {
 // Keys that stand at their positions are read as far as where they are counted: also where the last of them is alone in
 // its block, and near enough to be read if it were more than one.
 template <typename In>
-void check_placed_keys_are_read_as_counted() {
+void check_positioned_keys_are_read_as_counted() {
   Scene scene = both_sides(equal_keys(60, 3009, 1.0 / 8, 0), 1.0 / 8);
   scene.start = 2837;
   scene.tolerance = 1e-6;
   on_every_target([&] {
-    SceneCall<In> counted(scene, Way::precise), at_places(placed(scene, 1), Way::precise);
-    for (SceneCall<In>* c : {&counted, &at_places}) {
+    SceneCall<In> counted(scene, Way::precise), at_positions(positioned(scene, 1), Way::precise);
+    for (SceneCall<In>* c : {&counted, &at_positions}) {
       c->call.tolerance = scene.tolerance;
       forward(c->call, c->results);
     }
-    const std::string name = std::string(target()) + " " + Type<In>::name + " placed as counted";
+    const std::string name = std::string(target()) + " " + Type<In>::name + " positioned as counted";
     check(counted.visited[1] == 1, name, "the last key is not read");
-    check(at_places.visited == counted.visited, name, "the same blocks are read");
+    check(at_positions.visited == counted.visited, name, "the same blocks are read");
   });
 }
 
@@ -563,15 +563,15 @@ void test_what_is_left_out() {
     for (const Scene& scene : {equal_keys(T, 3000, 1.0 / 128, 3), mirrored(equal_keys(T, 3000, 1.0 / 128, 3)),
                                both_sides(equal_keys(T, 6000, 1.0 / 128, 3), 1.0 / 128)}) {
       check_far_keys_are_not_read<float>(scene);
-      check_far_keys_are_not_read<Half>(placed(scene, 1));
+      check_far_keys_are_not_read<Half>(positioned(scene, 1));
       check_far_keys_are_not_read<double>(scene);
-      check_far_keys_are_not_read<Brain>(placed(scene, 1));
+      check_far_keys_are_not_read<Brain>(positioned(scene, 1));
     }
   }
-  check_placed_keys_are_read_as_counted<float>();
-  check_placed_keys_are_read_as_counted<double>();
-  check_placed_keys_are_read_as_counted<Half>();
-  check_placed_keys_are_read_as_counted<Brain>();
+  check_positioned_keys_are_read_as_counted<float>();
+  check_positioned_keys_are_read_as_counted<double>();
+  check_positioned_keys_are_read_as_counted<Half>();
+  check_positioned_keys_are_read_as_counted<Brain>();
   check_scenes<float>();
   check_scenes<double>();
   check_scenes<Half>();

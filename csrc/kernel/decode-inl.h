@@ -1,13 +1,20 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // Few queries against a long cache: nothing is packed, keys and values are read where they lie, and memory is asked for
 // them before they are needed: between two tokens a model reads all its weights, so that no cache holds them any more.
 // Each query row first visits its nearest blocks, one by one. What the certificate then still asks for is cut into
-// pieces of fixed length, which threads share out (few heads may have long windows) and whose sums are merged in order.
+// slices of fixed length, which threads share out (few heads may have long windows) and whose sums are merged in order.
 // The certificate needs a bound on the norms of the keys that are not read: the caller's (call.key_bound), or else all
 // keys and values are read once to find one, which costs what it takes to read them.
-constexpr int64_t kFewQueries = 4, kLargestSize = 256;
-constexpr int64_t kNearBlocks = 4, kPieceBlocks = 32;
+#pragma once
+
+#include "kernel/bounds-inl.h"
+#include "kernel/head-inl.h"
+#include "kernel/positions-inl.h"
+#include "parallel.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
+
+constexpr int64_t kFewQueries = 4, kNearBlocks = 4, kSliceBlocks = 32;
 
 // What a type's bits look like: those of |x| grow with |x|, and reach kInfinity where x is not finite.
 template <typename In>
@@ -69,23 +76,23 @@ struct DecodeTask {
   W* reach[2];  // [B * G, blocks] each, without key_bound: the largest |k| of a block and all beyond it
   int64_t num_blocks;
   W slack;
-  W* sums;  // [rows + pieces, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each piece
+  W* sums;  // [rows + slices, 2 + E]: row_max, row_sum and the unnormalised output of each row, then of each slice
   int64_t* begin;   // [rows, 2]: the first block beyond the near ones on each side
   int64_t* end;     // [rows, 2]: the first block outwards that the certificate leaves out
-  int64_t* pieces;  // [rows * 2 + 1]: where the pieces of a row and side begin
+  int64_t* slices;  // [rows * 2 + 1]: where the slices of a row and side begin
   static constexpr int kLanes = Simd<W>::kLanes;
   static constexpr int64_t kBlocksAtOnce = 16;
 
   struct Row {
-    int64_t b, h, first, num_keys, position, head;  // position: from key `first`; head: of the keys, b * G + g
-    const In *keys, *values;                        // of key `first`
+    int64_t b, h, first, num_keys, order, head;  // order: from key `first`; head: of the keys, b * G + g
+    const In *keys, *values;                     // of key `first`
     alignas(64) W q[kLargestSize];
     alignas(64) W acc[kLargestSize];
     alignas(64) W score[kKeys];
     W norm, row_max, row_sum, slope[2];
     bool hidden[2];
-    const double* places;  // of the keys, and where the row stands; null: at their positions
-    double place;
+    const double* positions;  // of the keys, and where the row stands; null: they are counted
+    double query_position;
   };
 
   int64_t num_rows() const { return call.B * call.H * call.T; }
@@ -116,7 +123,7 @@ struct DecodeTask {
     constexpr int64_t kStep = Format<In>::kLanes;
     typename Format<In>::Vector most{};  // of the values' sizes
     typename Format<In>::Bits last = 0;
-    W found = 0;
+    W largest_square = 0;
     for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s) {
       const In *key = row.keys + s * call.k.row, *value = row.values + s * call.v.row;
       Vector<W> squares{};
@@ -130,10 +137,10 @@ struct DecodeTask {
       for (; e + kStep <= call.E; e += kStep) most = larger_size(most, value + e);
       for (; d < call.D; ++d) square += static_cast<W>(widen(key[d])) * static_cast<W>(widen(key[d]));
       for (; e < call.E; ++e) last = size_bits(value[e]) > last ? size_bits(value[e]) : last;
-      found = larger_or_nan(found, square + sum<W>(squares));
+      largest_square = larger_or_nan(largest_square, square + sum<W>(squares));
     }
-    W longest = square_root(found);
-    if (!is_ordinary(found)) {
+    W longest = square_root(largest_square);
+    if (!is_ordinary(largest_square)) {
       longest = 0;
       for (int64_t s = from; s < smaller_of(from + kKeys, row.num_keys); ++s)
         longest = larger_or_nan(longest, length_of<W>(row.keys + s * call.k.row, call.D, 1));
@@ -156,9 +163,9 @@ struct DecodeTask {
     row.b = index / call.T / call.H;
     row.h = index / call.T % call.H;
     find_keys(row.b, row.h / (call.H / call.G), row);
-    row.position = position_of(call, row.b, t) - row.first;
-    row.places = places_of(call.positions, row.b, row.h, row.first);
-    if (row.places) row.place = *places_of(call.query_positions, row.b, row.h, t);
+    row.order = order_of(call, row.b, t) - row.first;
+    row.positions = positions_of(call.positions, row.b, row.h, row.first);
+    if (row.positions) row.query_position = *positions_of(call.query_positions, row.b, row.h, t);
     load_query(t, row);
   }
 
@@ -168,7 +175,7 @@ struct DecodeTask {
     Row row;
     self.begin_row(index, row);
     const int64_t blocks = round_up(row.num_keys, kKeys) / kKeys;
-    int64_t next[2] = {row.position >= 0 ? smaller_of(row.position / kKeys, blocks - 1) : -1, 0};
+    int64_t next[2] = {row.order >= 0 ? smaller_of(row.order / kKeys, blocks - 1) : -1, 0};
     next[kRight] = next[kLeft] + 1;
     if (next[kLeft] >= 0) {
       self.prefetch_keys(row, next[kLeft]);
@@ -205,23 +212,23 @@ struct DecodeTask {
     return next + outwards * covered;
   }
 
-  static void run_piece(void* context, int64_t piece, int) {
+  static void run_slice(void* context, int64_t slice, int) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
-    int64_t at = 0, above = self.num_rows() * 2;  // pieces[at] <= piece < pieces[above]
+    int64_t at = 0, above = self.num_rows() * 2;  // slices[at] <= slice < slices[above]
     while (above - at > 1) {
       const int64_t middle = at + (above - at) / 2;
-      (self.pieces[middle] <= piece ? at : above) = middle;
+      (self.slices[middle] <= slice ? at : above) = middle;
     }
     Row row;
     self.begin_row(at / 2, row);
     const int64_t outwards = at % 2 == kLeft ? -1 : 1, count = outwards * (self.end[at] - self.begin[at]);
-    const int64_t from = (piece - self.pieces[at]) * kPieceBlocks;
-    const int64_t to = smaller_of(from + kPieceBlocks, count);
+    const int64_t from = (slice - self.slices[at]) * kSliceBlocks;
+    const int64_t to = smaller_of(from + kSliceBlocks, count);
     const int64_t first = self.begin[at] + (outwards > 0 ? from : 1 - to);
     self.prefetch_keys(row, first);
     for (int64_t i = 0; i < to - from; ++i)
       self.visit(first + i, row, first + i + 1);  // as they lie: memory is quickest at that
-    self.store_sums(row, self.num_rows() + piece);
+    self.store_sums(row, self.num_rows() + slice);
   }
 
   void store_sums(const Row& row, int64_t index) const {
@@ -231,13 +238,13 @@ struct DecodeTask {
     for (int64_t e = 0; e < call.E; ++e) to[2 + e] = row.acc[e];
   }
 
-  // Merge what the pieces of a row found into its near sums, nearest first.
+  // Merge what the slices of a row found into its near sums, nearest first.
   static void finish(void* context, int64_t index, int) {
     const DecodeTask& self = *static_cast<const DecodeTask*>(context);
     const int64_t E = self.call.E;
     W* row = self.sums + index * (2 + E);
-    for (int64_t piece = self.pieces[index * 2]; piece < self.pieces[index * 2 + 2]; ++piece) {
-      const W* other = self.sums + (self.num_rows() + piece) * (2 + E);
+    for (int64_t slice = self.slices[index * 2]; slice < self.slices[index * 2 + 2]; ++slice) {
+      const W* other = self.sums + (self.num_rows() + slice) * (2 + E);
       const W high = other[0] > row[0] ? other[0] : row[0], pivot = high == -kInfinity<W> ? W{0} : high;
       const W keep = exponential<W>(broadcast(row[0] - pivot))[0], add = exponential<W>(broadcast(other[0] - pivot))[0];
       row[0] = high;
@@ -317,11 +324,12 @@ struct DecodeTask {
     prefetch_keys(row, following);
     W high = -kInfinity<W>;
     for (i = 0; i < kKeys; ++i) {
-      const int64_t distance = row.position - from - i;
+      const int64_t distance = row.order - from - i;
       const Side side = distance >= 0 ? kLeft : kRight;
       const bool hidden = i >= count || (distance != 0 && row.hidden[side]);
       W reach = static_cast<W>(distance > 0 ? distance : -distance);
-      if (row.places) reach = i < count ? static_cast<W>(__builtin_fabs(row.place - row.places[from + i])) : W{0};
+      if (row.positions)
+        reach = i < count ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[from + i])) : W{0};
       row.score[i] = hidden ? -kInfinity<W> : row.score[i] - row.slope[side] * reach;
       high = row.score[i] > high ? row.score[i] : high;
     }
@@ -386,7 +394,7 @@ struct DecodeTask {
     const int64_t count = side == kLeft ? key + 1 : row.num_keys - key, outwards = side == kLeft ? -1 : 1;
     double total = 0;
     for (int64_t from = 0, size = 1; from < count; from += size, size = from) {
-      const double distance = __builtin_fabs(row.places[key + outwards * from] - row.places[key]);
+      const double distance = __builtin_fabs(row.positions[key + outwards * from] - row.positions[key]);
       total += static_cast<double>(smaller_of(size, count - from)) * __builtin_exp(-static_cast<double>(m) * distance);
     }
     return __builtin_log(total);
@@ -396,20 +404,20 @@ struct DecodeTask {
     const W m = row.slope[side];
     if (!(m > 0)) return false;
     int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
-    if (row.places) key = nearest_key(side, nearest, row.num_keys);
+    if (row.positions) key = nearest_key(side, nearest, row.num_keys);
     const double num_unvisited = static_cast<double>(side == kLeft ? key + 1 : row.num_keys - key);
     const double whole = -__builtin_log(-__builtin_expm1(-static_cast<double>(m))),
                  count = __builtin_log(num_unvisited);
     const double share = __builtin_log(call.right ? call.tolerance / 2 : call.tolerance);
     const W bound = call.key_bound ? static_cast<const W*>(call.key_bound)[row.head] * (1 + slack)
                                    : reach[side][row.head * num_blocks + nearest];
-    const W distance = row.places ? static_cast<W>(__builtin_fabs(row.place - row.places[key]))
-                                  : static_cast<W>(side == kLeft ? row.position - key : key - row.position);
+    const W distance = row.positions ? static_cast<W>(__builtin_fabs(row.query_position - row.positions[key]))
+                                     : static_cast<W>(side == kLeft ? row.order - key : key - row.order);
     const W highest = row.norm * bound * (1 + slack) - m * (1 - slack) * distance;
     const W seen = row.row_max + log_from_below(row.row_sum);
-    if (row.places && !(highest - static_cast<W>(share) <= seen)) return false;  // for one key alone
+    if (row.positions && !(highest - static_cast<W>(share) <= seen)) return false;  // for one key alone
     double together;
-    if (!row.places) together = whole < count ? whole : count;
+    if (!row.positions) together = whole < count ? whole : count;
     else together = log_sum_outwards(row, side, key, m * (1 - slack));
     return highest + static_cast<W>(together - share) <= seen;
   }
@@ -422,8 +430,8 @@ Status decode_as(const Call& call, const Forward& results) {
   Buffer<W> reach, sums;
   Buffer<int64_t> ends;
   if (!call.key_bound && !reach.allocate(2, num_heads, num_blocks)) return Status::out_of_memory;
-  const int64_t most_pieces = 2 * (num_blocks / kPieceBlocks + 1);  // of a row
-  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_pieces, 2 + call.E))
+  const int64_t most_slices = 2 * (num_blocks / kSliceBlocks + 1);  // of a row
+  if (!ends.allocate(num_rows + 1, 6) || !sums.allocate(num_rows, 1 + most_slices, 2 + call.E))
     return Status::out_of_memory;
   DecodeTask<W, In> task{call,
                          results,
@@ -442,12 +450,12 @@ Status decode_as(const Call& call, const Forward& results) {
     for (int64_t head = 0; head < num_heads; ++head) task.accumulate(head);
   }
   parallel(call, num_rows, DecodeTask<W, In>::run_near, &task);
-  task.pieces[0] = 0;
+  task.slices[0] = 0;
   for (int64_t i = 0; i < num_rows * 2; ++i) {
     const int64_t count = i % 2 == kLeft ? task.begin[i] - task.end[i] : task.end[i] - task.begin[i];
-    task.pieces[i + 1] = task.pieces[i] + round_up(count, kPieceBlocks) / kPieceBlocks;
+    task.slices[i + 1] = task.slices[i] + round_up(count, kSliceBlocks) / kSliceBlocks;
   }
-  parallel(call, task.pieces[num_rows * 2], DecodeTask<W, In>::run_piece, &task);
+  parallel(call, task.slices[num_rows * 2], DecodeTask<W, In>::run_slice, &task);
   for (int64_t row = 0; row < num_rows; ++row) DecodeTask<W, In>::finish(&task, row, 0);
   return Status::ok;
 }
@@ -476,3 +484,6 @@ void append_as(const Call& call, const NewTokens& tokens) {
     }
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,7 +1,16 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // The backward pass: how the tiles of a call are shared out, in which order each takes the blocks that forward visited,
-// and the sums over tasks. What is computed for a block is in BackwardWork, on vectors, or BackwardAcross, in pairs.
+// and the sums over tasks. What is computed for a block is in BackwardWork, on vectors, or Bfloat16BackwardWork, in
+// pairs.
+#pragma once
+
+#include "kernel/certificate-inl.h"
+#include "kernel/packing-inl.h"
+#include "kernel/products-inl.h"
+#include "kernel/tile-inl.h"
+#include "parallel.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 template <typename W>
 LINBIAS_INLINE W lse_gradient(const Backward& results, int64_t at) {
@@ -55,11 +64,11 @@ struct BackwardTask {
   const typename Work::PackedHeads& packed;
   const typename Work::Packer& pack;
   typename Work::WorkScratch* scratches;
-  int64_t num_tiles, num_pieces, tiles_per_piece;
-  W *dk, *dv;       // [B, H, pieces, rows, D or E padded], or by head [threads, rows, ...]
-  double* dslopes;  // [B, H, pieces, 2]
-  double* dplaces;  // [B, H, pieces, S], or null
-  Blocks* blocks;   // those in which dk and dv hold anything: [B, H, pieces] or [threads]
+  int64_t num_tiles, num_slices, tiles_per_slice;
+  W *dk, *dv;          // [B, H, slices, rows, D or E padded], or by head [threads, rows, ...]
+  double* dslopes;     // [B, H, slices, 2]
+  double* dpositions;  // [B, H, slices, S], or null
+  Blocks* blocks;      // those in which dk and dv hold anything: [B, H, slices] or [threads]
 
   // The gradients of keys and values that a task or worker adds to.
   W* keys_gradient(int64_t index) const { return dk + index * packed.rows * packed.padded_D; }
@@ -70,16 +79,16 @@ struct BackwardTask {
     clear_blocks(values_gradient(index), packed.padded_E, of);
   }
 
-  // Compute a piece of a query head, which is some of its tiles.
+  // Compute a slice of a query head, which is some of its tiles.
   static void run(void* context, int64_t task, int worker) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
     const Call& call = self.call;
-    const int64_t index = call.B * call.H * self.num_pieces - 1 - task;  // the flattest heads first
-    const int64_t piece = index % self.num_pieces, b = index / self.num_pieces / call.H,
-                  h = index / self.num_pieces % call.H;
-    const int64_t from = piece * self.tiles_per_piece, to = smaller_of(from + self.tiles_per_piece, self.num_tiles);
+    const int64_t index = call.B * call.H * self.num_slices - 1 - task;  // the flattest heads first
+    const int64_t slice = index % self.num_slices, b = index / self.num_slices / call.H,
+                  h = index / self.num_slices % call.H;
+    const int64_t from = slice * self.tiles_per_slice, to = smaller_of(from + self.tiles_per_slice, self.num_tiles);
     self.clear_gradients(index, visited_blocks<W>(call, self.packed, self.results.saved, b, h, from, to));
-    self.tiles(b, h, piece, worker);
+    self.tiles(b, h, slice, worker);
   }
 
   // Compute all query heads that read one key/value head.
@@ -93,14 +102,14 @@ struct BackwardTask {
     self.collect_rows(index, 0, self.call.S, worker, 1);
   }
 
-  // Compute the tiles of a piece of a query head.
-  void tiles(int64_t b, int64_t h, int64_t piece, int worker) const {
-    const int64_t index = (b * call.H + h) * num_pieces + piece, gradients = packed.by_head ? worker : index;
-    const int64_t from = piece * tiles_per_piece, to = smaller_of(from + tiles_per_piece, num_tiles);
+  // Compute the tiles of a slice of a query head.
+  void tiles(int64_t b, int64_t h, int64_t slice, int worker) const {
+    const int64_t index = (b * call.H + h) * num_slices + slice, gradients = packed.by_head ? worker : index;
+    const int64_t from = slice * tiles_per_slice, to = smaller_of(from + tiles_per_slice, num_tiles);
     double* dslopes_of = dslopes + 2 * index;
     dslopes_of[kLeft] = dslopes_of[kRight] = 0;
-    double* dplaces_of = dplaces ? dplaces + index * call.S : nullptr;
-    if (dplaces) __builtin_memset(dplaces_of, 0, sizeof(double) * static_cast<size_t>(call.S));
+    double* dpositions_of = dpositions ? dpositions + index * call.S : nullptr;
+    if (dpositions) __builtin_memset(dpositions_of, 0, sizeof(double) * static_cast<size_t>(call.S));
     for (int64_t t = from; t < to; ++t) {
       const Tile<W> tile(call, packed, b, h, t);
       Work work{call,
@@ -111,7 +120,7 @@ struct BackwardTask {
                 scratches[worker],
                 keys_gradient(gradients),
                 values_gradient(gradients),
-                dplaces ? dplaces_of + tile.head->first : nullptr};
+                dpositions ? dpositions_of + tile.head->first : nullptr};
       work.begin();
       const Blocks visited = visited_blocks(tile, results.saved);
       // From either end inwards, as the outer blocks may turn out to be negligible.
@@ -119,7 +128,7 @@ struct BackwardTask {
       for (int64_t block = visited.first; block <= tile.near_last; ++block) work.visit(block, negligible[kLeft]);
       for (int64_t block = visited.end - 1; block > tile.near_last; --block) work.visit(block, negligible[kRight]);
       add_slope_gradients(work, dslopes_of);
-      for (int64_t i = 0; dplaces && i < tile.rows; ++i) {
+      for (int64_t i = 0; dpositions && i < tile.rows; ++i) {
         static_cast<W*>(results.dquery_positions)[tile.index(i)] = -work.scratch.pull_sum[i];
       }
       work.finish();
@@ -140,14 +149,14 @@ struct BackwardTask {
     }
   }
 
-  // Add up what the readers of a key/value head, and the pieces of each, found for one block.
+  // Add up what the readers of a key/value head, and the slices of each, found for one block.
   static void collect(void* context, int64_t task, int) {
     const BackwardTask& self = *static_cast<const BackwardTask*>(context);
     const int64_t block = task % self.packed.num_blocks, index = task / self.packed.num_blocks;
     const Readers readers(self.call, index);
     self.collect_rows(index, block * kKeys, (block + 1) * kKeys,
-                      (readers.b * self.call.H + readers.first) * self.num_pieces,
-                      (readers.end - readers.first) * self.num_pieces);
+                      (readers.b * self.call.H + readers.first) * self.num_slices,
+                      (readers.end - readers.first) * self.num_slices);
   }
 
   void collect_rows(int64_t index, int64_t from, int64_t to, int64_t first, int64_t count) const {
@@ -180,7 +189,7 @@ Status backward_with(const Call& call, const Backward& results) {
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     static_cast<W*>(results.dleft)[head] = static_cast<W*>(results.dright)[head] = 0;
   }
-  const bool places_asked = results.dpositions || results.dquery_positions;  // either may be empty
+  const bool positions_asked = results.dpositions || results.dquery_positions;  // either may be empty
   W* dpositions = static_cast<W*>(results.dpositions);
   for (int64_t at = 0; dpositions && at < num_heads * call.S; ++at) dpositions[at] = 0;
   clear_unseen_gradients<W>(call, results);
@@ -188,43 +197,43 @@ Status backward_with(const Call& call, const Backward& results) {
   typename Work::PackedHeads packed(call, true);
   typename Work::Packer pack(call, packed);
   packed.by_head = packed.is_small(packed.bytes_per_key()) && call.B * call.G >= kEnoughTasks;
-  int64_t num_pieces = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
-  const int64_t tiles_per_piece = round_up(num_tiles, num_pieces) / num_pieces;
-  num_pieces = round_up(num_tiles, tiles_per_piece) / tiles_per_piece;
+  int64_t num_slices = packed.by_head ? 1 : smaller_of(round_up(kEnoughTasks, num_heads) / num_heads, num_tiles);
+  const int64_t tiles_per_slice = round_up(num_tiles, num_slices) / num_slices;
+  num_slices = round_up(num_tiles, tiles_per_slice) / tiles_per_slice;
 
-  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_pieces;
+  const int64_t sums = packed.by_head ? smaller_of(call.num_threads, call.B * call.G) : num_heads * num_slices;
   Scratches<typename Work::WorkScratch> scratches;
   Buffer<W> dk, dv;
-  Buffer<double> dslopes, dplaces;
+  Buffer<double> dslopes, position_sums;
   Buffer<Blocks> blocks;
   if (!packed.allocate(call) || !scratches.allocate(call, packed) || !dk.allocate(sums, packed.rows, packed.padded_D) ||
-      !dv.allocate(sums, packed.rows, packed.padded_E) || !dslopes.allocate(num_heads * num_pieces, 2) ||
-      !blocks.allocate(sums) || (places_asked && !dplaces.allocate(num_heads * num_pieces, call.S))) {
+      !dv.allocate(sums, packed.rows, packed.padded_E) || !dslopes.allocate(num_heads * num_slices, 2) ||
+      !blocks.allocate(sums) || (positions_asked && !position_sums.allocate(num_heads * num_slices, call.S))) {
     return Status::out_of_memory;
   }
-  BackwardTask<Work> task{call,         results,      packed,          pack,    scratches.each.data,
-                          num_tiles,    num_pieces,   tiles_per_piece, dk.data, dv.data,
-                          dslopes.data, dplaces.data, blocks.data};
+  BackwardTask<Work> task{call,       results,         packed,  pack,    scratches.each.data, num_tiles,
+                          num_slices, tiles_per_slice, dk.data, dv.data, dslopes.data,        position_sums.data,
+                          blocks.data};
   if (packed.by_head) {
     parallel(call, call.B * call.G, BackwardTask<Work>::run_head, &task);
   } else {
     pack_all(pack);
-    parallel(call, num_heads * num_pieces, BackwardTask<Work>::run, &task);
+    parallel(call, num_heads * num_slices, BackwardTask<Work>::run, &task);
     parallel(call, call.B * call.G * packed.num_blocks, BackwardTask<Work>::collect, &task);
   }
   for (int64_t head = 0; results.dleft && head < num_heads; ++head) {
     for (int side = kLeft; side <= kRight; ++side) {
       double total = 0;
-      for (int64_t piece = 0; piece < num_pieces; ++piece) {
-        total += dslopes.data[(head * num_pieces + piece) * 2 + side];
+      for (int64_t slice = 0; slice < num_slices; ++slice) {
+        total += dslopes.data[(head * num_slices + slice) * 2 + side];
       }
       static_cast<W*>(side == kLeft ? results.dleft : results.dright)[head] = static_cast<W>(total);
     }
   }
   for (int64_t at = 0; dpositions && at < num_heads * call.S; ++at) {
-    const double* of_pieces = dplaces.data + at / call.S * num_pieces * call.S + at % call.S;
+    const double* of_slices = position_sums.data + at / call.S * num_slices * call.S + at % call.S;
     double total = 0;
-    for (int64_t piece = 0; piece < num_pieces; ++piece) total += of_pieces[piece * call.S];
+    for (int64_t slice = 0; slice < num_slices; ++slice) total += of_slices[slice * call.S];
     dpositions[at] = static_cast<W>(total);
   }
   return Status::ok;
@@ -247,8 +256,8 @@ struct BackwardWork {
   const Tile<W>& tile;
   int64_t slot;
   WorkScratch& scratch;
-  W *dk, *dv;       // of the head, to add to
-  double* dplaces;  // likewise, or null
+  W *dk, *dv;          // of the head, to add to
+  double* dpositions;  // likewise, or null
 
   bool has_keys(int64_t i) const { return scratch.row_sum[i] != 0; }  // NaN counts
 
@@ -307,13 +316,13 @@ struct BackwardWork {
     const int64_t rows = tile.padded_rows, D = packed.padded_D, E = packed.padded_E;
     // Keys that no row sees are left out of every product.
     const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes), even = round_up(shown, 2);
-    multiply<W>(rows, columns, call.D, {scratch.q, D}, {head.keys_across + block * call.D * kKeys, kKeys},
+    multiply<W>(rows, columns, call.D, {scratch.q, D}, {head.key_columns + block * call.D * kKeys, kKeys},
                 {scratch.score, kKeys}, false);
     const Biased<W> biased(tile, block);
     negligible = negligible && packed.skips && biased.far && head.radius[block] == head.radius[block] &&
                  is_negligible(biased, static_cast<W>(call.tolerance * (1 - kTailShare)), scratch);
     if (negligible) return;
-    multiply<W>(rows, columns, call.E, {scratch.dout, E}, {head.values_across + block * call.E * kKeys, kKeys},
+    multiply<W>(rows, columns, call.E, {scratch.dout, E}, {head.value_columns + block * call.E * kKeys, kKeys},
                 {scratch.dweight, kKeys}, false);
     for (int64_t i = 0; i < rows; ++i) {
       for (int64_t j = columns; j < kKeys; ++j) scratch.dweight[i * kKeys + j] = 0;
@@ -333,13 +342,13 @@ struct BackwardWork {
     multiply<W>(even, E, tile.rows, {dropped, 1, kKeys}, {scratch.dout, E}, {dv + block * kKeys * E, E}, true);
     W pulls[kKeys] = {};
     for (int64_t i = 0; i < rows; ++i) score_gradients(biased, i, pulls);
-    for (int64_t s = 0; dplaces && s < shown; ++s) dplaces[block * kKeys + s] += static_cast<double>(pulls[s]);
+    for (int64_t s = 0; dpositions && s < shown; ++s) dpositions[block * kKeys + s] += static_cast<double>(pulls[s]);
     multiply<W>(rows, D, shown, {scratch.dweight, kKeys}, {head.keys + block * kKeys * head.key_row, head.key_row},
                 {scratch.acc, D}, true);
     multiply<W>(even, D, tile.rows, {scratch.dweight, 1, kKeys}, {scratch.q, D}, {dk + block * kKeys * D, D}, true);
   }
 
-  // Turn the gradients of the weights of row i into those of its scores, and sum what slopes and places need.
+  // Turn the gradients of the weights of row i into those of its scores, and sum what slopes and positions need.
   LINBIAS_INLINE void score_gradients(const Biased<W>& biased, int64_t i, W (&pulls)[kKeys]) {
     Vector<W> total{}, slope[2] = {}, weighted[2] = {};
 #pragma GCC unroll 16
@@ -356,7 +365,7 @@ struct BackwardWork {
       weighted[kRight] += weight * right;
     }
     scratch.dscore_sum[i] += sum<W>(total);
-    if (dplaces) pull_at_places(biased, i, pulls);
+    if (dpositions) pull_at_positions(biased, i, pulls);
     for (int side = kLeft; side <= kRight; ++side) {
       if (biased.tile.hidden[side]) continue;
       scratch.slope_sum[side][i] += sum<W>(slope[side]);
@@ -364,8 +373,8 @@ struct BackwardWork {
     }
   }
 
-  // What the gradients of the scores of row i ask of the places of keys and of its own.
-  void pull_at_places(const Biased<W>& biased, int64_t i, W (&pulls)[kKeys]) {
+  // What the gradients of the scores of row i ask of the positions of keys and of its own.
+  void pull_at_positions(const Biased<W>& biased, int64_t i, W (&pulls)[kKeys]) {
     Vector<W> total{};
     for (int j = 0; j < kVectors; ++j) {
       const Vector<W> pull = biased.pull(i, j) * load(scratch.dweight + i * kKeys + j * kLanes);
@@ -375,3 +384,6 @@ struct BackwardWork {
     scratch.pull_sum[i] += sum<W>(total);
   }
 };
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

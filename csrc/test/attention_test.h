@@ -85,7 +85,7 @@ struct Type<Brain> {
 
 // ---- what is computed
 
-// How keys stand: counted, or at places of their own.
+// How keys stand: counted, or at given positions.
 enum class Standing { counted, gaps, equal, resets, bursts, unix_times };
 inline const char* const kStandings[] = {"", " gaps", " equal stamps", " resets", " bursts", " unix times"};
 
@@ -109,7 +109,7 @@ struct Truth {
 };
 
 struct Inputs {
-  std::vector<double> q, k, v, left, right, dout, dlse, x, xq;  // x, xq: places [B, H, S] and [B, H, T], if any
+  std::vector<double> q, k, v, left, right, dout, dlse, x, xq;  // x, xq: positions [B, H, S] and [B, H, T], if any
   std::vector<std::int64_t> key_range, query_start;
 };
 
@@ -163,8 +163,8 @@ inline Truth define(const Case& c, const Inputs& x) {
         for (std::int64_t s = first; s < end; ++s) {
           double product = 0;
           for (std::int64_t d = 0; d < c.D; ++d) product += x.q[row * c.D + d] * x.k[(key_row + s) * c.D + d];
-          const bool placed = !x.x.empty(), back = position >= s;  // sides go by order
-          reach[s] = placed ? std::abs(x.xq[row] - x.x[bh * c.S + s]) : std::abs(static_cast<double>(position - s));
+          const bool positioned = !x.x.empty(), back = position >= s;  // sides go by order
+          reach[s] = positioned ? std::abs(x.xq[row] - x.x[bh * c.S + s]) : std::abs(static_cast<double>(position - s));
           double slope = back ? x.left[bh] : c.causal ? kInf : x.right[bh];
           if (position == s && std::isinf(slope)) slope = 0;  // its own key is never hidden
           pull[s] = std::isinf(slope) ? 0 : back ? slope : -slope;
@@ -208,7 +208,7 @@ inline Truth define(const Case& c, const Inputs& x) {
 }
 
 // Where keys and queries stand; keys that are hidden stand nowhere.
-inline void place(const Case& c, std::mt19937& random, Inputs& x) {
+inline void give_positions(const Case& c, std::mt19937& random, Inputs& x) {
   std::exponential_distribution<double> gap;
   for (std::int64_t bh = 0; bh < c.B * c.H; ++bh) {
     const std::int64_t b = bh / c.H;
@@ -268,7 +268,7 @@ inline Inputs draw(const Case& c, bool narrow) {
     x.key_range.insert(x.key_range.end(), chosen, chosen + 2);
   }
   x.query_start = c.starts;
-  if (c.standing != Standing::counted) place(c, random, x);
+  if (c.standing != Standing::counted) give_positions(c, random, x);
   return x;
 }
 

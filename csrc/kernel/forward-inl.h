@@ -1,7 +1,15 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // The forward pass: how the tiles of a call are shared out, and how each visits its blocks near to far until the
-// certificate holds. What is computed for a block is in ForwardWork, on vectors, or ForwardAcross, in pairs.
+// certificate holds. What is computed for a block is in ForwardWork, on vectors, or Bfloat16ForwardWork, in pairs.
+#pragma once
+
+#include "kernel/certificate-inl.h"
+#include "kernel/packing-inl.h"
+#include "kernel/products-inl.h"
+#include "kernel/tile-inl.h"
+#include "parallel.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // Work computes one tile: begin() loads it, visit(block, negligible) adds a block, and finish() stores the results.
 // `negligible` tells visit whether the block before, on the same side, had next to nothing to add, and is then the
@@ -141,7 +149,7 @@ struct ForwardWork {
     // What lies in `score` beyond is hidden from every row.
     const int64_t shown = tile.shown(block), columns = round_up(shown, kLanes);
     multiply<W>(tile.padded_rows, columns, call.D, {scratch.q, packed.padded_D},
-                {head.keys_across + block * call.D * kKeys, kKeys}, {scratch.score, kKeys}, false);
+                {head.key_columns + block * call.D * kKeys, kKeys}, {scratch.score, kKeys}, false);
     const Biased<W> biased(tile, block);
     const W allowance = static_cast<W>(call.tolerance * (1 - kTailShare));
     const bool may_be_left_out = negligible && packed.skips && head.radius[block] == head.radius[block];
@@ -169,10 +177,10 @@ struct ForwardWork {
     Vector<W> high = x[0];
 #pragma GCC unroll 16
     for (int j = 1; j < kVectors; ++j) high = larger<W>(high, x[j]);
-    const W found = largest<W>(high)[0];
-    if (found > scratch.row_max[i]) {
-      const W shrink = exponential<W>(broadcast(scratch.row_max[i] - found))[0];
-      scratch.row_max[i] = found;
+    const W highest = largest<W>(high)[0];
+    if (highest > scratch.row_max[i]) {
+      const W shrink = exponential<W>(broadcast(scratch.row_max[i] - highest))[0];
+      scratch.row_max[i] = highest;
       scratch.row_sum[i] *= shrink;
       scratch.left_out[i] *= shrink;
       W* acc = scratch.acc + i * packed.padded_E;
@@ -202,3 +210,6 @@ struct ForwardWork {
     }
   }
 };
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,9 +1,14 @@
-// Part of attention-inl.h, included within its namespace, for targets without a matrix unit that multiply pairs of
-// bfloat16 (LINBIAS_ACROSS without LINBIAS_AMX).
-//
-// What matrix-inl.h offers, on an instruction that adds 16 sums of two products, of pairs of bfloat16, to 16 numbers of
-// float32. Factors lie as the unit wants them. A word of the first factor is loaded once for several vectors of the
-// second, because loads set the pace. float32 does not come here: vectors multiply it faster without terms.
+// What matrix_unit-inl.h offers, on an instruction that adds 16 sums of two products, of pairs of bfloat16, to 16
+// numbers of float32. Factors lie as the unit wants them. A word of the first factor is loaded once for several vectors
+// of the second, because loads set the pace. float32 does not come here: vectors multiply it faster without terms.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernel/bfloat16/terms-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 constexpr int64_t kDeep = kLanes16;  // groups of queries as they come; any even depth would do
 
@@ -79,3 +84,6 @@ inline void add_product(MatrixUnit&, int64_t rows, int64_t columns, int64_t dept
     else strip_of_pairs<1>(rows, depth, a, a_row, b + j, columns, kLanes16, c + j, columns, kLanes16, true);
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

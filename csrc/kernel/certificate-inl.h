@@ -1,6 +1,11 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // When a tile may leave out a block, or all that lies beyond.
+#pragma once
+
+#include "kernel/bounds-inl.h"
+#include "kernel/tile-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // A row may lose `tolerance` of its probability: this share of it to keys that are not read, and the rest to blocks
 // whose scores turn out too low once they are there (the bound of the first has to assume that norms align).
@@ -70,15 +75,15 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   const Call& call = *tile.call;
   const W share = static_cast<W>(__builtin_log(kTailShare * (call.right ? call.tolerance / 2 : call.tolerance)));
   const int64_t key = side == kLeft ? nearest * kKeys + kKeys - 1 : nearest * kKeys;
-  const W distance = static_cast<W>(side == kLeft ? tile.position - key : key - tile.position);
+  const W distance = static_cast<W>(side == kLeft ? tile.order - key : key - tile.order);
   const W away = side == kLeft ? W{1} : W{-1}, step = m * (1 - slack);
-  const double place = tile.places ? tile.places[nearest_key(side, nearest, tile.head->num_keys)] : 0;
+  const double nearest_position = tile.positions ? tile.positions[nearest_key(side, nearest, tile.head->num_keys)] : 0;
   const W* tails = table + nearest * kEntries;
   for (int64_t n = 0, i = rows.open_row; n < tile.rows; ++n, i = i + 1 < tile.rows ? i + 1 : 0) {
     const W* lower = tails + rows.entry[i];
     const W far = lower[0] + rows.fraction[i] * (lower[1] - lower[0]);
     W reach = distance + away * static_cast<W>(i);
-    if (tile.places) reach = away * static_cast<W>(tile.query_places[i] - place);
+    if (tile.positions) reach = away * static_cast<W>(tile.query_positions[i] - nearest_position);
     const W tail = rows.base[i] + far - step * reach - share;
     if (!(tail <= rows.row_max[i] + log_from_below(rows.row_sum[i]))) {
       rows.open_row = i;
@@ -87,3 +92,6 @@ bool is_covered(const Tile<W>& tile, Rows<W>& rows, Side side, int64_t nearest, 
   }
   return true;
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

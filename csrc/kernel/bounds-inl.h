@@ -1,8 +1,14 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // What the certificate knows of keys that are not read (docs/math.md). For each block of a key/value head, their
 // distances from a center: the largest, and a bound on how much they spread in any one direction. For each query head
 // and side, from these and the slope, a table of bounds on everything from a block outwards, at some lengths of q.
+#pragma once
+
+#include "kernel/head-inl.h"
+#include "kernel/positions-inl.h"
+#include "kernel/products-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 template <typename W>
 constexpr W slack_of(int64_t D) {
@@ -56,7 +62,7 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
   Vector<W> ramp, totals[kVectors] = {};
   for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
   for (int64_t d = 0; d < call.D; ++d) {
-    const W* entries = head.keys_across + (block * call.D + d) * kKeys;
+    const W* entries = head.key_columns + (block * call.D + d) * kKeys;
     const Vector<W> center = broadcast(head.center[d]);
 #pragma GCC unroll 16
     for (int j = 0; j < kVectors; ++j) {
@@ -67,10 +73,10 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
     }
   }
   __builtin_memcpy(squares, totals, sizeof squares);
-  W found = 0, radius = 0;
-  for (const W square : squares) found = larger_or_nan(found, square);
-  const bool ordinary = is_ordinary(found);
-  if (ordinary) radius = square_root(found);
+  W largest_square = 0, radius = 0;
+  for (const W square : squares) largest_square = larger_or_nan(largest_square, square);
+  const bool ordinary = is_ordinary(largest_square);
+  if (ordinary) radius = square_root(largest_square);
   for (int64_t i = 0; i < count && !ordinary; ++i)
     radius = larger_or_nan(radius, length_of<W>(room + i, call.D, kKeys));
   head.radius[block] = radius + zero_or_nan(head.values + block * kKeys * padded_E, kKeys * padded_E);
@@ -86,7 +92,7 @@ void measure_block(const Call& call, const Head<W>& head, int64_t block, int64_t
     const W row = sum<W>(total);
     largest_row = row <= largest_row ? largest_row : row;
   }
-  const W square = square_root(largest_row / static_cast<W>(count)) * (1 + slack) + slack * found;
+  const W square = square_root(largest_row / static_cast<W>(count)) * (1 + slack) + slack * largest_square;
   head.spread[block] = square_root(square);
 }
 
@@ -123,10 +129,10 @@ struct BlockBound {
   }
 };
 
-// table[blocks, kEntries] of one query head and side, whose keys stand at `places` or are counted; NaN wherever
+// table[blocks, kEntries] of one query head and side, whose keys stand at `positions` or are counted; NaN wherever
 // something beyond is not finite.
 template <typename W>
-void fill_tails(const Head<W>& head, Side side, W slope, const double* places, W slack, W* table) {
+void fill_tails(const Head<W>& head, Side side, W slope, const double* positions, W slack, W* table) {
   const double m = static_cast<double>(slope);
   double tail[kEntries], q[kEntries];
   const double unit = kShortest / (head.largest > 0 ? static_cast<double>(head.largest) : 1);
@@ -141,10 +147,11 @@ void fill_tails(const Head<W>& head, Side side, W slope, const double* places, W
     const int64_t keys = smaller_of(kKeys, head.num_keys - block * kKeys);
     const double count = static_cast<double>(keys);
     double discounted;
-    if (places) {
+    if (positions) {
       const int64_t nearest = nearest_key(side, block, head.num_keys);
-      discounted = sum_of_block<W>(places + block * kKeys, keys, nearest - block * kKeys, slope, slack);
-      if (before >= 0) step = m * (1 - static_cast<double>(slack)) * __builtin_fabs(places[nearest] - places[before]);
+      discounted = sum_of_block<W>(positions + block * kKeys, keys, nearest - block * kKeys, slope, slack);
+      if (before >= 0)
+        step = m * (1 - static_cast<double>(slack)) * __builtin_fabs(positions[nearest] - positions[before]);
       before = nearest;
     } else {
       discounted = __builtin_expm1(-m * count) / __builtin_expm1(-m);  // sum of e^(-m i), i < count
@@ -158,3 +165,6 @@ void fill_tails(const Head<W>& head, Side side, W slope, const double* places, W
     }
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,7 +1,11 @@
-// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
-//
 // Vectors of 16 numbers on their way into and out of products of pairs: rounding to pairs of bfloat16, transposing,
 // 2^x. The emulated target has the same in plain C++.
+#pragma once
+
+#include "kernel/simd-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 static_assert(Simd<float>::kLanes == 16);
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -129,7 +133,7 @@ LINBIAS_INLINE void transpose_words(const uint32_t* from, int64_t from_row, uint
 
 // Rows of bfloat16 to the second factor of a product with their transpose: rows[16, padded] to to[padded / 2, 16]
 // words.
-LINBIAS_INLINE void pack_across(const uint16_t* rows, int64_t padded, uint32_t* to) {
+LINBIAS_INLINE void pack_column_pairs(const uint16_t* rows, int64_t padded, uint32_t* to) {
   for (int64_t pair = 0; pair < padded / 2; pair += 16) {
     transpose_words(reinterpret_cast<const uint32_t*>(rows) + pair, padded / 2, to + pair * 16, 16);
   }
@@ -157,3 +161,6 @@ LINBIAS_INLINE void pack_transposed(const uint16_t* rows, int64_t padded, int64_
     }
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,6 +1,10 @@
-// Part of attention-inl.h, included within its namespace.
-//
-// One key/value head: which keys it shows, and its keys and values packed in blocks.
+// The arrays of a call: which keys a key/value head shows, what reads it, and its keys and values packed in blocks.
+#pragma once
+
+#include "kernel/simd-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // The keys of one key/value head that queries may see, whatever the caller asks for: first >= 0, first + count <= S.
 struct KeyRange {
@@ -24,8 +28,8 @@ inline int64_t most_keys(const Call& call) {
   return most;
 }
 
-// The position of query t of batch row b.
-inline int64_t position_of(const Call& call, int64_t b, int64_t t) {
+// The key at which query t of batch row b stands, which may be none that there is.
+inline int64_t order_of(const Call& call, int64_t b, int64_t t) {
   return (call.query_start ? clamp(call.query_start[b], -kLargestStart, kLargestStart) : call.S - call.T) + t;
 }
 
@@ -43,6 +47,18 @@ struct Readers {
 template <typename In>
 const In* row_of(const Array& array, int64_t b, int64_t head, int64_t row) {
   return static_cast<const In*>(array.data) + b * array.batch + head * array.head + row * array.row;
+}
+
+// factor * from[size] to the output, from its entry `at` on.
+template <typename W>
+LINBIAS_INLINE void store_output(const Forward& results, int64_t at, int64_t size, const W* from, W factor) {
+  if (results.narrow) {
+    Bfloat16* out = static_cast<Bfloat16*>(results.out) + at;
+    for (int64_t e = 0; e < size; ++e) out[e] = round_to_bfloat16(static_cast<float>(from[e] * factor));
+  } else {
+    W* out = static_cast<W*>(results.out) + at;
+    for (int64_t e = 0; e < size; ++e) out[e] = from[e] * factor;
+  }
 }
 
 // The slope of a query head on one side; infinite where it sees nothing there.
@@ -69,7 +85,7 @@ struct SeenKeys {
 
   SeenKeys(const Call& call, int64_t index) {
     const Readers readers(call, index);
-    const int64_t start = position_of(call, readers.b, 0);
+    const int64_t start = order_of(call, readers.b, 0);
     const KeyRange range(call, readers.b, index % call.G);
     bool shows_left = false, shows_right = false;
     for (int64_t h = readers.first; h < readers.end; ++h) {
@@ -104,8 +120,8 @@ void clear_unseen_gradients(const Call& call, const Backward& results) {
 template <typename W>
 struct Head {
   int64_t first, num_keys, num_blocks;  // key `first` is key 0 of the head, and begins block 0
-  W* keys_across;                       // [blocks, D, kKeys]
-  W* values_across;                     // [blocks, E, kKeys], backward only
+  W* key_columns;                       // [blocks, D, kKeys]
+  W* value_columns;                     // [blocks, E, kKeys], backward only
   const W *keys, *values;               // [num_keys, key_row or value_row]; keys for backward, values for forward
   int64_t key_row, value_row;
   W* center;               // [D], the mean of some keys
@@ -116,7 +132,7 @@ struct Head {
 
 // Up to kKeys rows of inputs, from_row apart, to columns: to[size, kKeys], zeros where rows are missing.
 template <typename W, typename In>
-void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, W* to) {
+void pack_columns(const In* from, int64_t from_row, int64_t count, int64_t size, W* to) {
   constexpr int kLanes = Simd<W>::kLanes;
   for (int64_t i = 0; i < kKeys; i += kLanes) {
     int64_t d = 0;
@@ -139,8 +155,8 @@ void pack_across(const In* from, int64_t from_row, int64_t count, int64_t size, 
 
 // `count` rows of inputs times a factor, to rows: to[rows, padded], zeros behind each and where rows are missing.
 template <typename W, typename In>
-void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, W factor, int64_t rows, int64_t padded,
-                W* to) {
+void pack_rows(const In* from, int64_t from_row, int64_t count, int64_t size, W factor, int64_t rows, int64_t padded,
+               W* to) {
   constexpr int kLanes = Simd<W>::kLanes;
   for (int64_t i = 0; i < rows; ++i, from += from_row, to += padded) {
     int64_t d = 0;
@@ -155,10 +171,13 @@ void pack_along(const In* from, int64_t from_row, int64_t count, int64_t size, W
 // 0, or NaN if any of these numbers is not finite; count is a multiple of 16.
 template <typename W>
 W zero_or_nan(const W* x, int64_t count) {
-  W found[16] = {}, total = 0;
+  W zeros[16] = {}, total = 0;
   for (int64_t j = 0; j < count; j += 16) {
-    for (int lane = 0; lane < 16; ++lane) found[lane] += x[j + lane] * W{0};
+    for (int lane = 0; lane < 16; ++lane) zeros[lane] += x[j + lane] * W{0};
   }
-  for (const W one : found) total += one;
+  for (const W zero : zeros) total += zero;
   return total;
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

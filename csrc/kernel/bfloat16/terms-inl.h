@@ -1,10 +1,14 @@
-// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
-//
 // The inputs as sums of bfloat16, which is all that these targets multiply: one for bfloat16 itself, and three for
 // float32, whose 24 bits are three times 8. Of the nine products of two such sums six are made, those of terms i and j
 // with i + j < 3: what is left out is below 2^-22 of the product, of either sign, and about 2^-26 in the mean, less
 // than a float32 sum loses by rounding. Terms below 2^-126 count as 0: numbers below 2^-103 lose digits. An infinity
 // becomes NaN where it is multiplied.
+#pragma once
+
+#include "kernel/bfloat16/pairs-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 constexpr int kMostTerms = 3;  // of a number
 template <typename In>
@@ -199,10 +203,14 @@ LINBIAS_INLINE void pack_pairs(Terms<uint16_t> rows, int64_t count, int64_t colu
 }
 
 // Rows to [count / 16, row / 2, 16]: each 16 of them to the second factor of a product with their transpose.
-LINBIAS_INLINE void pack_across(Terms<uint16_t> rows, int64_t count, Terms<uint32_t> to) {
+LINBIAS_INLINE void pack_column_pairs(Terms<uint16_t> rows, int64_t count, Terms<uint32_t> to) {
   for (int term = 0; term < rows.count; ++term) {
     for (int64_t i = 0; i < count; i += kLanes16) {
-      pack_across(rows.data + term * rows.step + i * rows.row, rows.row, to.data + term * to.step + i * rows.row / 2);
+      pack_column_pairs(rows.data + term * rows.step + i * rows.row, rows.row,
+                        to.data + term * to.step + i * rows.row / 2);
     }
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,9 +1,15 @@
-// Part of attention-inl.h, included within its namespace, for targets with a matrix unit (LINBIAS_AMX).
-//
 // The matrix unit: 8 registers of 16 rows of 64 bytes each, and one instruction, C[16, 16] += A[16, 32] B[32, 16], of
 // bfloat16 products summed in float32. A lies in rows; B lies in pairs: row k / 2 holds B[k, n] and B[k + 1, n] side by
 // side for each column n. This file is all that knows the instructions;
 // LINBIAS_AMX_EMULATED puts a model in plain C++ in their place, so that what is built on them can be tested anywhere.
+#pragma once
+
+#include <type_traits>  // integral_constant
+
+#include "kernel/bfloat16/terms-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // Products are inlined where they are made, but not those of the model, which would then take minutes to compile.
 #if defined(LINBIAS_AMX_EMULATED)
@@ -240,3 +246,6 @@ LINBIAS_PRODUCT void add_groups(MatrixUnit& unit, int64_t rows, int64_t columns,
     }
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

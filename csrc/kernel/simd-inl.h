@@ -1,9 +1,21 @@
-// The few vector operations that the kernel needs, on the compiler's own vector types. Included once per target,
-// inside its namespace; LINBIAS_VECTOR_BYTES says how wide a register is.
+// The few vector operations that the kernel needs, on the compiler's own vector types: LINBIAS_VECTOR_BYTES says how
+// wide a register is.
 //
 // exp: x = n ln 2 + r, |r| <= ln 2 / 2; a polynomial for e^r (the coefficients of Cephes in float, Taylor's to r^13 in
 // double), n into the exponent; 0 below the smallest normal number, NaN stays NaN. Rounding to n adds and subtracts a
 // large number, which -ffast-math would remove: do not compile with it.
+#pragma once
+
+#include <utility>  // integer_sequence
+
+#if defined(__AVX512DQ__)  // all targets of 512 bits but the emulated one
+#include <immintrin.h>
+#endif
+
+#include "kernel/base-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 template <typename W>
 struct Simd;
@@ -12,7 +24,7 @@ template <>
 struct Simd<float> {
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 4;
   typedef float Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
-  typedef std::int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef int32_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   typedef double Doubles __attribute__((vector_size(2 * LINBIAS_VECTOR_BYTES)));
   static constexpr float kLowest = -87.3f, kLog2e = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f,
                          kRound = 12582912.0f;  // 1.5 * 2^23
@@ -31,7 +43,7 @@ template <>
 struct Simd<double> {
   static constexpr int kLanes = LINBIAS_VECTOR_BYTES / 8;
   typedef double Vector __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
-  typedef std::int64_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef int64_t Integers __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   typedef Vector Doubles;
   static constexpr double kLowest = -708.0, kLog2e = 1.4426950408889634, kLn2High = 0.693147180369123816490,
                           kLn2Low = 1.90821492927058770002e-10, kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -45,8 +57,6 @@ template <typename W>
 using Vector = typename Simd<W>::Vector;
 template <typename W>
 constexpr std::make_integer_sequence<int, Simd<W>::kLanes> kEveryLane{};
-
-#define LINBIAS_INLINE inline __attribute__((always_inline))
 
 template <typename W>
 LINBIAS_INLINE Vector<W> load(const W* from) {
@@ -175,12 +185,12 @@ LINBIAS_INLINE Vector<W> exponential(Vector<W> x) {
 
 // At most log(x), and no more than 0.06 below it: 2^e f has log2 of at least e + f - 1. For normal x > 0.
 LINBIAS_INLINE float log_from_below(float x) {
-  std::int32_t bits;
+  int32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   return static_cast<float>(bits - 0x3f800000) * (0.69314718f * 0x1p-23f);
 }
 LINBIAS_INLINE double log_from_below(double x) {
-  std::int64_t bits;
+  int64_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   return static_cast<double>(bits - 0x3ff0000000000000) * (0.6931471805599453 * 0x1p-52);
 }
@@ -194,32 +204,32 @@ LINBIAS_INLINE double natural_exp(double x) { return __builtin_exp(x); }
 LINBIAS_INLINE float widen(float x) { return x; }
 LINBIAS_INLINE double widen(double x) { return x; }
 struct Bfloat16 {
-  std::uint16_t bits;
+  uint16_t bits;
 };
 LINBIAS_INLINE float widen(Bfloat16 x) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(x.bits) << 16;
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float y;
   __builtin_memcpy(&y, &bits, sizeof y);
   return y;
 }
 LINBIAS_INLINE Bfloat16 round_to_bfloat16(float x) {
-  std::uint32_t bits;
+  uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
-  const std::uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return {static_cast<std::uint16_t>(x == x ? nearest : 0x7fc0)};
+  const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return {static_cast<uint16_t>(x == x ? nearest : 0x7fc0)};
 }
 struct Float16 {
-  std::uint16_t bits;
+  uint16_t bits;
 };
 LINBIAS_INLINE float widen(Float16 x) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000) << 16;
-  const std::uint32_t rest = x.bits & 0x7fff;
-  std::uint32_t bits;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t rest = x.bits & 0x7fff;
+  uint32_t bits;
   if (rest >= 0x7c00) {
     bits = 0x7f800000 | (rest & 0x3ff) << 13;  // infinity, NaN
   } else {
     // Exponent and mantissa in a float's place are the value times 2^-112, subnormal numbers included.
-    const std::uint32_t scaled = rest << 13;
+    const uint32_t scaled = rest << 13;
     float y;
     __builtin_memcpy(&y, &scaled, sizeof y);
     y *= 0x1p112f;
@@ -235,8 +245,8 @@ LINBIAS_INLINE float widen(Float16 x) {
 LINBIAS_INLINE Vector<float> load_wide(const float* from) { return load(from); }
 LINBIAS_INLINE Vector<double> load_wide(const double* from) { return load(from); }
 LINBIAS_INLINE Vector<float> load_wide(const Bfloat16* from) {
-  typedef std::uint16_t Narrow __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
-  typedef std::uint32_t Wide __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
+  typedef uint16_t Narrow __attribute__((vector_size(LINBIAS_VECTOR_BYTES / 2)));
+  typedef uint32_t Wide __attribute__((vector_size(LINBIAS_VECTOR_BYTES)));
   Narrow x;
   __builtin_memcpy(&x, from, sizeof x);
   return (Vector<float>)(__builtin_convertvector(x, Wide) << 16);
@@ -246,3 +256,6 @@ LINBIAS_INLINE Vector<float> load_wide(const Float16* from) {
   for (int i = 0; i < Simd<float>::kLanes; ++i) x[i] = widen(from[i]);
   return x;
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

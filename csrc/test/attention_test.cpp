@@ -6,13 +6,13 @@
 //     attention_test avx2 ...    on these
 //
 // `make core-test` builds and runs it, `make sanitize` under sanitizers.
+#include "attention_test.h"
+
 #include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <thread>
-
-#include "attention_test.h"
 
 using namespace linbias;
 using namespace linbias::testing;
@@ -172,8 +172,8 @@ void test_the_definition() {
   }
 }
 
-// Keys that stand at places of their own, through every way of the core.
-void test_the_definition_at_given_places() {
+// Keys that stand at given positions, through every way of the core.
+void test_the_definition_at_given_positions() {
   for (const Standing standing :
        {Standing::gaps, Standing::equal, Standing::resets, Standing::bursts, Standing::unix_times}) {
     Case cases[] = {
@@ -805,7 +805,7 @@ int main(int count, char** names) {
   for (void (*test)() : {
            test_tasks_are_shared_out,
            test_the_definition,
-           test_the_definition_at_given_places,
+           test_the_definition_at_given_positions,
            test_dropout_at_its_threshold,
            test_what_a_caller_may_not_break<float, double>,
            test_what_a_caller_may_not_break<Brain, Half>,

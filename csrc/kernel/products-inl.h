@@ -1,6 +1,13 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // Matrix products: one register block of 6 rows x 4 vectors (2 where registers are few) serves all of them.
+#pragma once
+
+#include "kernel/simd-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
+
+constexpr int kBlockRows = 6;
+constexpr int kBlockVectors = LINBIAS_VECTOR_BYTES == 64 ? 4 : 2;  // 24 of 32 registers, or 12 of 16
 
 // Where a matrix lies: entry [i, j] at data[i * row + j * column].
 template <typename X>
@@ -82,3 +89,6 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<const W> a, M
     multiply_short<W>(rows, columns, smaller_of(kDepth, depth - k), a.from(0, k), b.from(k, 0), c, add || k > 0);
   }
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

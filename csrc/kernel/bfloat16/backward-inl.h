@@ -1,5 +1,3 @@
-// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
-//
 // The backward pass of one tile in products of pairs. It differs from BackwardWork in what enters a product:
 //
 // - weights and gradients of scores: rounded to bfloat16 where the inputs are bfloat16, else as sums of three terms;
@@ -7,21 +5,28 @@
 //
 // For bfloat16 the logarithm of a row's sum is part of the pivot, so that weights need no division. Gradients of scores
 // are summed in float32.
+#pragma once
+
+#include "kernel/backward-inl.h"
+#include "kernel/bfloat16/tile-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 template <typename In>
-struct BackwardAcross {
+struct Bfloat16BackwardWork {
   using Wide = float;
-  using PackedHeads = AcrossPacked<In>;
-  using Packer = PackAcross<In>;
-  using WorkScratch = AcrossScratch;
+  using PackedHeads = Bfloat16Packed<In>;
+  using Packer = Bfloat16PackTask<In>;
+  using WorkScratch = Bfloat16Scratch;
   using Negligible = OfGroups;
   static constexpr bool kScaledQueries = false;
   static constexpr int kTerms = kTermsOf<In>;
   static constexpr bool kFine = kTerms > 1;
-  using Biased = BiasedAcross<kFine>;
-  // Weights, and gradients of scores, as rows: [keys, kQueriesAcross] of bfloat16, or for float32 [kinds, groups, keys,
+  using Biased = Bfloat16Biased<kFine>;
+  // Weights, and gradients of scores, as rows: [keys, kPaddedQueries] of bfloat16, or for float32 [kinds, groups, keys,
   // 16] words, each a pair of terms.
-  static constexpr int64_t kColumns = kFine ? 2 * kLanes16 : kQueriesAcross;
+  static constexpr int64_t kColumns = kFine ? 2 * kLanes16 : kPaddedQueries;
   static constexpr int64_t kKindStep = kGroups * kKeys * kLanes16;  // words
   const Call& call;
   const Backward& results;
@@ -29,19 +34,19 @@ struct BackwardAcross {
   const Tile<float>& tile;
   int64_t slot;
   WorkScratch& scratch;
-  float *dk, *dv;   // of the head, to add to
-  double* dplaces;  // likewise, or null
+  float *dk, *dv;      // of the head, to add to
+  double* dpositions;  // likewise, or null
   int dout_terms = 0;
   MatrixUnit unit{};
 
   bool has_keys(int64_t i) const { return scratch.pivot[i] != kInfinity<float>; }
 
   void begin() {
-    load_queries_across<In>(tile, packed, scratch);
+    load_query_terms<In>(tile, packed, scratch);
     pack_over_queries(scratch.rows_of(packed.deep_D, kTerms), packed.padded_D, scratch.q_pairs);
     load_output_gradient();
     __builtin_memset(scratch.acc, 0, sizeof(float) * static_cast<size_t>(kRows * packed.padded_D));
-    for (int64_t group = round_up(tile.rows, kLanes16) / kLanes16; !kFine && group < kQueriesAcross / kLanes16;
+    for (int64_t group = round_up(tile.rows, kLanes16) / kLanes16; !kFine && group < kPaddedQueries / kLanes16;
          ++group) {
       clear(group, 0);
     }
@@ -60,7 +65,7 @@ struct BackwardAcross {
     const float* given = static_cast<const float*>(results.dout) + at * E;
     const float* out = static_cast<const float*>(results.saved.out) + at * E;
     Words beyond[kMostTerms] = {};  // whether a term is not 0 somewhere
-    for (int64_t i = 0; i < (kFine ? kRows : kQueriesAcross); ++i) {
+    for (int64_t i = 0; i < (kFine ? kRows : kPaddedQueries); ++i) {
       const bool seen = i < tile.rows && find_pivot(i);
       const float per_sum = seen ? 1 / scratch.row_sum[i] : 1;
       Floats delta{};
@@ -78,7 +83,7 @@ struct BackwardAcross {
         uint16_t* to = scratch.rows + i * deep_E + e;
         const auto put = [&](int term, Words first, Words second) __attribute__((always_inline)) {
           beyond[term] |= (first | second) & 0x7fff0000u;
-          store_upper_halves(first, second, to + term * kQueriesAcross * deep_E);
+          store_upper_halves(first, second, to + term * kPaddedQueries * deep_E);
         };
         split(x[0] * per_sum, x[1] * per_sum, put);
       }
@@ -87,7 +92,7 @@ struct BackwardAcross {
     dout_terms = kMostTerms;
     while (!kFine && dout_terms > 1 && in_all_lanes((Lanes)(beyond[dout_terms - 1] == 0u))) --dout_terms;
     const Terms<uint16_t> dout = scratch.rows_of(deep_E, dout_terms);
-    pack_across(dout, tile.rows, across_of(scratch.dout_across, deep_E, dout_terms));
+    pack_column_pairs(dout, tile.rows, columns_of(scratch.dout_columns, deep_E, dout_terms));
     pack_over_queries(dout, packed.padded_E, scratch.dout_pairs);
   }
 
@@ -96,7 +101,7 @@ struct BackwardAcross {
     if constexpr (kFine) {
       pack_kinds(rows, kRows, columns, {to, columns, kOtherPairKinds, kRows * columns});
     } else {
-      pack_pairs(rows, kQueriesAcross, columns, {to, columns, rows.count, kQueriesAcross / 2 * columns});
+      pack_pairs(rows, kPaddedQueries, columns, {to, columns, rows.count, kPaddedQueries / 2 * columns});
     }
   }
 
@@ -110,7 +115,8 @@ struct BackwardAcross {
       scratch.row_sum[i] = natural_exp(log_sum);
     } else {
       scratch.log_sum_bits[i] = log_sum * Biased::kUnit;
-      scratch.pivot[i] = static_cast<float>((static_cast<double>(row_max) + static_cast<double>(log_sum)) / kLn2);
+      scratch.pivot[i] =
+          static_cast<float>((static_cast<double>(row_max) + static_cast<double>(log_sum)) / kLn2<double>);
     }
     return true;
   }
@@ -130,16 +136,16 @@ struct BackwardAcross {
   void visit(int64_t block, OfGroups& negligible) {
     const Terms<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_at(slot, block),
                           keys_transposed = packed.keys_transposed_at(slot, block);
-    const Terms<uint32_t> q = across_of(scratch.q_across, packed.deep_D, kTerms),
-                          dout = across_of(scratch.dout_across, packed.deep_E, dout_terms),
+    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
+                          dout = columns_of(scratch.dout_columns, packed.deep_E, dout_terms),
                           dscores = {scratch.pairs, kLanes16, kTerms, kPairsStep};
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     Biased biased(tile, block);
     int64_t most_shown = 0, all_shown[kGroups] = {};
-    if (biased.placed) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
+    if (biased.positioned) __builtin_memset(scratch.pulls, 0, sizeof(float) * kGroupScores);
     const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
-      GroupsAcross groups(biased, first, first + at_once);
+      QueryGroups groups(biased, first, first + at_once);
       groups.multiply(unit, keys, q, scratch.score);
       for (int64_t group = groups.first; group < groups.end; ++group) {
         int64_t& shown = groups.shown[group];
@@ -148,7 +154,7 @@ struct BackwardAcross {
           const float* scores = scratch.score + (group - first) * kGroupScores;
           negligible.of[group] = biased.finite && biased.far &&
                                  biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
-                                 is_negligible_across(biased, group, allowance, scores, scratch);
+                                 is_group_negligible(biased, group, allowance, scores, scratch);
           if (negligible.of[group]) shown = 0;
         }
         if constexpr (!kFine) clear(group, shown);
@@ -164,7 +170,7 @@ struct BackwardAcross {
       groups.add(unit, packed.padded_D, keys_transposed, dscores, scratch.acc);
     }
     if (most_shown == 0) return;
-    if (dplaces) add_pulls(dplaces + block * kKeys, smaller_of(most_shown, biased.num_keys));
+    if (dpositions) add_pulls(dpositions + block * kKeys, smaller_of(most_shown, biased.num_keys));
     add_over_queries(most_shown, all_shown, packed.padded_E, dout_terms, scratch.weight_rows, scratch.dout_pairs,
                      dv + block * kKeys * packed.padded_E);
     add_over_queries(most_shown, all_shown, packed.padded_D, 1, scratch.dscore_rows, scratch.q_pairs,
@@ -183,7 +189,7 @@ struct BackwardAcross {
 #endif
     for (int term = 0; term < terms; ++term) {
       add_product(unit, keys, size, round_up(tile.rows, kDeep), rows, kColumns,
-                  pairs + term * kQueriesAcross / 2 * size, to);
+                  pairs + term * kPaddedQueries / 2 * size, to);
     }
   }
 
@@ -208,7 +214,7 @@ struct BackwardAcross {
       const auto score = [&](int64_t s) __attribute__((always_inline)) {
         return biased.far_score(load(scores + s * kLanes16), s, base);
       };
-      if (dplaces || (biased.placed && results.dleft)) gradients_of<true, true>(of, score, keep);
+      if (dpositions || (biased.positioned && results.dleft)) gradients_of<true, true>(of, score, keep);
       else if (results.dleft) gradients_of<true, false>(of, score, keep);
       else gradients_of<false, false>(of, score, keep);
       return;
@@ -219,20 +225,20 @@ struct BackwardAcross {
       return biased.far ? biased.far_score(product, s, base) : biased.near_score(product, s) - pivot;
     };
     if (call.dropout > 0) {
-      const DropoutAcross dropout(tile, biased.block);
+      const Bfloat16Dropout dropout(tile, biased.block);
       const auto drop = [&](int64_t s, Floats x)
                             __attribute__((always_inline)) { return dropout.apply(of.group, s, x); };
-      if (biased.placed) gradients_of<true, true>(of, score, drop);
+      if (biased.positioned) gradients_of<true, true>(of, score, drop);
       else gradients_of<true, false>(of, score, drop);
     } else {
-      if (biased.placed) gradients_of<true, true>(of, score, keep);
+      if (biased.positioned) gradients_of<true, true>(of, score, keep);
       else gradients_of<true, false>(of, score, keep);
     }
   }
 
   // Turn the products of a group into weights and gradients of scores, in the forms that products want, and sum what
-  // slopes and places need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
-  template <bool kSlopes, bool kPlaces, typename Score, typename Drop>
+  // slopes and positions need, if they need it. drop(key, x) is x for the queries that keep the key under dropout.
+  template <bool kSlopes, bool kPositions, typename Score, typename Drop>
   LINBIAS_INLINE void gradients_of(const Weighing& of, const Score& score, const Drop& drop) {
     const Biased& biased = of.biased;
     const Floats delta = load(scratch.delta + of.group * kLanes16);
@@ -247,7 +253,7 @@ struct BackwardAcross {
         const Floats dweight = drop(s + i, load(dweights + (s + i) * kLanes16));
         dscore[i] = weight[i] * (dweight - delta);
         if constexpr (kSlopes) {
-          const Floats distance = biased.template distances<kPlaces>(s + i);
+          const Floats distance = biased.template distances<kPositions>(s + i);
           total += dscore[i];
           if (one_side) {
             slope[kLeft] += dscore[i] * distance;
@@ -260,7 +266,7 @@ struct BackwardAcross {
             weighted[kRight] += weight[i] * right;
           }
         }
-        if constexpr (kPlaces) {
+        if constexpr (kPositions) {
           const Floats pull = dscore[i] * biased.pull(s + i);
           add_to(scratch.pulls + (s + i) * kLanes16, pull);
           pulls += pull;
@@ -275,7 +281,7 @@ struct BackwardAcross {
     const int nearer = to_the_right ? kRight : kLeft;
     const int64_t at = of.group * kLanes16;
     add_to(scratch.dscore_sum + at, total);
-    if constexpr (kPlaces) add_to(scratch.pull_sum + at, pulls);
+    if constexpr (kPositions) add_to(scratch.pull_sum + at, pulls);
     add_to(scratch.slope_sum[nearer] + at, to_the_right ? -slope[kLeft] : slope[kLeft]);
     add_to(scratch.distance_sum[nearer] + at, to_the_right ? -weighted[kLeft] : weighted[kLeft]);
     if (one_side) return;
@@ -302,7 +308,7 @@ struct BackwardAcross {
     }
   }
 
-  // Add what all queries ask of the places of a block's keys.
+  // Add what all queries ask of the positions of a block's keys.
   void add_pulls(double* to, int64_t count) const {
     float sums[kKeys];
     for (int64_t s = 0; s < kKeys; s += kLanes16) {
@@ -325,3 +331,6 @@ struct BackwardAcross {
     }
   }
 };
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

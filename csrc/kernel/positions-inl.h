@@ -1,11 +1,15 @@
-// Part of attention-inl.h, included within its namespace.
-//
-// Keys that stand at given positions (call.positions), and queries among them: `places` in this code, where a position
-// is an order, by which sides go and what is hidden. Places may be as large as 2^53 and lie close together: differences
-// are formed in double, and rounded to W.
+// Keys that stand at given positions (call.positions), and queries among them. Sides go by order all the same, and so
+// does what is hidden. Positions may be as large as 2^53 and lie close together: differences are formed in double, and
+// rounded to W.
+#pragma once
+
+#include "kernel/simd-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // Where the keys, or the queries, of a query head stand, from `first` on; null where they are counted.
-inline const double* places_of(const Array& x, int64_t b, int64_t h, int64_t first) {
+inline const double* positions_of(const Array& x, int64_t b, int64_t h, int64_t first) {
   return x.data ? static_cast<const double*>(x.data) + b * x.batch + h * x.head + first : nullptr;
 }
 
@@ -14,8 +18,8 @@ inline int64_t nearest_key(int side, int64_t block, int64_t num_keys) {
   return side == kLeft ? smaller_of((block + 1) * kKeys, num_keys) - 1 : block * kKeys;
 }
 
-// The places of the keys of a block, 0 where there is none.
-LINBIAS_INLINE void load_places(const double* keys, int64_t count, double* to) {
+// The positions of the keys of a block, 0 where there is none.
+LINBIAS_INLINE void load_positions(const double* keys, int64_t count, double* to) {
   for (int64_t s = 0; s < kKeys; ++s) to[s] = s < count ? keys[s] : 0;
 }
 
@@ -46,3 +50,6 @@ double sum_of_block(const double* keys, int64_t count, int64_t nearest, W m, W s
   for (int64_t s = 0; s < kKeys; s += Simd<W>::kLanes) total += exponential<W>(load(exponent + s));
   return static_cast<double>(sum<W>(total) * (1 + slack));
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,8 +1,15 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // Keys and values as the products want them, with what the certificate needs of them. All heads are packed before any
 // tile; or, where heads are small and there are enough to share out (by_head), each worker packs the head that it works
 // on, which then stays in its cache. A slot holds one packed head: there is one for each head, or for each worker.
+#pragma once
+
+#include "kernel/bounds-inl.h"
+#include "kernel/head-inl.h"
+#include "kernel/positions-inl.h"
+#include "parallel.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // How the keys and values of a call are packed.
 struct Packing {
@@ -39,7 +46,7 @@ struct Packing {
 template <typename W>
 struct Packed : Packing {
   Buffer<Head<W>> heads;
-  Buffer<W> keys_across, values, keys, values_across, center, radius, spread, tails, room;
+  Buffer<W> key_columns, values, keys, value_columns, center, radius, spread, tails, room;
   int64_t padded_D, padded_E;
   bool in_place;  // keys in backward, or values in forward, are read where they lie
 
@@ -56,8 +63,8 @@ struct Packed : Packing {
     return heads.allocate(call.B * call.G) && radius.allocate(slots, num_blocks) &&
            (!certify || (center.allocate(slots, padded_D) && spread.allocate(slots, num_blocks) &&
                          allocate_tails(call, slots) && room.allocate(call.num_threads, call.D + kKeys, kKeys))) &&
-           keys_across.allocate(slots, rows, call.D) &&
-           (backward ? values_across.allocate(slots, rows, call.E) && (in_place || keys.allocate(slots, rows, padded_D))
+           key_columns.allocate(slots, rows, call.D) &&
+           (backward ? value_columns.allocate(slots, rows, call.E) && (in_place || keys.allocate(slots, rows, padded_D))
                      : in_place || values.allocate(slots, rows, padded_E));
   }
 
@@ -117,11 +124,11 @@ struct PackTask {
       head.center = packed.center.data + slot * packed.padded_D;
       head.spread = packed.spread.data + slot * packed.num_blocks;
     }
-    head.keys_across = packed.keys_across.data + slot * packed.rows * call.D;
+    head.key_columns = packed.key_columns.data + slot * packed.rows * call.D;
     head.key_row = packed.in_place ? call.k.row : packed.padded_D;
     head.value_row = packed.in_place ? call.v.row : packed.padded_E;
     if (packed.backward) {
-      head.values_across = packed.values_across.data + slot * packed.rows * call.E;
+      head.value_columns = packed.value_columns.data + slot * packed.rows * call.E;
       head.keys = packed.in_place ? reinterpret_cast<const W*>(keys_of(index)) : packed_keys(slot);
     } else {
       head.values = packed.in_place ? reinterpret_cast<const W*>(values_of(index)) : packed_values(slot);
@@ -153,8 +160,8 @@ struct PackTask {
         measure_block<W>(call, head, block, packed.padded_E, measure_spread, slack_of<W>(call.D),
                          packed.room.data + worker * (call.D + kKeys) * kKeys);
       } else if (packed.skips) {
-        head.radius[block] = zero_or_nan(head.keys_across + block * call.D * kKeys, call.D * kKeys) +
-                             zero_or_nan(head.values_across + block * call.E * kKeys, call.E * kKeys);
+        head.radius[block] = zero_or_nan(head.key_columns + block * call.D * kKeys, call.D * kKeys) +
+                             zero_or_nan(head.value_columns + block * call.E * kKeys, call.E * kKeys);
       }
     }
   }
@@ -164,15 +171,15 @@ struct PackTask {
     const In* k = keys_of(index) + block * kKeys * call.k.row;
     const In* v = values_of(index) + block * kKeys * call.v.row;
     const int64_t D = call.D, E = call.E, count = head.num_keys - block * kKeys;
-    pack_across<W>(k, call.k.row, count, D, head.keys_across + block * D * kKeys);
-    if (packed.backward) pack_across<W>(v, call.v.row, count, E, head.values_across + block * E * kKeys);
+    pack_columns<W>(k, call.k.row, count, D, head.key_columns + block * D * kKeys);
+    if (packed.backward) pack_columns<W>(v, call.v.row, count, E, head.value_columns + block * E * kKeys);
     if (packed.in_place) return;
     if (packed.backward) {
-      pack_along<W>(k, call.k.row, count, D, W{1}, kKeys, packed.padded_D,
-                    packed_keys(slot) + block * kKeys * packed.padded_D);
+      pack_rows<W>(k, call.k.row, count, D, W{1}, kKeys, packed.padded_D,
+                   packed_keys(slot) + block * kKeys * packed.padded_D);
     } else {
-      pack_along<W>(v, call.v.row, count, E, W{1}, kKeys, packed.padded_E,
-                    packed_values(slot) + block * kKeys * packed.padded_E);
+      pack_rows<W>(v, call.v.row, count, E, W{1}, kKeys, packed.padded_E,
+                   packed_values(slot) + block * kKeys * packed.padded_E);
     }
   }
 
@@ -182,8 +189,8 @@ struct PackTask {
     const Head<W>& head = packed.heads.data[index];
     const W count = static_cast<W>(head.num_keys);
     for (int64_t h = readers.first; h < readers.end; ++h) {
-      const double* places = places_of(call.positions, readers.b, h, head.first);
-      const W length = places && count > 0 ? static_cast<W>(places[head.num_keys - 1] - places[0]) : count;
+      const double* positions = positions_of(call.positions, readers.b, h, head.first);
+      const W length = positions && count > 0 ? static_cast<W>(positions[head.num_keys - 1] - positions[0]) : count;
       for (int side = kLeft; side <= kRight; ++side) {
         const W m = slope_of<W>(call, side, readers.b, h);
         // The spread saves about 3 nats of some 25, and no window is shorter than 10.
@@ -207,7 +214,7 @@ struct PackTask {
         const W m = slope_of<W>(call, side, readers.b, h);
         if (!(m > 0) || is_infinite(m)) continue;
         const Head<W>& head = packed.heads.data[index];
-        fill_tails(head, static_cast<Side>(side), m, places_of(call.positions, readers.b, h, head.first),
+        fill_tails(head, static_cast<Side>(side), m, positions_of(call.positions, readers.b, h, head.first),
                    slack_of<W>(call.D), packed.tails_at(call, slot, h, side));
       }
     }
@@ -246,3 +253,6 @@ void pack_all(Pack& pack) {
   const Task bound = [](void* context, int64_t index, int) { static_cast<Pack*>(context)->bound_tails(index, index); };
   parallel(call, num_heads, bound, &pack);
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,9 +1,10 @@
 // Attention over points against a double loop: every type, one to three axes, both metrics, tokens that stand nowhere,
 // many points at one place and far ones; what may be left out, and what never is.
-#include "attention_test.h"
 #include "linbias/points.h"
 
 #include <numeric>
+
+#include "attention_test.h"
 
 namespace linbias::testing {
 namespace {

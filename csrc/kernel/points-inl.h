@@ -1,5 +1,3 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // Attention over points (linbias/points.h). A tile of queries visits blocks of keys from near to far, by the least
 // distance between the boxes around their points, and is done with a head when all blocks not yet visited cannot hold
 // more than `tolerance` of any row's probability. With the boxes at distance g_b, for a vector c,
@@ -14,6 +12,18 @@
 // gradients of keys and values of its own, tile after tile. Results do not depend on the number of threads.
 // Memory above inputs and results: packed keys and values, in backward those of a few heads per thread together with
 // their gradients; and per thread a tile of all heads. No term in N x N.
+#pragma once
+
+#include "boxes.h"
+#include "kernel/backward-inl.h"
+#include "kernel/packing-inl.h"
+#include "kernel/products-inl.h"
+#include "kernel/tile-inl.h"
+#include "linbias/points.h"
+#include "parallel.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 constexpr int64_t kBlocksAtOnce = 8;
 
@@ -68,8 +78,8 @@ struct PointsTask {
   int64_t heads_of_task = 0;                                                           // query heads
   Buffer<Box> tiles, blocks;              // [clouds, num_tiles or num_blocks]
   Buffer<Head<W>> packed;                 // [slots]
-  Buffer<W> keys_across, values;          // [slots, num_blocks * kKeys, D or E], as Head says, and so on
-  Buffer<W> keys, values_across, dk, dv;  // backward only
+  Buffer<W> key_columns, values;          // [slots, num_blocks * kKeys, D or E], as Head says, and so on
+  Buffer<W> keys, value_columns, dk, dv;  // backward only
   Buffer<W> center, radius, spread;       // forward only
   Scratches<Scratch> scratches;
 
@@ -99,8 +109,8 @@ struct PointsTask {
       find_boxes(points, N, cloud, kRows, tiles.data + cloud * num_tiles);
       find_boxes(points, N, cloud, kKeys, blocks.data + cloud * num_blocks);
     }
-    return scratches.allocate(call, *this) && packed.allocate(slots) && keys_across.allocate(slots, rows, call.D) &&
-           (backward ? values_across.allocate(slots, rows, call.E) && keys.allocate(slots, rows, padded_D) &&
+    return scratches.allocate(call, *this) && packed.allocate(slots) && key_columns.allocate(slots, rows, call.D) &&
+           (backward ? value_columns.allocate(slots, rows, call.E) && keys.allocate(slots, rows, padded_D) &&
                            dk.allocate(slots, rows, padded_D) && dv.allocate(slots, rows, padded_E)
                      : values.allocate(slots, rows, padded_E) && center.allocate(slots, padded_D) &&
                            radius.allocate(slots, num_blocks) && spread.allocate(slots, num_blocks));
@@ -127,9 +137,9 @@ struct PointsTask {
     head = {};
     head.num_keys = N;
     head.num_blocks = num_blocks;
-    head.keys_across = keys_across.data + slot * packed_rows() * call.D;
+    head.key_columns = key_columns.data + slot * packed_rows() * call.D;
     if (backward) {
-      head.values_across = values_across.data + slot * packed_rows() * call.E;
+      head.value_columns = value_columns.data + slot * packed_rows() * call.E;
       head.keys = keys.data + slot * packed_rows() * padded_D;
       return;
     }
@@ -146,18 +156,18 @@ struct PointsTask {
     const int64_t count = smaller_of(kKeys, N - first);
     const Head<W>& head = packed.data[slot];
     gather(call.k, b, g, first, count, D, scratch.gathered);
-    pack_across<W>(scratch.gathered, D, count, D, head.keys_across + first * D);
+    pack_columns<W>(scratch.gathered, D, count, D, head.key_columns + first * D);
     if (backward) {
-      pack_along<W>(scratch.gathered, D, count, D, W{1}, kKeys, padded_D,
-                    keys.data + (slot * packed_rows() + first) * padded_D);
+      pack_rows<W>(scratch.gathered, D, count, D, W{1}, kKeys, padded_D,
+                   keys.data + (slot * packed_rows() + first) * padded_D);
     }
     gather(call.v, b, g, first, count, E, scratch.gathered);
     if (backward) {
-      pack_across<W>(scratch.gathered, E, count, E, head.values_across + first * E);
+      pack_columns<W>(scratch.gathered, E, count, E, head.value_columns + first * E);
       return;
     }
-    pack_along<W>(scratch.gathered, E, count, E, W{1}, kKeys, padded_E,
-                  values.data + (slot * packed_rows() + first) * padded_E);
+    pack_rows<W>(scratch.gathered, E, count, E, W{1}, kKeys, padded_E,
+                 values.data + (slot * packed_rows() + first) * padded_E);
     measure_block<W>(call, head, block, padded_E, false, slack_of<W>(call.D), scratch.measured);
   }
 
@@ -225,8 +235,8 @@ struct PointsTask {
     head.slope = slope_of<W>(call, kLeft, b, h);
     const int64_t rows = smaller_of(kRows, N - tile * kRows);
     gather(call.q, b, h, tile * kRows, rows, call.D, scratch.gathered);
-    pack_along<W>(scratch.gathered, call.D, rows, call.D, static_cast<W>(call.scale), round_up(rows, kBlockRows),
-                  padded_D, scratch.q + x * kRows * padded_D);
+    pack_rows<W>(scratch.gathered, call.D, rows, call.D, static_cast<W>(call.scale), round_up(rows, kBlockRows),
+                 padded_D, scratch.q + x * kRows * padded_D);
     __builtin_memset(scratch.acc + x * acc_step(), 0, sizeof(W) * static_cast<size_t>(acc_step()));
   }
 
@@ -234,7 +244,7 @@ struct PointsTask {
   void find_scores(int64_t x, int64_t block, int64_t padded_rows, const Scratch& scratch) const {
     const Head<W>& head = packed.data[scratch.heads[x].slot];
     multiply<W>(padded_rows, kKeys, call.D, {scratch.q + x * kRows * padded_D, padded_D},
-                {head.keys_across + block * kKeys * call.D, kKeys}, {scratch.score, kKeys}, false);
+                {head.key_columns + block * kKeys * call.D, kKeys}, {scratch.score, kKeys}, false);
     for (int64_t j = N - block * kKeys; j < kKeys; ++j) {
       for (int64_t i = 0; i < padded_rows; ++i) scratch.score[i * kKeys + j] = -kInfinity<W>;
     }
@@ -375,8 +385,8 @@ struct PointsForward : PointsTask<W, In> {
                  most = head.top[1] + __builtin_log(tails[this->tails_step()]) - share;
     for (int64_t n = 0, i = head.open_row; n < rows; ++n, i = i + 1 < rows ? i + 1 : 0) {
       const double beyond = least + static_cast<double>(head.fraction[i]) * (most - least);
-      const double found = static_cast<double>(head.row_max[i]) + static_cast<double>(log_from_below(head.row_sum[i]));
-      if (!(static_cast<double>(head.base[i]) + beyond <= found)) {
+      const double seen = static_cast<double>(head.row_max[i]) + static_cast<double>(log_from_below(head.row_sum[i]));
+      if (!(static_cast<double>(head.base[i]) + beyond <= seen)) {
         head.open_row = i;
         return false;
       }
@@ -392,10 +402,10 @@ struct PointsForward : PointsTask<W, In> {
       x[j] = load(scores + j * kLanes) - head.slope * load(distances + j * kLanes);
       high = larger<W>(x[j], high);
     }
-    const W found = largest<W>(high)[0];
-    if (found > head.row_max[i]) {
-      const W shrink = exponential<W>(broadcast(head.row_max[i] - found))[0];
-      head.row_max[i] = found;
+    const W highest = largest<W>(high)[0];
+    if (highest > head.row_max[i]) {
+      const W shrink = exponential<W>(broadcast(head.row_max[i] - highest))[0];
+      head.row_max[i] = highest;
       head.row_sum[i] *= shrink;
       for (int64_t e = 0; e < padded_E; e += kLanes) store<W>(acc + e, load(acc + e) * shrink);
     }
@@ -539,7 +549,7 @@ struct PointsBackward : PointsTask<W, In> {
       const int64_t D = padded_D, E = padded_E, first = head.slot * this->packed_rows() + block * kKeys;
       const W *q = scratch.q + x * kRows * D, *dout = scratch.dout + x * kRows * E;
       this->find_scores(x, block, padded_rows, scratch);
-      multiply<W>(padded_rows, kKeys, call.E, {dout, E}, {keys.values_across + block * kKeys * call.E, kKeys},
+      multiply<W>(padded_rows, kKeys, call.E, {dout, E}, {keys.value_columns + block * kKeys * call.E, kKeys},
                   {scratch.dweight, kKeys}, false);
       for (int64_t i = 0; i < rows; ++i) score_gradients(head, i, distances + i * kKeys, scratch);
       multiply<W>(kKeys, E, rows, {scratch.score, 1, kKeys}, {dout, E}, {this->dv.data + first * E, E}, true);
@@ -597,3 +607,6 @@ template <typename W, typename In>
 Status backward_points(const Call& call, const Points& points, const Backward& results) {
   return call.B * call.H * call.T > 0 ? PointsBackward<W, In>(call, points, results).run() : Status::ok;
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

@@ -1,13 +1,21 @@
-// Part of attention-inl.h, included within its namespace.
-//
 // One tile: where it stands, its biased scores, its dropout, and what a worker needs for it.
+#pragma once
+
+#include <type_traits>  // remove_reference_t
+
+#include "kernel/packing-inl.h"
+#include "kernel/positions-inl.h"
+#include "kernel/products-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 // What a worker knows of each row of a tile.
 template <typename W>
 struct Rows {
   W row_max[kRows], row_sum[kRows], norm[kRows], base[kRows], delta[kRows], dscore_sum[kRows];
   W slope_sum[2][kRows], distance_sum[2][kRows];  // of dscore * |distance| and weight * |distance|, on each side
-  W pull_sum[kRows];                              // of what dscore asks of the query's place
+  W pull_sum[kRows];                              // of what dscore asks of the query's position
   W left_out[kRows];     // at most this much is missing from row_sum, from blocks whose scores were seen
   int16_t entry[kRows];  // the row's norm lies between this entry of a tail table and the next,
   W fraction[kRows];     // so far from this one to the next
@@ -65,32 +73,31 @@ struct Scratches {
   }
 };
 
-// One tile of one query head: its rows, the head it reads, and its slopes. Positions are orders, and count from the
-// head's first key.
+// One tile of one query head: its rows, the head it reads, and its slopes.
 template <typename W>
 struct Tile {
   const Call* call;
   const Head<W>* head;
-  int64_t b, h, start, rows, padded_rows, position;  // row i stands at position + i
+  int64_t b, h, start, rows, padded_rows, order;  // row i stands at key `order + i` of the head
   W slope[2];
   bool hidden[2];  // whether a side shows nothing
   // The blocks among which the tile stands; none, that is near_last < near_first, where it stands beside them all.
   int64_t near_first, near_last;
-  const double* places;  // where the head's keys stand, and the rows; null: at their positions
-  double query_places[kRows];
+  const double* positions;  // where the head's keys stand, and the rows; null: they are counted
+  double query_positions[kRows];
 
   Tile(const Call& c, const Packed<W>& packed, int64_t batch, int64_t query_head, int64_t tile)
       : call(&c), b(batch), h(query_head), start(tile * kRows) {
     head = &packed.heads.data[b * c.G + h / (c.H / c.G)];
     rows = smaller_of(kRows, c.T - start);
     padded_rows = round_up(rows, kBlockRows);
-    position = position_of(c, b, start) - head->first;
+    order = order_of(c, b, start) - head->first;
     find_slopes(c, b, h, slope, hidden);
-    near_first = smaller_of(larger_of(position, 0) / kKeys, head->num_blocks);
-    near_last = smaller_of(round_up(larger_of(position + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
-    places = places_of(c.positions, b, h, head->first);
-    const double* queries = places_of(c.query_positions, b, h, start);
-    for (int64_t i = 0; places && i < kRows; ++i) query_places[i] = queries[smaller_of(i, rows - 1)];
+    near_first = smaller_of(larger_of(order, 0) / kKeys, head->num_blocks);
+    near_last = smaller_of(round_up(larger_of(order + rows, 0), kKeys) / kKeys, head->num_blocks) - 1;
+    positions = positions_of(c.positions, b, h, head->first);
+    const double* queries = positions_of(c.query_positions, b, h, start);
+    for (int64_t i = 0; positions && i < kRows; ++i) query_positions[i] = queries[smaller_of(i, rows - 1)];
   }
 
   // Whether a block lies wholly to one side of every row, with no padding in it.
@@ -100,7 +107,7 @@ struct Tile {
 
   // How many keys of a block some row may see, from its first on.
   int64_t shown(int64_t block) const {
-    const int64_t end = hidden[kRight] ? smaller_of(head->num_keys, position + rows) : head->num_keys;
+    const int64_t end = hidden[kRight] ? smaller_of(head->num_keys, order + rows) : head->num_keys;
     return clamp(end - block * kKeys, 0, kKeys);
   }
 
@@ -112,39 +119,39 @@ template <typename W>
 struct Biased {
   static constexpr int kLanes = Simd<W>::kLanes, kVectors = kKeys / kLanes;
   Vector<W> ramp;
-  bool far, placed;
+  bool far, positioned;
   W one_slope, end;
   const Tile<W>& tile;
   int64_t first_key;
-  double places[kKeys], nearest;  // placed: where keys stand, and of a far block the nearest,
-  W offsets[kKeys];               // and how far beyond that one they do
+  double positions[kKeys], nearest;  // positioned: where keys stand, and of a far block the nearest,
+  W offsets[kKeys];                  // and how far beyond that one they do
 
   LINBIAS_INLINE Biased(const Tile<W>& t, int64_t block) : tile(t), first_key(block * kKeys) {
     for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<W>(i);
     far = t.is_far(block);
     one_slope = block > t.near_last ? -t.slope[kRight] : t.slope[kLeft];
     end = static_cast<W>(t.head->num_keys - first_key);
-    placed = t.places != nullptr;
-    if (placed && far) {
-      nearest = t.places[nearest_key(block > t.near_last ? kRight : kLeft, block, t.head->num_keys)];
-      find_offsets(t.places + first_key, nearest, offsets);
-    } else if (placed) {
-      load_places(t.places + first_key, t.head->num_keys - first_key, places);
+    positioned = t.positions != nullptr;
+    if (positioned && far) {
+      nearest = t.positions[nearest_key(block > t.near_last ? kRight : kLeft, block, t.head->num_keys)];
+      find_offsets(t.positions + first_key, nearest, offsets);
+    } else if (positioned) {
+      load_positions(t.positions + first_key, t.head->num_keys - first_key, positions);
     }
   }
 
   // How many keys row i stands beyond those of vector j: integers, exact.
   LINBIAS_INLINE Vector<W> order(int64_t i, int j) const {
-    return static_cast<W>(tile.position + i - first_key - j * kLanes) - ramp;
+    return static_cast<W>(tile.order + i - first_key - j * kLanes) - ramp;
   }
 
   LINBIAS_INLINE Vector<W> distances(int64_t i, int j) const {
-    if (!placed) return order(i, j);
-    if (far) return static_cast<W>(tile.query_places[i] - nearest) - load(offsets + j * kLanes);
-    return distances_from<W>(tile.query_places[i], places + j * kLanes);
+    if (!positioned) return order(i, j);
+    if (far) return static_cast<W>(tile.query_positions[i] - nearest) - load(offsets + j * kLanes);
+    return distances_from<W>(tile.query_positions[i], positions + j * kLanes);
   }
 
-  // The gradients of these scores by the places of their keys.
+  // The gradients of these scores by the positions of their keys.
   LINBIAS_INLINE Vector<W> pull(int64_t i, int j) const {
     if (far) return broadcast(one_slope);
     return order(i, j) >= W{0} ? broadcast(tile.slope[kLeft]) : broadcast(-tile.slope[kRight]);
@@ -158,7 +165,7 @@ struct Biased {
     }
     const Vector<W> lowest = broadcast(-kInfinity<W>);
     for (int j = 0; j < kVectors; ++j) {
-      const Vector<W> back = order(i, j), distance = placed ? distances(i, j) : back;
+      const Vector<W> back = order(i, j), distance = positioned ? distances(i, j) : back;
       Vector<W> y = load(score + j * kLanes);
       y -= distance > W{0} ? tile.slope[kLeft] * distance : -tile.slope[kRight] * distance;
       if (tile.hidden[kLeft]) y = back > W{0} ? lowest : y;
@@ -210,6 +217,9 @@ struct Dropout {
 template <typename W, typename In>
 void load_queries(const Tile<W>& tile, int64_t padded_D, W* q) {
   const Call& call = *tile.call;
-  pack_along<W>(row_of<In>(call.q, tile.b, tile.h, tile.start), call.q.row, tile.rows, call.D,
-                static_cast<W>(call.scale), tile.padded_rows, padded_D, q);
+  pack_rows<W>(row_of<In>(call.q, tile.b, tile.h, tile.start), call.q.row, tile.rows, call.D,
+               static_cast<W>(call.scale), tile.padded_rows, padded_D, q);
 }
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET

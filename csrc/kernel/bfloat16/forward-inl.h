@@ -1,22 +1,26 @@
-// Part of attention-inl.h, included within its namespace, for targets that multiply pairs of bfloat16 (LINBIAS_ACROSS).
-//
 // The forward pass of one tile in products of pairs. It differs from ForwardWork in its pivots: what is subtracted from
 // a query's scores is their maximum in the near blocks, or in the first block where there are none, and it changes only
 // where the weights of a block would sum to more than kHeadroom. bfloat16 has the exponents of float32, so that larger
 // weights lose nothing, and a block takes one pass from products to pairs of weights.
+#pragma once
+
+#include "kernel/bfloat16/tile-inl.h"
+
+namespace linbias::LINBIAS_TARGET {
+namespace {
 
 constexpr float kHeadroom = 0x1p40f;  // of the weights of a block, together
 
 template <typename In>
-struct ForwardAcross {
+struct Bfloat16ForwardWork {
   using Wide = float;
-  using PackedHeads = AcrossPacked<In>;
-  using Packer = PackAcross<In>;
-  using WorkScratch = AcrossScratch;
+  using PackedHeads = Bfloat16Packed<In>;
+  using Packer = Bfloat16PackTask<In>;
+  using WorkScratch = Bfloat16Scratch;
   using Negligible = OfGroups;
   static constexpr int kTerms = kTermsOf<In>;
   static constexpr bool kFine = kTerms > 1;
-  using Biased = BiasedAcross<kFine>;
+  using Biased = Bfloat16Biased<kFine>;
   const Call& call;
   const Forward& results;
   const PackedHeads& packed;
@@ -27,7 +31,7 @@ struct ForwardAcross {
   MatrixUnit unit{};
 
   void begin() {
-    load_queries_across<In>(tile, packed, scratch);
+    load_query_terms<In>(tile, packed, scratch);
     for (int64_t i = 0; i < kRows; ++i) {
       scratch.pivot[i] = scratch.row_max[i] = -kInfinity<float>;
       scratch.row_sum[i] = scratch.left_out[i] = 0;
@@ -59,13 +63,13 @@ struct ForwardAcross {
   void visit(int64_t block, OfGroups& negligible) {
     const Terms<uint16_t> keys = packed.keys_at(slot, block), values = packed.values_transposed_at(slot, block);
     const int weight_terms = kFine ? kTerms : call.precise ? 2 : 1;
-    const Terms<uint32_t> q = across_of(scratch.q_across, packed.deep_D, kTerms),
+    const Terms<uint32_t> q = columns_of(scratch.q_columns, packed.deep_D, kTerms),
                           weights = {scratch.pairs, kLanes16, weight_terms, kPairsStep};
     Biased biased(tile, block);
     const float allowance = static_cast<float>(call.tolerance * (1 - kTailShare));
     const int64_t at_once = packed.groups_at_once();
     for (int64_t first = 0; first * kLanes16 < tile.rows; first += at_once) {
-      GroupsAcross groups(biased, first, first + at_once);
+      QueryGroups groups(biased, first, first + at_once);
       groups.multiply(unit, keys, q, scratch.score);
       for (int64_t group = groups.first; group < groups.end; ++group) {
         if (groups.shown[group] == 0) continue;
@@ -73,7 +77,7 @@ struct ForwardAcross {
         float* scores = scratch.score + (group - first) * kGroupScores;
         if (negligible.of[group] && biased.finite && biased.far &&
             biased.fits_bits(load(scratch.pivot + group * kLanes16)) &&
-            is_negligible_across(biased, group, allowance, scores, scratch)) {
+            is_group_negligible(biased, group, allowance, scores, scratch)) {
           groups.shown[group] = 0;
           continue;
         }
@@ -127,7 +131,7 @@ struct ForwardAcross {
       store<float>(scores + s * kLanes16, x);
       high = larger<float>(x, high);
     };
-    if (biased.placed) {
+    if (biased.positioned) {
       for (int64_t s = 0; s < biased.end_shown; ++s)
         bias(s, biased.template near_score_of<true>(load(scores + s * kLanes16), s));
     } else {
@@ -135,7 +139,7 @@ struct ForwardAcross {
         bias(s, biased.template near_score_of<false>(load(scores + s * kLanes16), s));
     }
     float *maxima = scratch.row_max + group * kLanes16, *pivots = scratch.pivot + group * kLanes16;
-    const Floats before = load(maxima), row_max = kFine ? high : high * kLn2Across;
+    const Floats before = load(maxima), row_max = kFine ? high : high * kLn2<float>;
     const Lanes raised = (Lanes)(row_max > before);
     if (in_all_lanes(~raised)) return;
     const Floats shrink = raised ? Biased::weight((before - row_max) * Biased::kUnit) : broadcast(1.0f);
@@ -165,7 +169,7 @@ struct ForwardAcross {
       }
       return total[0] + total[1];
     }
-    const DropoutAcross dropout(tile, biased.block);
+    const Bfloat16Dropout dropout(tile, biased.block);
     for (int64_t s = 0; s < shown; s += 2) {
       Floats even = Biased::weight(score(s)), odd = Biased::weight(score(s + 1));
       total[0] += even;
@@ -196,9 +200,12 @@ struct ForwardAcross {
         // row_max is the pivot in bits, converted and rounded; what that lost is added to log_sum.
         const double bits = static_cast<double>(scratch.pivot[group * kLanes16 + i]);
         const bool in_bits = !kFine && bits < Biased::kLarge && bits > -Biased::kLarge;
-        const float lost = in_bits ? static_cast<float>(bits * kLn2 - static_cast<double>(row_max)) : 0.0f;
+        const float lost = in_bits ? static_cast<float>(bits * kLn2<double> - static_cast<double>(row_max)) : 0.0f;
         static_cast<float*>(results.log_sum)[at + i] = __builtin_logf(row_sum[i]) + lost;
       }
     }
   }
 };
+
+}  // namespace
+}  // namespace linbias::LINBIAS_TARGET
