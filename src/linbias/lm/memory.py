@@ -13,12 +13,8 @@ class PeakMemory:
     """Measures the highest memory of a `with` block: `peak_bytes`, once the block is left.
 
     On a CUDA device that is what PyTorch allocated there, else the resident memory of the process.
-
     On Linux the kernel's high-water mark is set back when the block is entered, so that an earlier
-    peak is not counted. Where that is not possible, the peak is that of the process since its start.
-
-    Args:
-        device: Whose memory is measured.
+    peak is not counted. Where that is not possible, the peak is that since the process began.
 
     Example:
         >>> with PeakMemory("cpu") as memory:

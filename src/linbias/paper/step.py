@@ -15,7 +15,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 
 from linbias._run.files import Record
@@ -28,10 +27,7 @@ from linbias.paper.recipe import Recipe
 class PaperTrainer(PiecesTrainer):
     """The Trainer with the paper's optimizer, schedule, loss and validation.
 
-    Args:
-        recipe: What to train.
-        publish: Called, by every process, when the model is the best so far.
-        arguments: Those of `PiecesTrainer`.
+    `publish` is called, by every process, when the model is the best so far.
     """
 
     loss_is_scaled_for_ga = True  # `compute_loss` returns a share of the step's mean loss
@@ -117,29 +113,20 @@ class PaperTrainer(PiecesTrainer):
 class SeedEachStep(TrainerCallback):
     """Seeds PyTorch with seed + steps done, in every process alike, as the original does.
 
-    Where processes share sequences, those with the same piece are alike: the other pieces of a sequence draw other numbers.
+    Where processes share sequences, the pieces of one draw different numbers.
     """
 
     def __init__(self, seed: int, piece: int = 0) -> None:
         self.seed = seed + (piece << 22)  # PyTorch's generator of the CPU takes 32 bits of a seed
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         torch.manual_seed(self.seed + state.global_step)
 
 
 class LogFile(Log):
     """Writes log.jsonl, with the columns that the original logs."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         if "loss" in logs:
             loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
             line: Record = {
