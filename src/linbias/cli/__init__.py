@@ -4,14 +4,7 @@ A command checks and computes nothing: it turns words into a call, and the resul
 Results go to standard output, progress and errors to standard error. Heavy imports are inside
 the commands, so that `linbias --help` is quick.
 
-    start     explain, extrapolate, doctor
-    biases    slopes, bias
-    explore   the page
-    models    train, evaluate, generate
-    streams   windows
-    encoders  embed, convert
-    paper     paper prepare, paper train, paper convert, paper evaluate, paper run
-    console   what they share: output, errors, progress, tables
+    console   what commands share: output, errors, progress, tables
     options   the options that they have in common
     presets   whole experiments, by name
 """
@@ -20,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from linbias._run.neighbours import considerate
 from linbias.cli import biases, encoders, explore, models, start, streams
 from linbias.cli.console import new_group, out
 from linbias.paper import command as paper
@@ -46,8 +38,7 @@ app.add_typer(paper.app, name="paper", rich_help_panel="The paper")
 
 def main() -> None:
     """Runs the command line."""
-    with considerate():
-        app(prog_name="linbias")
+    app(prog_name="linbias")
 
 
 def _print_version(wanted: bool) -> None:
