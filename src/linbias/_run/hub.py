@@ -11,7 +11,7 @@ _PATIENCE_SECONDS = 2.0
 def answers() -> bool:
     """Ask the Hub whether it is there, unless `HF_HUB_OFFLINE` says not to.
 
-    Where it is not, what is handed on as `local_files_only` keeps libraries from trying for half a minute.
+    Where it is not, `local_files_only` keeps libraries from trying for half a minute.
     """
     from huggingface_hub import constants, get_session
 

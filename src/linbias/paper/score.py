@@ -56,7 +56,7 @@ class Scores:
         log_probs: [N], float32: log p of each id in nats, in the order of the text.
         length: Most inputs that a prediction reads.
         context_window: Inputs among them that belong to the blocks before.
-        tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
+        tokens_per_second: Ids scored per second; 0 where a resumed run was complete.
         peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
         split: "train", "valid" or "test"; None for other text.
     """
@@ -143,13 +143,9 @@ def score(
         length: Inputs of a window, the block and its context; may be more than N.
         context_window: 0 for blocks without overlap; length - 1 predicts every id from the
             length - 1 inputs before its own.
-        batch_tokens: Inputs read in one forward pass (at least one window).
-        resume: A file that keeps the scores while they are made, and from which a stopped run
-            continues. It is written every half minute, and when the run ends or is stopped.
-        progress: Called with (ids scored, N) after each batch.
-
-    Returns:
-        The Scores.
+        batch_tokens: Inputs read in one forward pass (at least one window). resume: A file from
+        which a stopped run continues, written every half minute and at the end. progress: Called
+        with (ids scored, N) after each batch.
 
     Raises:
         ValueError: An argument breaks a rule above, an id is beyond the vocabulary, a window does
@@ -161,7 +157,8 @@ def score(
         >>> score(PaperForCausalLM(config), ids, length=8, context_window=4).log_probs.shape
         (30,)
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its repository.
+    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its
+    repository.
     """
     ids = np.asarray(ids)
     _check(model.config, ids, length, context_window, batch_tokens)
@@ -204,15 +201,10 @@ def score(
 def load_for(
     path: str | Path, data: str | Path, *, position: str | None = None
 ) -> PaperForCausalLM:
-    """Loads a model to evaluate on some data, and checks that both have the same words.
+    """Loads a model to evaluate on a folder of data, and checks that both have the same words.
 
-    Args:
-        path: As for `load`; or the folder of a run that has not finished, whose newest undamaged checkpoint is read.
-        data: Folder that `prepare` or the original made.
-        position: As for `load`.
-
-    Raises:
-        ValueError: There is no such model, or it was trained with other words.
+    `path` and `position` are as for `load`; of a run that has not finished, the newest undamaged
+    checkpoint is read.
     """
     path = readable_model("evaluate", path)
     model = load(path, position=position)
@@ -231,16 +223,8 @@ def evaluate(
 ) -> Scores:
     """Scores a split of a folder of data, on a GPU where there is one.
 
-    Args:
-        model: Moved to the GPU where there is one.
-        data: Folder that `prepare` or the original made.
-        split: "train", "valid" or "test".
-        length: As for `score`; None is the length that the model was trained with.
-        options: Of `score`.
-
-    Raises:
-        ValueError: The data is damaged, or its dictionary has another size than the model's; or as
-            `score`.
+    `length` is as for `score`, and None is the length that the model was trained with; `options`
+    are those of `score`.
     """
     dictionary, ids = read_data(data, split)
     check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
