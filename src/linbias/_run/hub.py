@@ -19,9 +19,8 @@ def answers() -> bool:
         return False
     answered = threading.Event()
 
-    def ask() -> (
-        None
-    ):  # in a thread: the look-up of a name may wait longer than any time limit of a request
+    # In a thread: the look-up of a name may wait longer than any time limit of a request.
+    def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
             answered.set()

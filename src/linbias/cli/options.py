@@ -252,22 +252,19 @@ def parse_fields(pairs: list[str] | None) -> dict[str, Any]:
 
 def parse_numbers(option: str, words: str | None) -> tuple[int, ...] | None:
     """128,256 as numbers."""
-    if words is None:
-        return None
-    try:
-        return tuple(int(word) for word in words.split(","))
-    except ValueError:
-        raise ValueError(
-            f"{option}: must be whole numbers such as 128,256, got {words!r}"
-        ) from None
+    return None if words is None else _parse(option, words, int, "whole numbers such as 128,256")
 
 
 def parse_floats(option: str, words: str) -> tuple[float, ...]:
     """0.5,0.25 as numbers."""
+    return _parse(option, words, float, "numbers such as 0.5,0.25")
+
+
+def _parse(option: str, words: str, kind: Callable[[str], T], rule: str) -> tuple[T, ...]:
     try:
-        return tuple(float(word) for word in words.split(","))
+        return tuple(map(kind, words.split(",")))
     except ValueError:
-        raise ValueError(f"{option}: must be numbers such as 0.5,0.25, got {words!r}") from None
+        raise ValueError(f"{option}: must be {rule}, got {words!r}") from None
 
 
 def parse_slope_scales(words: str | None) -> tuple[float | str | None, ...] | None:

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.data.segments import Segments
-from linbias.data.tokenizers import TokenIds, Tokenizer
+from linbias.data.segments import HidingSegments
+from linbias.data.tokenizers import Tokenizer
 
 MASK_SHARE = 0.15
 
@@ -43,7 +43,7 @@ class MaskTokens(NamedTuple):
         return cls(begin, mask)
 
 
-class MaskedSegments(Segments):
+class MaskedSegments(HidingSegments):
     """The sequences of a whole run, as `Segments`, of which `tokens` mask some.
 
     Every sequence, of 2 or more tokens, has the same number of masked tokens, so that parts of a
@@ -58,11 +58,7 @@ class MaskedSegments(Segments):
         (torch.Size([2, 8]), [1, 1])
     """
 
-    def __init__(
-        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: MaskTokens
-    ) -> None:
-        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
-        self.tokens = tokens
+    tokens: MaskTokens
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """As of `Segments`; `labels` are -100 where nothing is predicted."""

@@ -46,6 +46,16 @@ class Segments(Dataset[dict[str, Tensor]]):
         return {"input_ids": segments[:, :-1], "labels": segments[:, 1:]}
 
 
+class HidingSegments(Segments):
+    """Segments of which some text is hidden: a token that begins each, and length - 1 of the text."""
+
+    def __init__(
+        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: Any
+    ) -> None:
+        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
+        self.tokens = tokens
+
+
 class InPieces(Dataset[dict[str, Tensor]]):
     """Segments for processes of which each `pieces` in a row read one sequence, a piece each.
 

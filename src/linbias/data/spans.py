@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.data.segments import Segments
-from linbias.data.tokenizers import TokenIds, Tokenizer
+from linbias.data.segments import HidingSegments
+from linbias.data.tokenizers import Tokenizer
 
 SPAN_SHARE, MEAN_SPAN, LONGEST_SPAN = 0.15, 3, 10
 
@@ -171,7 +171,7 @@ def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]
     return batch
 
 
-class SpanSegments(Segments):
+class SpanSegments(HidingSegments):
     """The sequences of a whole run, as `Segments`, from which spans are taken out.
 
     A sequence is the token that begins a text, and `length` - 1, at least 1, tokens of the text.
@@ -188,11 +188,7 @@ class SpanSegments(Segments):
         (torch.Size([2, 41]), torch.Size([2, 3]))
     """
 
-    def __init__(
-        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: SpanTokens
-    ) -> None:
-        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
-        self.tokens = tokens
+    tokens: SpanTokens
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """A batch as `span_batch` makes it."""

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
@@ -152,11 +151,7 @@ def readable_model(function: str, path: str | Path) -> str | Path:
 
 
 def open_model(
-    function: str,
-    path: str | Path,
-    argument: str = "folder",
-    *,
-    device: torch.device | str | None = None,
+    function: str, path: str | Path, argument: str = "folder", *, device: Any = None
 ) -> tuple[Files, PreTrainedModel]:
     """The files and the model that are read for a path, as `readable_model` says.
 

@@ -1,9 +1,8 @@
-"""Peak memory of a block of code, and the memory that is available: of a GPU, or of the process."""
+"""Peak memory of a block of code, and available memory: of a GPU, or of the process."""
 
 import resource
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -35,12 +34,7 @@ class PeakMemory:
             _reset_resident_peak()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             self.peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
         else:

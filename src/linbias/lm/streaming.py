@@ -305,43 +305,35 @@ def stream(
     if chunk < 1:
         raise ValueError(f"stream: chunk must be at least 1, got {chunk}")
     cache = WindowCache.for_model(model) if cache is None else cache
-    return _stream(model.eval(), iter(prompt), temperature, top_k, generator, chunk, cache)
-
-
-def _stream(
-    model: PreTrainedModel,
-    prompt: Iterator[int],
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator | None,
-    chunk: int,
-    cache: WindowCache,
-) -> Iterator[int]:
+    model, ids = model.eval(), iter(prompt)
     warpers = LogitsProcessorList()
     if temperature not in (0.0, 1.0):
         warpers.append(TemperatureLogitsWarper(float(temperature)))
     if temperature and top_k:
         warpers.append(TopKLogitsWarper(top_k))
     ends = set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
-    logits: Tensor | None = None
 
     def read(tokens: list[int]) -> Tensor:
-        ids = torch.tensor([tokens], device=model.device)
+        row = torch.tensor([tokens], device=model.device)
         with torch.inference_mode():
-            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            out = model(input_ids=row, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return out.logits[:, -1].float()
 
-    while tokens := list(islice(prompt, chunk)):
-        logits = read(tokens)
-    if logits is None:
-        raise ValueError("stream: prompt must hold a token or more, got none")
-    while True:
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            weights = warpers(None, logits).softmax(-1)
-            token = int(torch.multinomial(weights, 1, generator=generator))
-        yield token
-        if token in ends:
-            return
-        logits = read([token])
+    def write() -> Iterator[int]:
+        logits: Tensor | None = None
+        while tokens := list(islice(ids, chunk)):
+            logits = read(tokens)
+        if logits is None:
+            raise ValueError("stream: prompt must hold a token or more, got none")
+        while True:
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                weights = warpers(None, logits).softmax(-1)
+                token = int(torch.multinomial(weights, 1, generator=generator))
+            yield token
+            if token in ends:
+                return
+            logits = read([token])
+
+    return write()

@@ -160,16 +160,12 @@ def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None
         return  # no run of `train`, or one that its own folder no longer describes
     if splits == trained or not (location.is_relative_to(here) or here.is_relative_to(location)):
         return
-    if splits is None:
-        warnings.warn(
-            f"read_text: text must be one that the model was not trained on, got {here}, of which the run in "
-            f"{model} read a part (split 'test' is what it has not read)",
-            stacklevel=3,
-        )
-    else:
-        warnings.warn(
-            f"read_text: corpus must be split as in training to hold no text of it, got {here} "
-            f"split otherwise than the run in {model} (it read {location}); the model may have been "
-            "trained on what is scored",
-            stacklevel=3,
-        )
+    words = (
+        f"text must be one that the model was not trained on, got {here}, of which the run in "
+        f"{model} read a part (split 'test' is what it has not read)"
+        if splits is None
+        else f"corpus must be split as in training to hold no text of it, got {here} split "
+        f"otherwise than the run in {model} (it read {location}); the model may have been trained "
+        "on what is scored"
+    )
+    warnings.warn(f"read_text: {words}", stacklevel=3)

@@ -63,20 +63,11 @@ class LanguageModelTrainer(PiecesTrainer):
         with torch.random.fork_rng():
             return super().evaluate(*arguments, **options)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         """Run the run's own `Validation` if there is one, and the Trainer's loop otherwise."""
         if self.validation is None:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        measured = self.validation.measure(self.model, metric_key_prefix)
+            return super().evaluation_loop(*arguments, **options)
+        measured = self.validation.measure(self.model, options["metric_key_prefix"])
         return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)
 
 

@@ -23,7 +23,7 @@ import json
 import math
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
@@ -161,8 +161,7 @@ def score(
     repository.
     """
     ids = np.asarray(ids)
-    _check(model.config, ids, length, context_window, batch_tokens)
-    _check_memory(model, len(ids), length, context_window, batch_tokens)
+    _check(model, ids, length, context_window, batch_tokens)
     log_probs = np.empty(len(ids), np.float32)
     file = None
     if resume is not None:
@@ -174,9 +173,9 @@ def score(
     start_time = time.perf_counter()
     try:
         with PeakMemory(model.device) as memory:
-            for inputs, targets in _batches(
-                model, ids, length, context_window, batch_tokens, num_done
-            ):
+            missing = windows(len(ids), length, context_window)
+            missing = dropwhile(lambda window: window.stop <= num_read, missing)
+            for inputs, targets in _batches(model, ids, equal_windows(missing, batch_tokens)):
                 scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
                 log_probs[num_done : num_done + len(scored)] = scored
                 num_done += len(scored)
@@ -234,18 +233,12 @@ def evaluate(
 
 
 def _batches(
-    model: PaperForCausalLM,
-    ids: NDArray[Any],
-    length: int,
-    context_window: int,
-    batch_tokens: int,
-    num_done: int,
+    model: PaperForCausalLM, ids: NDArray[Any], batches: Iterable[list[Window]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
     numbers = np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64)
     stream = torch.from_numpy(numbers).to(model.device)
-    missing = dropwhile(lambda w: w.stop <= num_done, windows(len(ids), length, context_window))
-    for batch in equal_windows(missing, batch_tokens):
+    for batch in batches:
         first, last = batch[0], batch[-1]
         inputs = stream[first.start : last.stop].unfold(0, first.width, first.keep)
         targets = stream[first.stop - first.keep + 1 : last.stop + 1].view(-1, first.keep)
@@ -253,9 +246,10 @@ def _batches(
 
 
 def _check(
-    config: PaperConfig, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
+    model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
 ) -> None:
-    check_tokens("score", ids, config.vocab_size, at_least=1)
+    """Refuses a call that breaks a rule, or whose passes would not fit in the free memory."""
+    check_tokens("score", ids, model.config.vocab_size, at_least=1)
     for name, value in [("length", length), ("batch_tokens", batch_tokens)]:
         if value < 1:
             raise ValueError(f"score: {name} must be at least 1, got {value}")
@@ -263,20 +257,15 @@ def _check(
         raise ValueError(
             f"score: context_window must lie in [0, length = {length}), got {context_window}"
         )
-
-
-def _check_memory(
-    model: PaperForCausalLM, num_ids: int, length: int, context_window: int, batch_tokens: int
-) -> None:
-    """Refuses a call whose forward passes would not fit in the free memory, before it starts."""
+    num_ids = len(ids)
     width, keep = min(length, num_ids), min(length - context_window, num_ids)
     rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
     needed = _pass_bytes(model, rows, width, keep)
     free = available_bytes(model.device)
     if needed > free:
         raise ValueError(
-            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: a pass "
-            f"needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: "
+            f"a pass needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         )
 
 

@@ -66,13 +66,7 @@ class PaperTrainer(PiecesTrainer):
         )
         return self.lr_scheduler
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """A batch's share of the mean loss over all tokens of the step, of all processes.
 
         The Trainer averages gradients over the processes, but shares add up: hence the factor.
