@@ -2,10 +2,10 @@
 
 Spinning is fastest alone. Beside a busy process a thread spins away the time that the thread which
 it waits for would need, and a token takes several times as long. How long threads spin is fixed
-when libgomp is loaded (GOMP_SPINCOUNT, OMP_WAIT_POLICY), and no fixed number is good both alone and
-beside others: never to spin costs a training step alone a sixth. But libgomp's threads hardly spin
-where they are more than the cores (its manual, GOMP_SPINCOUNT), and that can be had at any time:
-by a further team of threads, which does nothing.
+when libgomp is loaded (GOMP_SPINCOUNT, OMP_WAIT_POLICY), and no fixed number is good both alone
+and beside others: never to spin costs a training step alone a sixth. But libgomp's threads hardly
+spin where they are more than the cores (its manual, GOMP_SPINCOUNT), and that can be had at any
+time: by a further team of threads, which does nothing.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ def _times() -> tuple[float, float, float]:
 
 
 def _outnumber(cores: int) -> threading.Event:
-    """Keep more threads than cores in libgomp, if it is loaded, until the returned event is set."""
+    """Keep more threads than cores in libgomp, if it is loaded, until the event is set."""
     alone = threading.Event()
     libraries = ctypes.CDLL(None)
     if "torch" not in sys.modules or not hasattr(libraries, "GOMP_parallel"):

@@ -130,7 +130,7 @@ def _settings(
     position: str | None,
     fields: dict[str, Any],
 ) -> TrainSettings:
-    """The settings: those of a preset, the options that are given, and what follows from --init."""
+    """The settings: those of a preset, the given options, and what follows from --init."""
     from linbias.lm.settings import TrainSettings
 
     chosen = presets.named(preset)

@@ -17,7 +17,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -51,8 +51,8 @@ _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 # Parts of the standard library that some distributions leave out, that later versions drop, or that
 # are data rather than source. Without them, the corpus is much the same on every machine.
 _NOT_STDLIB = set(
-    "site-packages dist-packages test tests idlelib lib2to3 distutils tkinter turtledemo ensurepip "
-    "pydoc_data sitecustomize.py".split()
+    "site-packages dist-packages test tests idlelib lib2to3 distutils tkinter turtledemo "
+    "ensurepip pydoc_data sitecustomize.py".split()
 )
 
 
@@ -388,29 +388,28 @@ def _tokenise(
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
     fingerprint = digest.hexdigest()
-    if kind in ("bytes", "characters"):
-        characters = (character for text in texts.values() for character in set(text.decode()))
-        tokenizer = byte_tokenizer() if kind == "bytes" else character_tokenizer(characters)
-        ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
-    elif cache_dir is None:
-        tokenizer, ids = _learn_bpe(texts, vocab_size)
-    else:
-        tokenizer, ids = _cached_bpe(texts, vocab_size, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
-    return fingerprint, tokenizer, ids
+
+    def make() -> tuple[Tokenizer, dict[str, TokenIds]]:
+        if kind == "bpe":
+            made = train_bpe(texts["train"], vocab_size)
+        elif kind == "bytes":
+            made = byte_tokenizer()
+        else:
+            made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
+        return made, {split: made.encode(texts[split]) for split in SPLITS}
+
+    if kind != "bpe" or cache_dir is None:
+        return fingerprint, *make()
+    return fingerprint, *_cached(make, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
 
 
-def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    tokenizer = train_bpe(texts["train"], vocab_size)
-    return tokenizer, {split: tokenizer.encode(texts[split]) for split in SPLITS}
-
-
-def _cached_bpe(
-    texts: dict[str, bytes], vocab_size: int, folder: Path
+def _cached(
+    make: Callable[[], tuple[Tokenizer, dict[str, TokenIds]]], folder: Path
 ) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    """As `_learn_bpe`, but only once: later calls read the folder, which is there whole or not at all."""
+    """As `make`, but once: later calls read the folder, which is there whole or not at all."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer, ids = _learn_bpe(texts, vocab_size)
+        tokenizer, ids = make()
         partial = tempfile.mkdtemp(dir=folder.parent)
         tokenizer.save(partial)
         for split in SPLITS:

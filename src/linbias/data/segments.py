@@ -47,7 +47,7 @@ class Segments(Dataset[dict[str, Tensor]]):
 
 
 class HidingSegments(Segments):
-    """Segments of which some text is hidden: a token that begins each, and length - 1 of the text."""
+    """Segments of which some text is hidden: a token that begins each, and length - 1 others."""
 
     def __init__(
         self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: Any

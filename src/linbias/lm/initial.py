@@ -40,9 +40,9 @@ def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     """
     family = LinbiasSeq2SeqConfig if settings.task == "seq2seq" else LinbiasConfig
     if settings.init is None:
+        defaults = {"encoder_position": "symmetric"} if settings.task == "masked" else {}
         return family(
-            **_defaults(settings),
-            **settings.model,
+            **{**defaults, **settings.model},
             vocab_size=corpus.tokenizer.vocab_size,
             train_length=settings.length,
             **corpus.tokenizer.special_ids,
@@ -80,12 +80,6 @@ def _task_of(config: LinbiasConfig) -> str:
     if isinstance(config, LinbiasSeq2SeqConfig):
         return "seq2seq"
     return "causal" if config.encoder_position is None else "masked"
-
-
-def _defaults(settings: TrainSettings) -> dict[str, str]:
-    """Fields of the configuration that follow from the task, unless `settings.model` has them."""
-    masked = settings.task == "masked" and "encoder_position" not in settings.model
-    return {"encoder_position": "symmetric"} if masked else {}
 
 
 def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:

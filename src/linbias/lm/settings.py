@@ -172,8 +172,8 @@ class TrainSettings(Checked):
             fits = self.task == "causal" and self.model.get("position", "alibi") == "alibi"
             self._require("context_parallel", fits, rule, pieces)
             rule = (
-                "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads long "
-                "texts)"
+                "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads "
+                "long texts)"
             )
             plain = not self.validate_lengths and self.prompt is None
             self._require("context_parallel", plain, rule, pieces)

@@ -93,7 +93,8 @@ def translate(command: str) -> Translation:
             or lacks what ours needs.
 
     Example:
-        >>> ours = translate("l=512; fairseq-eval-lm data --path best.pt --gen-subset valid --tokens-per-sample $l --nbest 4")
+        >>> words = "fairseq-eval-lm data --path best.pt --gen-subset valid --nbest 4"
+        >>> ours = translate(f"l=512; {words} --tokens-per-sample $l")
         >>> ours.command
         'linbias paper evaluate best.pt data --split valid --length 512'
         >>> ours.unknown
