@@ -19,16 +19,11 @@ PARTS = {
 
 
 def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, Any]:
-    """Collect the facts that `linbias doctor` prints.
+    """Collect the facts that `linbias doctor` prints; `progress` is told of each step before it.
 
-    Args:
-        progress: Called with the name of each step that takes a while, before it.
-
-    Returns:
-        `machine` (processor, its kind, cores, threads and how they wait, instruction
-        sets, the core's CPU target, devices), `versions`, `parts` and
-        `implementations`. In the last two, None stands for "works" and a string says why not; an
-        implementation is asked for a plain causal call on every device.
+    They are `machine`, `versions`, `parts` and `implementations`. In the last two, None stands for
+    "works" and a string says why not; an implementation is asked for a plain causal call on every
+    device.
     """
     parts = {}
     for part in PARTS:
@@ -67,9 +62,9 @@ def diagnose(progress: Callable[[str], None] = lambda task: None) -> dict[str, A
     }
 
 
-def broken(found: dict[str, Any]) -> list[str]:
+def broken(facts: dict[str, Any]) -> list[str]:
     """The parts that do not work although all that they need is installed."""
-    return [part for part, why in found["parts"].items() if why and not _extras.missing(part)]
+    return [part for part, why in facts["parts"].items() if why and not _extras.missing(part)]
 
 
 def explain_call(call: str) -> Any:

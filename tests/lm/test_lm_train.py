@@ -27,10 +27,8 @@ from linbias._run.folders import hold_run_folder
 from linbias.data.corpus import Corpus, load_corpus
 from linbias.data.segments import Segments
 from linbias.lm import loop
-from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.text import read_text
 from linbias.lm.training import LanguageModelMetrics, train
-from linbias.lm.watch import ProgressBar
 from linbias.models import load
 from lm_training import SETTINGS, TINY, assert_same_run, history, interrupt, metrics, train_into
 
@@ -75,7 +73,7 @@ def test_result_loads_by_auto_classes_and_metrics_describe_the_run(unbroken: Pat
 def test_finished_run_is_returned_as_it_is(
     unbroken: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "Trainer", None)
+    monkeypatch.setattr(train_module, "LanguageModelTrainer", None)
     before = {path: path.stat().st_mtime_ns for path in unbroken.iterdir()}
     assert train(SETTINGS, corpus, unbroken) == LanguageModelMetrics.read(unbroken)
     assert {path: path.stat().st_mtime_ns for path in unbroken.iterdir()} == before
@@ -171,16 +169,15 @@ def test_an_error_of_the_computation_is_no_full_disk_however_little_is_free(
     assert not loop._is_full(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), tmp_path)
 
 
-def test_a_run_stopped_before_its_first_checkpoint_is_not_said_to_continue(tmp_path: Path) -> None:
-    def stop(**_: object) -> None:
+def test_a_run_stopped_before_its_first_checkpoint_is_not_said_to_continue(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    cpu = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    nothing = dict.fromkeys(("remove_callback", "add_callback"), lambda _: None)
-    trainer = SimpleNamespace(args=cpu, train=stop, **nothing)
-    checkpoints, bar = Checkpoints(tmp_path), ProgressBar(1, visible=False)
+    monkeypatch.setattr(train_module.LanguageModelTrainer, "train", stop)
     with pytest.raises(KeyboardInterrupt) as stopped:
-        loop.run_trainer(trainer, checkpoints, bar, tmp_path, at_the_end=stop)
+        train(SETTINGS, corpus, tmp_path, progress=False)
     assert not stopped.value.args
 
 
@@ -447,7 +444,9 @@ def test_budgets_in_tokens_and_seconds_become_steps_once(
     by_seconds = replace(SETTINGS, steps=None, seconds=0.2)
     interrupt(corpus, tmp_path / "s", 1, by_seconds)
     steps = json.loads((tmp_path / "s" / "settings.json").read_text())["steps"]
-    monkeypatch.setattr(train_module, "_step_seconds", None)  # a second measurement would fail
+    monkeypatch.setattr(
+        train_module.LanguageModelRun, "_step_seconds", None
+    )  # a second measurement would fail
     assert train(by_seconds, corpus, tmp_path / "s", progress=False).steps == steps
 
 

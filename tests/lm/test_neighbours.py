@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from linbias import doctor
 from linbias._run import neighbours
+from linbias.cli import app
 
 pytestmark = pytest.mark.skipif(not neighbours._STAT.exists(), reason="there is no /proc/stat")
 
@@ -148,6 +150,18 @@ def test_a_setting_of_the_user_wins(monkeypatch: pytest.MonkeyPatch, name: str) 
     monkeypatch.setenv(name, "0")
     with neighbours.considerate():
         assert os.environ[name] == "0"
+    assert len(seen) == 1
+
+
+def test_only_commands_that_compute_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(neighbours, "_watch", seen.append)
+    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(variable, raising=False)
+    for words in (["--help"], ["train", "--help"], ["slopes", "8"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert not seen
+    assert CliRunner().invoke(app, ["generate", "absent", "--prompt", ""]).exit_code == 2
     assert len(seen) == 1
 
 

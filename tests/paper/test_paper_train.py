@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from linbias.paper.blocks import batch_order, block_tokens, blocks
 from linbias.paper.config import PaperConfig
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.optimizer import NAG, cosine_lr
-from linbias.paper.step import PaperTrainer, SeedEachStep
+from linbias.paper.step import SeedEachStep
 from linbias.paper.store import read_ids, write_ids
 from linbias.paper.train import PaperMetrics, train
 from paper_training import MODEL, ORIGINAL, RECIPE, log, metrics, train_into
@@ -191,16 +192,13 @@ def test_validation_loss_is_that_of_the_originals_trainer(tmp_path: Path) -> Non
     from linbias.paper.checkpoint import load
 
     golden = json.loads((ORIGINAL / "train" / "train_log_C.json").read_text())[-1]
-    ids = read_ids(ORIGINAL / "data" / "wikitext-2-v1024" / "valid")
     recipe = replace(RECIPE, length=64, max_tokens=4096)
-    trainer = PaperTrainer(
-        recipe,
-        lambda trainer: None,
-        model=load(ORIGINAL / "ckpt" / "ckpt_C_12heads_vocab1024.pt"),
-        args=train_module._arguments(recipe, tmp_path, 1, readers=1),
-        eval_dataset=train_module._validation_batches(recipe, ids, readers=1),
-        pieces=None,
-    )
+    data = shutil.copytree(ORIGINAL / "data" / "wikitext-2-v1024", tmp_path / "data")
+    for end in ("bin", "idx"):  # nothing is trained, but a run has a text to train on
+        shutil.copy(data / f"valid.{end}", data / f"train.{end}")
+    trainer = train_module.PaperRun(recipe, data, tmp_path / "run").trainer([])
+    trainer.model = load(ORIGINAL / "ckpt" / "ckpt_C_12heads_vocab1024.pt")
+    trainer.publish = lambda trainer: None
     trainer.remove_callback(PrinterCallback)
     bits = trainer.evaluate()["eval_loss"] / math.log(2)
     assert (round(bits, 3), round(2**bits, 2)) == (golden["valid_loss_base2"], golden["valid_ppl"])
@@ -287,7 +285,7 @@ def test_several_gpus_in_one_process_are_refused(
 def test_batches_that_cannot_be_shared_are_refused(
     paper_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module.Sharing, "by", lambda *_: SimpleNamespace(of=2))
+    monkeypatch.setattr("linbias.lm.loop.Sharing.by", lambda *_: SimpleNamespace(of=2))
     with pytest.raises(ValueError, match="multiple of the 2 processes, got 3"):
         train(paper_data, tmp_path, RECIPE, progress=False)
 
@@ -295,7 +293,7 @@ def test_batches_that_cannot_be_shared_are_refused(
 def test_each_piece_of_a_sequence_draws_its_own_dropout() -> None:
     def drawn(piece: int) -> list[float]:
         state = SimpleNamespace(global_step=3)
-        SeedEachStep(1, piece).on_step_begin(None, state)  # type: ignore[arg-type]
+        SeedEachStep(1, piece).on_step_begin(None, state, None)  # type: ignore[arg-type]
         return torch.rand(2).tolist()
 
     torch.manual_seed(1 + 3)

@@ -22,13 +22,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that appears under its name when the block ends, and never in part.
 
     It is written under a temporary name in the same folder, and renamed once it is on the disk. If
-    the block fails, the temporary file is deleted and a file that was there before stays.
-
-    Args:
-        path: The file's name.
-
-    Raises:
-        OSError: It cannot be written; the error names `path`.
+    the block fails, the temporary file is deleted and a file that was there before stays. An
+    `OSError` names the path.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -55,15 +50,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, function: str) -> Record:
-    """Reads a JSON file that holds one object.
-
-    Args:
-        path: The file.
-        function: The function that the error names.
-
-    Raises:
-        ValueError: The file is missing, or holds something else.
-    """
+    """Reads a JSON file that holds one object; `function` is what the `ValueError` names."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -78,12 +65,7 @@ def read_json(path: Path, function: str) -> Record:
 def check_writable(folder: Path, function: str) -> None:
     """Makes a folder and a temporary file in it, so that a long job fails at its start.
 
-    Args:
-        folder: Made with its parents where it is missing.
-        function: The function that the error names.
-
-    Raises:
-        ValueError: The folder cannot be made or written.
+    `function` is what the `ValueError` names where that cannot be.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,16 +101,8 @@ class JsonLog:
     """A file of JSON records, one in each line, which is only ever appended to.
 
     A crash can leave the last line without its end. Such a line does not count, and is cut off
-    when the log is opened.
-
-    Args:
-        path: The file; it is made by the first `append`.
-
-    Attributes:
-        records: What the lines hold, in order.
-
-    Raises:
-        ValueError: A line other than the last is no JSON record.
+    when the log is opened. `records` are what the lines hold; another line that holds none is
+    refused.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -166,11 +140,7 @@ class JsonLog:
         return None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a line; it is on the disk when this returns.
-
-        Raises:
-            OSError: It cannot be written; the error names the file, which is as it was before.
-        """
+        """Adds a line, on the disk when this returns; after an `OSError` the file is as before."""
         line = json.dumps(record)
         before = self.path.stat().st_size if self.path.exists() else 0
         try:

@@ -27,19 +27,15 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)  # of a file system with
 
 @contextmanager
 def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
-    """Keeps other runs out of a folder for the length of the block.
+    """Keeps other runs out of a folder, made where it is missing, for the length of the block.
 
     A lock (`flock`) on a hidden file does it, which the kernel releases when the process ends in
-    whatever way; the file says who holds it. Under torchrun every process calls this, and the first
-    one holds the lock. Where the system or the file system has no locks, a `UserWarning` says that
-    nothing keeps a second run out.
-
-    Args:
-        folder: Made with its parents where it is missing.
-        function: The function that errors name.
+    whatever way; the file says who holds it. Under torchrun every process calls this, and the
+    first one holds the lock. Where the system or the file system has no locks, a `UserWarning`
+    says that nothing keeps a second run out.
 
     Raises:
-        ValueError: The folder cannot be written, or another run holds it.
+        ValueError: The folder cannot be written, or another run holds it; it names `function`.
     """
     locked: list[int] = []
     from_main(lambda: locked.extend(_lock(folder, function)))
@@ -52,7 +48,7 @@ def hold_run_folder(folder: Path, function: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, function: str) -> list[int]:
-    """Lock the folder; return the open file in a list, which is empty where the system has no locks."""
+    """Lock the folder; the open file in a list, which is empty where there are no locks."""
     check_writable(folder, function)
     path = folder / _LOCK
     while fcntl is not None:
@@ -119,10 +115,10 @@ def open_run_folder(
         path: The settings file; its folder is that of the run, made where it is missing.
         settings: What determines the run, as JSON values.
         function: The function that errors name.
-        first_time: Further entries that are computed when the run is new, and afterwards read from
-            the file: they are not compared. By name, the function that computes them.
-        may_change: Settings that a run may continue with other values of, which the file then gets; names of nested
-            ones are joined by dots.
+        first_time: By name, functions that compute further entries when the run is new; they are
+            read from the file afterwards, and not compared.
+        may_change: Settings that a run may continue with other values of, which the file then
+            gets; names of nested ones are joined by dots.
 
     Returns:
         What the settings file holds.
@@ -169,15 +165,10 @@ def open_run_folder(
 def list_differences(
     there: Mapping[str, Any], here: Mapping[str, Any], *, but: Collection[str] = ()
 ) -> str:
-    """The settings in which two runs differ, in words; empty where they are the same.
-
-    Args:
-        there: Settings as read from a file.
-        here: The settings of this run.
-        but: Names of settings that are left out.
+    """The settings, but for some, in which two runs differ, in words; empty where none does.
 
     Example:
-        >>> list_differences({"length": 64, "model": {"size": 8}}, {"length": 64, "model": {"size": 4}})
+        >>> list_differences({"seed": 1, "model": {"size": 8}}, {"seed": 1, "model": {"size": 4}})
         'model.size is 8 there and 4 here'
     """
     old = dict(_flatten(there))

@@ -11,7 +11,7 @@ _PATIENCE_SECONDS = 2.0
 def answers() -> bool:
     """Ask the Hub whether it is there, unless `HF_HUB_OFFLINE` says not to.
 
-    Where it is not, what is handed on as `local_files_only` keeps libraries from trying for half a minute.
+    Where it is not, `local_files_only` keeps libraries from trying for half a minute.
     """
     from huggingface_hub import constants, get_session
 
@@ -19,9 +19,8 @@ def answers() -> bool:
         return False
     answered = threading.Event()
 
-    def ask() -> (
-        None
-    ):  # in a thread: the look-up of a name may wait longer than any time limit of a request
+    # In a thread: the look-up of a name may wait longer than any time limit of a request.
+    def ask() -> None:
         try:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
             answered.set()

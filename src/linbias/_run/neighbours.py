@@ -1,10 +1,11 @@
-"""OpenMP's threads spin while they wait, which is fastest alone, and sleep while other processes want the cores too.
+"""OpenMP's threads spin while they wait, and sleep while other processes want the cores too.
 
-The threads that PyTorch computes on spin between two operations. Beside a busy process that is waste: a thread spins
-away the time that the thread which it waits for would need, and a token takes several times as long as it should. How
-long threads spin is fixed when libgomp is loaded (GOMP_SPINCOUNT, OMP_WAIT_POLICY), and no fixed number is good both
-alone and beside others. But libgomp's threads hardly spin where they are more than the cores (its manual, GOMP_SPINCOUNT),
-and that can be had at any time: by a further team of threads, which does nothing.
+Spinning is fastest alone. Beside a busy process a thread spins away the time that the thread which
+it waits for would need, and a token takes several times as long. How long threads spin is fixed
+when libgomp is loaded (GOMP_SPINCOUNT, OMP_WAIT_POLICY), and no fixed number is good both alone
+and beside others: never to spin costs a training step alone a sixth. But libgomp's threads hardly
+spin where they are more than the cores (its manual, GOMP_SPINCOUNT), and that can be had at any
+time: by a further team of threads, which does nothing.
 """
 
 import ctypes
@@ -25,10 +26,10 @@ _STAT = Path("/proc/stat")
 
 @contextmanager
 def considerate() -> Iterator[None]:
-    """For the length of the block, look for busy processes beside this one, and have OpenMP's threads sleep while there are any.
+    """For the length of the block, have OpenMP's threads sleep while other processes are busy.
 
-    Nothing happens on systems other than Linux, with an OpenMP that is not libgomp, or where the user has set
-    GOMP_SPINCOUNT or OMP_WAIT_POLICY.
+    Nothing happens on systems other than Linux, with an OpenMP that is not libgomp, or where the
+    user has set GOMP_SPINCOUNT or OMP_WAIT_POLICY. It decorates the commands that compute.
     """
     if not _STAT.exists() or _set_by_the_user():
         yield
@@ -44,14 +45,14 @@ def considerate() -> Iterator[None]:
 
 
 def waiting() -> str:
-    """How the threads that PyTorch computes on wait for each other, in words for `linbias doctor`."""
-    if found := _set_by_the_user():
-        return "as set by " + ", ".join(f"{name}={os.environ[name]}" for name in found)
+    """How the threads that PyTorch computes on wait for each other, for `linbias doctor`."""
+    if names := _set_by_the_user():
+        return "as set by " + ", ".join(f"{name}={os.environ[name]}" for name in names)
     if not _STAT.exists():
         return "as its OpenMP does by default"
     return (
-        "spinning; asleep beside busy processes (your own programs: OMP_WAIT_POLICY=PASSIVE halves a token's time beside one,"
-        " for a tenth more alone)"
+        "spinning; asleep beside busy processes (your own programs: OMP_WAIT_POLICY=PASSIVE "
+        "halves a token's time beside one, for a tenth more alone)"
     )
 
 
@@ -76,30 +77,31 @@ def _watch(ended: threading.Event) -> None:
 
 
 def _times() -> tuple[float, float, float]:
-    """Seconds: of the clock, of the cores that this process may use by anyone, and by this process."""
+    """Seconds: of the clock, of our cores by anyone, and of our cores by this process."""
     cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     lines = [line.split() for line in _STAT.read_text().splitlines()]
-    # user, nice and system, and interrupts of both kinds: not idle, waiting for a disk, or stolen by another machine
+    # user, nice, system, and interrupts of both kinds: not idle, waiting for a disk, or stolen
     ticks = sum(int(line[i]) for line in lines if line[0] in cores for i in (1, 2, 3, 6, 7))
     return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def _outnumber(cores: int) -> threading.Event:
-    """Keep more threads than cores in libgomp, where it is loaded, until the event that is returned is set."""
+    """Keep more threads than cores in libgomp, if it is loaded, until the event is set."""
     alone = threading.Event()
-    if "torch" not in sys.modules:
-        alone.set()
+    libraries = ctypes.CDLL(None)
+    if "torch" not in sys.modules or not hasattr(libraries, "GOMP_parallel"):
+        alone.set()  # libgomp is not loaded yet, or it is another OpenMP
         return alone
-    symbols = ctypes.CDLL(None)
-    try:
-        parallel, anything = symbols.GOMP_parallel, ctypes.cast(symbols.getpid, ctypes.c_void_p)
-    except AttributeError:  # not loaded yet, or another OpenMP
-        alone.set()
-        return alone
+    # GOMP_parallel(function, its argument, number of threads, flags) has every thread of a team
+    # call a function. Here that is one without any effect; then the threads sleep, as long as the
+    # thread lives that asked for them.
+    start_team = libraries.GOMP_parallel
+    start_team.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    no_effect = ctypes.cast(libraries.getpid, ctypes.c_void_p)
 
-    def keep() -> None:
-        parallel(anything, None, ctypes.c_uint(cores + 1), ctypes.c_uint(0))
-        alone.wait()  # the team sleeps, and ends with this thread
+    def keep_team() -> None:
+        start_team(no_effect, None, cores + 1, 0)
+        alone.wait()
 
-    threading.Thread(target=keep, daemon=True).start()
+    threading.Thread(target=keep_team, daemon=True).start()
     return alone

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def is_main() -> bool:
     """Whether this process writes the files: the only one, or the first under torchrun."""
-    return not distributed.is_initialized() or distributed.get_rank() == 0
+    return rank() == 0
 
 
 def rank() -> int:
@@ -43,14 +43,10 @@ def joined(device: torch.device) -> Iterator[None]:
 
 
 def choose_device(function: str, name: str) -> torch.device:
-    """Where a process computes.
+    """Where a process computes, by a name of PyTorch.
 
-    Args:
-        function: The function that the error names.
-        name: "auto" for a GPU where there is one, of several processes each its own; or a name of PyTorch.
-
-    Raises:
-        ValueError: It is no device of this machine.
+    "auto" is a GPU where there is one, of several processes each its own. A `ValueError`, which
+    names `function`, says that it is no device of this machine.
     """
     if name == "auto":
         if not torch.cuda.is_available():
@@ -61,7 +57,8 @@ def choose_device(function: str, name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"{function}: device must be 'auto', 'cpu', or a GPU that is here such as 'cuda', got {name!r}"
+            f"{function}: device must be 'auto', 'cpu', or a GPU that is here such as 'cuda', "
+            f"got {name!r}"
         ) from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,12 +66,7 @@ def choose_device(function: str, name: str) -> torch.device:
 
 
 def sum_over_all(numbers: NDArray[Any], device: torch.device) -> NDArray[Any]:
-    """The sum of what every process gives, in every process.
-
-    Args:
-        numbers: Of any shape, the same in all processes.
-        device: Where the processes exchange them.
-    """
+    """The sum of what every process gives, in every process; exchanged on a device."""
     if num_processes() == 1:
         return numbers
     total = torch.from_numpy(numbers).to(device)
@@ -107,15 +99,11 @@ class Sharing:
 
     @classmethod
     def by(cls, function: str, size: int) -> "Sharing":
-        """Every `size` processes in a row share; all processes call this.
-
-        Raises:
-            ValueError: Their number is no multiple of the size.
-        """
+        """Every `size` processes in a row share; all processes call this, for a `function`."""
         if num_processes() % size or size < 1:
             raise ValueError(
-                f"{function}: context_parallel must divide the number of processes, {num_processes()} (torchrun --nproc-per-node "
-                f"starts them), got {size}"
+                f"{function}: context_parallel must divide the number of processes, "
+                f"{num_processes()} (torchrun --nproc-per-node starts them), got {size}"
             )
         group = None if size == 1 else distributed.new_subgroups(size)[0]
         return cls(group, rank() // size, num_processes() // size)

@@ -21,10 +21,9 @@ _GROWTH, _SHORTEST_SECONDS, _LONGEST_SECONDS = 1.25, 10.0, 600.0
 
 
 class Pace:
-    """Says when another line of a log is due: after ten seconds, then ever more rarely, to every ten minutes.
+    """Says when another line of a log is due, by the seconds of a clock.
 
-    Args:
-        now: Seconds of a clock.
+    That is after ten seconds, then ever more rarely, to every ten minutes.
 
     Example:
         >>> seconds = iter([0, 9, 10, 22, 23])
@@ -60,15 +59,10 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(task: str, *, visible: bool, console: Console | None = None) -> Iterator[Advance]:
-    """A bar that is there for the length of the block, as a function that advances it.
+    """A bar behind a task, there for the length of the block, as a function that advances it.
 
-    Where the console is no terminal, a line says how far the task is, after ten seconds and then
-    ever more rarely.
-
-    Args:
-        task: Stands before the bar.
-        visible: Whether to show anything.
-        console: Where to draw; None is standard error.
+    Where the console (by default standard error) is no terminal, a line says how far the task is,
+    after ten seconds and then ever more rarely.
     """
     console = console or Console(stderr=True)
     bar = Progress(

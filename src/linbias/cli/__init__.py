@@ -4,18 +4,12 @@ A command checks and computes nothing: it turns words into a call, and the resul
 Results go to standard output, progress and errors to standard error. Heavy imports are inside
 the commands, so that `linbias --help` is quick.
 
-To add a command: a function in a module of this folder, and its line below. Everything that can be wrong is refused before work
-starts. An option that another command has keeps its name (`options.py`); a new one is listed in tests/cli/test_cli_options.py.
-tests/cli/test_cli.py asks what it prints, `--json`, and each error. `[` in a help text is markup: write `\\[`.
+To add a command: a function in a module of this folder, and its line below. Everything that can be
+wrong is refused before work starts. An option that another command has keeps its name (`options.py`);
+a new one is listed in tests/cli/test_cli_options.py. tests/cli/test_cli.py asks what it prints,
+`--json`, and each error. `[` in a help text is markup: write `\\[`.
 
-    start     explain, extrapolate, doctor
-    biases    slopes, bias
-    explore   the page
-    models    train, evaluate, generate
-    streams   windows
-    encoders  embed, convert
-    paper     paper prepare, paper train, paper convert, paper evaluate, paper run
-    console   what they share: output, errors, progress, tables
+    console   what commands share: output, errors, progress, tables
     options   the options that they have in common
     presets   whole experiments, by name
 """
@@ -24,7 +18,6 @@ from typing import Annotated
 
 import typer
 
-from linbias._run.neighbours import considerate
 from linbias.cli import biases, encoders, explore, models, start, streams
 from linbias.cli.console import new_group, out
 from linbias.paper import command as paper
@@ -50,8 +43,7 @@ app.add_typer(paper.app, name="paper", rich_help_panel="The paper")
 
 def main() -> None:
     """Runs the command line."""
-    with considerate():
-        app(prog_name="linbias")
+    app(prog_name="linbias")
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,40 +34,22 @@ def slopes(
     from linbias.cli.tables import NumberTable
     from linbias.explore.data import character
 
-    found = schedules.slopes(heads, schedule, max_bias)
+    values = schedules.slopes(heads, schedule, max_bias)
     if as_json:
-        return print_json({"slopes": found.tolist(), "schedule": schedule, "max_bias": max_bias})
-    table = NumberTable(
-        *(
-            "head",
-            "slope",
-            "2 to the",
-            f"bias\nat {_FAR}",
-            f"factor\nat {_FAR}",
-            "1/e at",
-            "reach",
-        ),
-        title=f"Slopes of {heads} heads, schedule {schedule}",
-    )
-    for head, slope in enumerate(found):
+        return print_json({"slopes": values.tolist(), "schedule": schedule, "max_bias": max_bias})
+    added_at, left_at = f"bias\nat {_FAR}", f"factor\nat {_FAR}"
+    title = f"Slopes of {heads} heads, schedule {schedule}"
+    titles = ("head", "slope", "2 to the", added_at, left_at, "1/e at", "reach")
+    table = NumberTable(*titles, title=title)
+    for head, slope in enumerate(values):
         added = -_FAR * slope
         left = f"{np.exp(added):.2g}" if added < -5 else f"{np.exp(added):.3f}"
-        reach = character(-added).lower()
-        power = f"{np.log2(slope):g}"
-        cells = (
-            str(head),
-            f"{slope:.6g}",
-            power,
-            f"{added:.4g}",
-            left,
-            f"{1 / slope:.4g}",
-            reach,
-        )
-        table.add_row(*cells)
+        numbers = (f"{slope:.6g}", f"{np.log2(slope):g}", f"{added:.4g}", left, f"{1 / slope:.4g}")
+        table.add_row(str(head), *numbers, character(-added).lower())
     out.print(table)
     out.print(
-        f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a weight; 1/e at: the "
-        "distance that leaves 37%.[/]"
+        f"[dim]bias: what is added to a score at distance {_FAR}; factor: what that leaves of a "
+        "weight; 1/e at: the distance that leaves 37%.[/]"
     )
 
 
@@ -100,14 +82,14 @@ def bias(
             f"bias: length must be at most {matrices.MOST_COLUMNS} to be printed, got {length} (--json writes any)"
         )
     chosen = find_heads(head, heads, "bias")
-    found = schedules.slopes(heads, schedule, max_bias)[chosen]
-    right = None if symmetric else np.full(len(found), np.inf)
-    added = definition.bias(found, length, length, right_slopes=right)
+    values = schedules.slopes(heads, schedule, max_bias)[chosen]
+    right = None if symmetric else np.full(len(values), np.inf)
+    added = definition.bias(values, length, length, right_slopes=right)
     if as_json:
         rows = [[[None if np.isinf(x) else float(x) for x in row] for row in one] for one in added]
-        return print_json({"slopes": found.tolist(), "bias": rows})
+        return print_json({"slopes": values.tolist(), "bias": rows})
     names = [str(position) for position in range(length)]
-    for h, slope, one in zip(chosen, found, added, strict=True):
+    for h, slope, one in zip(chosen, values, added, strict=True):
         numbers = np.where(np.isinf(one), np.nan, one)
         out.print(Text(f"Bias of head {h}, {schedules.in_words(slope)}", style="bold"))
         out.print(matrices.Pair(Matrix("", numbers, names, names)))

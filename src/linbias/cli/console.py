@@ -112,10 +112,10 @@ def _as_typed(line: str, command: Any) -> str:
     `--batch-size: must be at least 1`, and `LinbiasConfig: block must be one of ...` `--set block: must be one of ...`.
     What names no option gets the name of the command.
     """
-    found = re.match(r"([A-Za-z_][\w.]*): (?=\S)", line)
-    if not found or command is None:
+    start = re.match(r"([A-Za-z_][\w.]*): (?=\S)", line)
+    if not start or command is None:
         return line
-    caller, rest = found[1], line[found.end() :]
+    caller, rest = start[1], line[start.end() :]
     typed = {
         parameter.name: parameter.opts[0]
         if parameter.opts[0].startswith("-")
@@ -170,15 +170,18 @@ def bar(task: str, quiet: bool) -> AbstractContextManager[Advance]:
 
 # How tables show what evaluations measured: by title, the name of the number and its form.
 _COLUMNS = {
-    **{"split": ("split", ""), "length": ("length", ","), "context": ("context_window", ",")},
-    **{"stride": ("stride", ","), "perplexity": ("perplexity", ",.3f")},
+    "split": ("split", ""),
+    "length": ("length", ","),
+    "context": ("context_window", ","),
+    "stride": ("stride", ","),
+    "perplexity": ("perplexity", ",.3f"),
     "bits per byte": ("bits_per_byte", ".4f"),
-    **{
-        f"bits per\n{kind} token": ("bits_per_hidden_token", ".4f")
-        for kind in ("masked", "written")
-    },
-    **{"accuracy": ("accuracy", ".1%"), "tokens": ("num_tokens", ",")},
-    **{"masked": ("num_scored", ","), "scored": ("num_scored", ",")},
+    "bits per\nmasked token": ("bits_per_hidden_token", ".4f"),
+    "bits per\nwritten token": ("bits_per_hidden_token", ".4f"),
+    "accuracy": ("accuracy", ".1%"),
+    "tokens": ("num_tokens", ","),
+    "masked": ("num_scored", ","),
+    "scored": ("num_scored", ","),
     "tokens/s": ("tokens_per_second", ",.0f"),
 }
 
@@ -186,20 +189,15 @@ _COLUMNS = {
 def evaluation_table(
     results: Iterable[Any], *titles: str, slopes: Sequence[str] | None = None
 ) -> Table:
-    """What evaluations measured, a row each.
+    """What evaluations measured, a row each, in columns of these titles.
 
-    Args:
-        results: The evaluations.
-        titles: The columns to show before tokens per second and memory.
-        slopes: For a second column, how the slopes of each evaluation were scaled. With the first it says which row
-            is which.
+    `slopes` is a second column: how those of each evaluation were scaled.
     """
     shown = (*titles, "tokens/s")
     heads = [*shown, "memory"]
-    if slopes is None:
-        table = NumberTable(*heads)
-    else:
-        table = NumberTable(heads[0], "slopes", *heads[1:], num_labels=2)
+    if slopes is not None:
+        heads.insert(1, "slopes")
+    table = NumberTable(*heads, num_labels=1 if slopes is None else 2)
     for number, result in enumerate(results):
         cells = []
         for name, form in (_COLUMNS[title] for title in shown):

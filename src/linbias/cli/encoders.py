@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
+from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import bar, out, print_json, print_path
 
 
+@considerate()
 def embed(
     model: Annotated[
         str,
@@ -83,21 +85,13 @@ def embed(
         )
     num_tokens, size = sum(result.num_tokens), result.vectors.shape[1]
     if as_json:
-        print_json(
-            {
-                "model": model,
-                "output": str(output),
-                "documents": len(documents),
-                "size": size,
-                "num_tokens": num_tokens,
-                "num_shortened": result.num_shortened,
-            }
-        )
-        return
+        counts = {"size": size, "num_tokens": num_tokens, "num_shortened": result.num_shortened}
+        made = {"model": model, "output": str(output), "documents": len(documents)}
+        return print_json({**made, **counts})
     shortened = "" if max_length is None else f", {result.num_shortened:,} shortened"
     out.print(
-        f"{len(documents):,} documents, {num_tokens:,} tokens, the longest {max(result.num_tokens):,}{shortened}; "
-        f"{size:,} numbers each",
+        f"{len(documents):,} documents, {num_tokens:,} tokens, the longest "
+        f"{max(result.num_tokens):,}{shortened}; {size:,} numbers each",
         soft_wrap=True,
     )
     print_path("finished before: vectors in" if is_finished else "vectors in", output)

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from linbias._run.neighbours import considerate
 from linbias.cli.console import err, print_path
 
 
+@considerate()
 def explore(
     model: Annotated[
         str | None,

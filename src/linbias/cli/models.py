@@ -1,17 +1,16 @@
 """The commands for language models: train, evaluate, generate."""
 
+from __future__ import annotations
+
 import math
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import (
     bar,
@@ -25,14 +24,16 @@ from linbias.cli.console import (
 from linbias.cli.streams import evaluate_stream, generate_stream
 from linbias.data import SPLITS
 
+if TYPE_CHECKING:
+    from linbias.lm.settings import TrainSettings
+
 _ENCODER = ("encoder_position", "symmetric")
-_TOKEN = {
-    "masked": "masked token",
-    "seq2seq": "written token",
-}  # what a loss is per; of a decoder, a byte
+# What a loss is per; of a decoder, a byte.
+_TOKEN = {"masked": "masked token", "seq2seq": "written token"}
 
 
 @options.with_training_fields()
+@considerate()
 def train(
     output: options.RunFolder = Path("output/train"),
     preset: options.Experiment = None,
@@ -57,8 +58,8 @@ def train(
 
     The same command continues an interrupted run; more steps extend a run.
     The loss as it went is in history.jsonl, in the run's folder.
-    --preset annotated is the experiment of the annotated implementation: Tiny Shakespeare by characters,
-    trained at 64, validated at 64 and 80.
+    --preset annotated is the experiment of the annotated implementation:
+    Tiny Shakespeare by characters, trained at 64, validated at 64 and 80.
 
     \b
     [dim]linbias train --seconds 100[/]
@@ -73,45 +74,28 @@ def train(
     from linbias.data.corpus import find_corpus, load_corpus
 
     find_corpus(corpus)
-    from linbias.lm.settings import TrainSettings
-
-    chosen = presets.named(preset)
-    model = {**chosen.model, **options.parse_fields(fields)}
-    method, default = ("position", "alibi") if task == "causal" else _ENCODER
-    if init is None:
-        model[method] = options.given_or(position, default)
-        length = options.given_or(length, TrainSettings.length)
-    else:
-        from linbias.lm.initial import config_of
-
-        options.refuse_with_init(
-            {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size}
-        )
-        model |= {} if position is None else {method: position}
-        length = options.given_or(length, config_of(str(init)).train_length)
-    given: dict[str, Any] = {
-        "model": model,
-        "length": length,
+    given = {
+        **training,
         "task": task,
-        **options.with_budget(training, chosen.budget or {"steps": 1000}),
-        "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
         "prompt": prompt,
         "fsdp": {} if fsdp else None,
         "context_parallel": context_parallel,
-        "init": None if init is None else str(init),
+        "validate_lengths": options.parse_numbers("--validate-lengths", validate_lengths) or (),
     }
-    settings = TrainSettings(**{**chosen.training, **given})
+    if init is not None:
+        options.refuse(
+            {"--preset": preset, "--tokenizer": tokenizer, "--vocab-size": vocab_size},
+            "--init, whose tokenizer stays",
+        )
+    settings = _settings(given, preset, init, length, position, options.parse_fields(fields))
+    kind = options.given_or(tokenizer, "bytes")
     if preset is not None and is_first_process() and not quiet:
-        read = {"corpus": corpus, "tokenizer": options.given_or(tokenizer, "bytes")}
-        err.print(presets.describe(preset, read, settings), soft_wrap=True, markup=False)
+        words = presets.describe(preset, {"corpus": corpus, "tokenizer": kind}, settings)
+        err.print(words, soft_wrap=True, markup=False)
     from linbias.lm import train as run  # loads torch: the settings are known to be good
 
-    text = load_corpus(
-        corpus,
-        tokenizer=options.given_or(tokenizer, "bytes"),
-        vocab_size=options.given_or(vocab_size, 4096),
-        max_bytes=max_bytes,
-    )
+    vocab_size = options.given_or(vocab_size, 4096)
+    text = load_corpus(corpus, tokenizer=kind, vocab_size=vocab_size, max_bytes=max_bytes)
     if init is not None:
         from linbias.lm.initial import with_tokenizer_of
 
@@ -124,10 +108,8 @@ def train(
         return
 
     def bits(nats: float, split: str) -> str:
-        tokens_per_byte = (
-            1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
-        )
-        return f"{nats / math.log(2.0) * tokens_per_byte:.3f}"
+        per_byte = 1 if task in _TOKEN else len(getattr(text, split)) / text.num_bytes[split]
+        return f"{nats / math.log(2.0) * per_byte:.3f}"
 
     validated = metrics.validation_loss
     out.print(
@@ -140,6 +122,38 @@ def train(
     print_path("model in", output)
 
 
+def _settings(
+    given: dict[str, Any],
+    preset: str | None,
+    init: Path | None,
+    length: int | None,
+    position: str | None,
+    fields: dict[str, Any],
+) -> TrainSettings:
+    """The settings: those of a preset, the given options, and what follows from --init."""
+    from linbias.lm.settings import TrainSettings
+
+    chosen = presets.named(preset)
+    model = {**chosen.model, **fields}
+    method, default = ("position", "alibi") if given["task"] == "causal" else _ENCODER
+    if init is None:
+        position, trained = options.given_or(position, default), TrainSettings.length
+    else:
+        from linbias.lm.initial import config_of
+
+        trained = config_of(str(init)).train_length
+    if position is not None:
+        model[method] = position
+    own = {
+        **options.with_budget(given, chosen.budget or {"steps": 1000}),
+        "model": model,
+        "length": options.given_or(length, trained),
+        "init": None if init is None else str(init),
+    }
+    return TrainSettings(**{**chosen.training, **own})
+
+
+@considerate()
 def evaluate(
     model: options.Model,
     length: Annotated[
@@ -194,8 +208,8 @@ def evaluate(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure how well a model predicts a text, at any length. Works with every causal model, and with those that
-    train --task masked and --task seq2seq made.
+    """Measure how well a model predicts a text, at any length. Works with every causal model, and
+    with those that train --task masked and --task seq2seq made.
 
     \b
     [dim]linbias evaluate output/train --length 128,512,2048[/]
@@ -206,151 +220,59 @@ def evaluate(
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train[/]
     [dim]torchrun --nproc-per-node 2 -m linbias evaluate output/train --length 262144 --context-parallel 2[/]
     """
-    from linbias._run.processes import choose_device, joined
-    from linbias.lm import evaluate as measure
-    from linbias.lm.checkpoints import readable_model
-    from linbias.lm.text import read_text
-    from linbias.models import LinbiasForConditionalGeneration, LinbiasForMaskedLM, unfuse
-    from linbias.models.limits import default_length
-    from linbias.models.loading import Files, load
-    from linbias.models.scale import with_slopes
-
     lengths = options.parse_numbers("--length", length)
     scales = options.parse_slope_scales(slope_scale)
     if stream:
-        others = {"--length": length, "--stride": stride, "--slope-scale": slope_scale, "--precision": precision, "--max-bytes": max_bytes, "--context-parallel": None if context_parallel == 1 else context_parallel}  # fmt: skip
-        for option, value in others.items():
-            if value is not None:
-                raise ValueError(f"{option}: must be left out with --stream, got {value}")
+        others = {
+            "--length": length,
+            "--stride": stride,
+            "--slope-scale": slope_scale,
+            "--precision": precision,
+            "--max-bytes": max_bytes,
+            "--context-parallel": None if context_parallel == 1 else context_parallel,
+        }
+        options.refuse(others, "--stream")
         return evaluate_stream(model, corpus, split, chunk, limit_tokens, device, quiet, as_json)
-    chosen = choose_device("evaluate", device)
-    speaks = is_first_process()
-    with warnings.catch_warnings(), joined(chosen):
-        if not speaks:  # the first process warns for all
-            warnings.simplefilter("ignore")
-        files = Files.at("evaluate", readable_model("evaluate", model))
-        loaded = load(files, device=chosen)
-        if no_fuse and not fuse and loaded.config._attn_implementation == "linbias":
-            unfuse(loaded)
-        text = read_text(files, corpus, split, max_bytes=max_bytes)
-        hides = isinstance(loaded, LinbiasForMaskedLM | LinbiasForConditionalGeneration)
-        if hides and scales is not None:
-            kind = type(loaded).__name__
-            raise ValueError(f"evaluate: --slope-scale is for causal models, got a {kind}")
-        if context_parallel != 1 and (hides or no_fuse):
-            raise ValueError(
-                f"evaluate: --context-parallel must be 1 but for causal models with linbias' attention, got {context_parallel}"
-            )
-        score: Callable[..., Any] = partial(
-            measure, num_bytes=text.num_bytes, context_parallel=context_parallel
-        )
-        if hides:
-            score = _hidden_score(loaded, files.name)
-        if scales is not None and "interpolate" in scales and train_length is None:
-            scales = _without_interpolation(loaded.config, scales)
-        choices = scales or (getattr(loaded.config, "slope_scale", None),)
+    from linbias.lm.hidden import HiddenEvaluation
+    from linbias.lm.measure import evaluate_text
 
-        def slopes(scale: float | str | None) -> AbstractContextManager[None]:
-            if scales is None:
-                return nullcontext()
-            return with_slopes(loaded, scale, train_length=train_length)
-
-        for scale in choices:  # an error comes before any work
-            with slopes(scale):
-                pass
-        fused = loaded.config._attn_implementation == "linbias"
-        results = []
-        for tokens, scale in product(lengths or (default_length(loaded),), choices):
-            with (
-                slopes(scale),
-                bar(f"reading {tokens:,} tokens at a time", quiet or not speaks) as advance,
-            ):
-                result = score(
-                    loaded,
-                    text.ids,
-                    length=tokens,
-                    stride=stride,
-                    batch_tokens=batch_tokens,
-                    limit_tokens=limit_tokens,
-                    precision=precision,
-                    progress=advance,
-                )
-            if not hides and tokens > result.num_tokens:
-                result = result.of_one_piece()
-                if scale == choices[0]:
-                    warnings.warn(
-                        f"evaluate: length {tokens:,} is beyond the {result.length:,} tokens that were scored: "
-                        "they were read in one piece, and are shown by this length",
-                        stacklevel=1,
-                    )
-            results.append((scale, result))
-    if not speaks:
+    scores = evaluate_text(
+        model,
+        corpus,
+        split,
+        bar=partial(bar, quiet=quiet or not is_first_process()),
+        lengths=lengths,
+        slope_scales=scales,
+        train_length=train_length,
+        fused=fuse or not no_fuse,
+        context_parallel=context_parallel,
+        max_bytes=max_bytes,
+        device=device,
+        stride=stride,
+        batch_tokens=batch_tokens,
+        limit_tokens=limit_tokens,
+        precision=precision,
+    )
+    if not is_first_process():
         return
-    first = results[0][1]
     if as_json:
-        shared = {"model": model, "corpus": corpus, "split": text.split}
-        shared |= {} if hides else {"fused": fused}
-        rows = []
-        for scale, r in results:
-            found = {**shared, **text.scored(r.num_tokens), **r.to_dict()}
-            rows.append(found if hides else {**found, "slope_scale": scale})
-        print_json(rows)
-        return
-    words = None if scales is None else [_scale_in_words(scale) for scale, _ in results]
-    columns = ["length", "stride", "perplexity"]
-    if hides:
-        spans = first.num_spans
-        task, done = (
-            ("masked", "masked") if spans is None else ("seq2seq", f"took out {spans:,} spans")
-        )
-        said = (
-            f"{text.name}: {done} and scored {first.num_scored:,} of {first.num_tokens:,} tokens, "
-            "the same ones at every length"
-        )
-        columns += [
-            f"bits per\n{_TOKEN[task]}",
-            "accuracy",
-            "masked" if spans is None else "scored",
-        ]
-    else:
-        said = text.describe(first.num_tokens)
-        columns += ["bits per byte", "tokens"]
-    out.print(escape(said), soft_wrap=True)
-    out.print(evaluation_table((result for _, result in results), *columns, slopes=words))
-
-
-def _without_interpolation(
-    config: Any, scales: tuple[float | str | None, ...]
-) -> tuple[float | str | None, ...]:
-    """The slope scales without "interpolate" where nothing says how long the model's training sequences were."""
-    from linbias.models.limits import stated_length
-
-    if stated_length(config) is not None:
-        return scales
-    rule = "--train-length: must be given for --slope-scale interpolate, since the model's configuration does not say it"
-    others = tuple(scale for scale in scales if scale != "interpolate")
-    if not others:
-        raise ValueError(rule)
-    warnings.warn(f"{rule}; interpolate is left out", stacklevel=1)
-    return others
+        return print_json([{"model": model, "corpus": corpus, **row} for row in scores.rows()])
+    columns = ["bits per byte", "tokens"]
+    if isinstance(first := scores.results[0], HiddenEvaluation):
+        masks = first.num_spans is None
+        token = _TOKEN["masked" if masks else "seq2seq"]
+        columns = [f"bits per\n{token}", "accuracy", "masked" if masks else "scored"]
+    columns = ["length", "stride", "perplexity", *columns]
+    words = None if scales is None else list(map(_scale_in_words, scores.slope_scales))
+    out.print(escape(scores.describe()), soft_wrap=True)
+    out.print(evaluation_table(scores.results, *columns, slopes=words))
 
 
 def _scale_in_words(scale: float | str | None) -> str:
     return scale if isinstance(scale, str) else "as trained" if scale is None else f"x {scale:g}"
 
 
-def _hidden_score(loaded: Any, model: str) -> Callable[..., Any]:
-    """What scores a masked or a sequence-to-sequence model, with its tokens."""
-    from linbias.data.masked import MaskTokens
-    from linbias.data.spans import SpanTokens
-    from linbias.data.tokenizers import Tokenizer
-    from linbias.lm.hidden import evaluate_hidden
-    from linbias.models import LinbiasForMaskedLM
-
-    kind = MaskTokens if isinstance(loaded, LinbiasForMaskedLM) else SpanTokens
-    return partial(evaluate_hidden, tokens=kind.of(Tokenizer.load(model)))
-
-
+@considerate()
 def generate(
     model: options.Model,
     prompt: Annotated[
@@ -379,8 +301,9 @@ def generate(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a text with a model. A prompt of more than 200 characters is not shown again. A model that train
-    --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand for.
+    """Continue a text with a model. A prompt of more than 200 characters is not shown again. A
+    model that train --task seq2seq made fills in what <extra_id_0>, <extra_id_1> and so on stand
+    for.
 
     \b
     [dim]linbias generate output/train --prompt "import " -n 400[/]

@@ -6,17 +6,15 @@ One thing has one name, in all commands; tests/cli/test_cli_options.py lists the
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from linbias.cli import presets
-from linbias.data import SPLITS
 from linbias.lm.settings import TrainSettings
-from linbias.methods import DECODER, ENCODER, PAPER, methods_of
-from linbias.paper.recipe import OPTIONS, PRESETS, Recipe
+from linbias.methods import DECODER, ENCODER, methods_of
 
 T = TypeVar("T")
 
@@ -44,9 +42,6 @@ NewFolder = Annotated[Path, typer.Option(*_OUTPUT, help="Folder to make.")]
 Model = Annotated[
     str, typer.Argument(help="A folder that [bold]train[/] made, or a Hugging Face id.")
 ]
-PaperData = Annotated[
-    Path, typer.Argument(help="Folder that [bold]prepare[/] or the original made.")
-]
 
 # Text
 Corpus = Annotated[
@@ -60,8 +55,6 @@ MaxBytes = Annotated[int | None, text_option("Read at most this many bytes per s
 _TOKENIZERS = "'bytes', 'characters', or 'bpe' learned from the text."
 Tokenizer = Annotated[str, text_option(_TOKENIZERS)]
 VocabSize = Annotated[int, text_option("Tokens of 'bpe'.")]
-Split = Annotated[str, text_option(f"One of {', '.join(SPLITS)}.")]
-Workers = Annotated[int, text_option("Processes that read text.")]
 
 # Evaluation
 Device = Annotated[
@@ -96,26 +89,18 @@ Init = Annotated[
     ),
 ]
 # With --init, these are the model's.
-_DECODER, _ENCODER, _PAPER = (", ".join(methods_of(model)) for model in (DECODER, ENCODER, PAPER))
+_DECODER, _ENCODER = (", ".join(methods_of(model)) for model in (DECODER, ENCODER))
 PositionOrKept = Annotated[
     str | None,
     typer.Option(
-        help=f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of seq2seq: one of {_ENCODER}. "
-        "Default: symmetric.",
+        help=f"One of {_DECODER}. Default: alibi. With --task masked, and for the encoder of "
+        f"seq2seq: one of {_ENCODER}. Default: symmetric.",
         rich_help_panel="Model",
     ),
 ]
 TokenizerOrKept = Annotated[str | None, text_option(f"{_TOKENIZERS} Default: bytes.")]
 VocabSizeOrKept = Annotated[int | None, text_option("Tokens of 'bpe'. Default: 4096.")]
 Methods = Annotated[str, typer.Option(help=f"Any of {_DECODER}.")]
-PaperPosition = Annotated[str, typer.Option(help=f"One of {_PAPER}.", rich_help_panel="Model")]
-CheckpointPosition = Annotated[
-    str | None,
-    typer.Option(
-        help="For a .pt file: alibi, or sinusoidal or none for models of unchanged fairseq.",
-        rich_help_panel="Model",
-    ),
-]
 
 # Whole experiments
 Experiment = Annotated[
@@ -133,16 +118,11 @@ Experiment = Annotated[
 ]
 
 # Training
-PresetSteps = Annotated[
-    int | None,
-    training_option("Updates of the weights; warmup and cosine keep their shares."),
-]
-Preset = Annotated[str, training_option(f"One of {', '.join(PRESETS)}.")]
 Task = Annotated[
     str,
     training_option(
-        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': spans that were "
-        "taken out of a text."
+        "'causal': the next token; 'masked': masked tokens, from those on both sides; 'seq2seq': "
+        "spans that were taken out of a text."
     ),
 ]
 LengthOrKept = Annotated[
@@ -165,7 +145,8 @@ Pieces = Annotated[
 Fsdp = Annotated[bool, training_option("Shard the model over processes (torchrun).", "--fsdp")]
 
 
-# Fields of `TrainSettings` that are options, each with its meaning. The budget is one of steps, tokens, seconds and epochs.
+# Fields of `TrainSettings` that are options, each with its meaning. The budget is one of the first
+# four.
 _TRAINING = {
     "steps": "Train for this many updates of the weights.",
     "tokens": "Or: for this many tokens.",
@@ -186,23 +167,16 @@ _TRAINING = {
 def with_training_fields(
     *without: str, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `**training` the options of training, but for some, with the settings' defaults or others."""
-    values = {name: getattr(TrainSettings, name) for name in _TRAINING if name not in without}
-    return lambda command: _with_fields(
-        command, TrainSettings, {name: _TRAINING[name] for name in values}, values | defaults
-    )
+    """Give a command that takes `**training` the options of training, but for some.
+
+    Their defaults are those of the settings, or others.
+    """
+    words = {name: help for name, help in _TRAINING.items() if name not in without}
+    values = {name: getattr(TrainSettings, name) for name in words} | defaults
+    return lambda command: with_fields(command, TrainSettings, words, values)
 
 
-def with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `**recipe_fields` an option for each of them; None keeps the preset's value."""
-    words = {
-        name: f"{help} [dim]({original})[/]" if original else help
-        for name, (help, original, _) in OPTIONS.items()
-    }
-    return _with_fields(command, Recipe, words, dict.fromkeys(words))
-
-
-def _with_fields(
+def with_fields(
     command: Callable[..., None], record: type, words: dict[str, str], defaults: dict[str, Any]
 ) -> Callable[..., None]:
     """Put an option for each of these fields of a record in the place of the command's `**`."""
@@ -235,13 +209,11 @@ def given_or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def refuse_with_init(options: dict[str, object]) -> None:
-    """Refuses options that contradict --init, by name."""
+def refuse(options: Mapping[str, object], reason: str) -> None:
+    """Refuses options that were given, by name, for a reason such as "--stream"."""
     for name, value in options.items():
         if value is not None:
-            raise ValueError(
-                f"{name}: must be left out with --init, whose tokenizer stays, got {value}"
-            )
+            raise ValueError(f"{name}: must be left out with {reason}, got {value}")
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, default: str) -> str:
@@ -280,22 +252,19 @@ def parse_fields(pairs: list[str] | None) -> dict[str, Any]:
 
 def parse_numbers(option: str, words: str | None) -> tuple[int, ...] | None:
     """128,256 as numbers."""
-    if words is None:
-        return None
-    try:
-        return tuple(int(word) for word in words.split(","))
-    except ValueError:
-        raise ValueError(
-            f"{option}: must be whole numbers such as 128,256, got {words!r}"
-        ) from None
+    return None if words is None else _parse(option, words, int, "whole numbers such as 128,256")
 
 
 def parse_floats(option: str, words: str) -> tuple[float, ...]:
     """0.5,0.25 as numbers."""
+    return _parse(option, words, float, "numbers such as 0.5,0.25")
+
+
+def _parse(option: str, words: str, kind: Callable[[str], T], rule: str) -> tuple[T, ...]:
     try:
-        return tuple(float(word) for word in words.split(","))
+        return tuple(map(kind, words.split(",")))
     except ValueError:
-        raise ValueError(f"{option}: must be numbers such as 0.5,0.25, got {words!r}") from None
+        raise ValueError(f"{option}: must be {rule}, got {words!r}") from None
 
 
 def parse_slope_scales(words: str | None) -> tuple[float | str | None, ...] | None:

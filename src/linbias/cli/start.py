@@ -11,6 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from linbias._run.neighbours import considerate
 from linbias.cli import options, presets
 from linbias.cli.console import err, out, print_json, print_path
 from linbias.lm.settings import ExtrapolateSettings
@@ -97,9 +98,12 @@ def explain(
 
 
 @options.with_training_fields(
-    *("accumulation", "validate_steps", "seed"),
+    "accumulation",
+    "validate_steps",
+    "seed",
     batch_size=ExtrapolateSettings().training.batch_size,
 )
+@considerate()
 def extrapolate(
     output: options.RunFolder = Path("output/extrapolate"),
     preset: options.Experiment = None,
@@ -201,26 +205,26 @@ def doctor(
     from linbias.doctor import broken, diagnose
 
     with err.status("looking") as status:
-        found = diagnose(progress=status.update)
+        facts = diagnose(progress=status.update)
     if as_json:
-        print_json(found)
-        raise typer.Exit(bool(broken(found)))
+        print_json(facts)
+        raise typer.Exit(bool(broken(facts)))
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for name, value in found["machine"].items():
+    for name, value in facts["machine"].items():
         shown = ", ".join(value) if isinstance(value, list) else str(value)
         table.add_row(f"[bold]{name}[/]", escape(shown or "unknown"))
-    for name, version in found["versions"].items():
+    for name, version in facts["versions"].items():
         table.add_row(f"[bold]{name}[/]", version or "[dim]not installed[/]")
-    for part, reason in found["parts"].items():
+    for part, reason in facts["parts"].items():
         table.add_row(f"[bold]import {part}[/]", _state(reason))
     out.print(table)
-    for device in found["machine"].get("devices", []):
+    for device in facts["machine"].get("devices", []):
         table = Table("attention on " + device, "", box=box.SIMPLE_HEAD)
-        for name, reasons in found["implementations"].items():
+        for name, reasons in facts["implementations"].items():
             if device in reasons:
                 table.add_row(f"[bold]{name}[/]", _state(reasons[device]))
         out.print(table)
-    raise typer.Exit(bool(broken(found)))
+    raise typer.Exit(bool(broken(facts)))
 
 
 def _state(reason: str | None) -> str:

@@ -10,16 +10,10 @@ from rich.table import Table
 
 
 class NumberTable(Table):
-    """A table whose columns are aligned on the right.
+    """A table whose columns are aligned on the right, under titles that a line end may divide.
 
     Where it is wider than the terminal, it goes on below with further columns, each part with the
-    columns before them that say which row is which.
-
-    Args:
-        titles: The heads of the columns; a line end divides one.
-        title: Above the table.
-        num_labels: How many columns, from the first on, say which row is which.
-        look: Options of `rich.table.Table`.
+    first `num_labels` columns, which say which row is which. `look` are options of rich's `Table`.
     """
 
     title_of_rest: str | None = None  # above further columns

@@ -17,7 +17,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -50,10 +50,10 @@ _DATA_SET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 # Parts of the standard library that some distributions leave out, that later versions drop, or that
 # are data rather than source. Without them, the corpus is much the same on every machine.
-_NOT_STDLIB = {
-    *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "distutils"),
-    *("tkinter", "turtledemo", "ensurepip", "pydoc_data", "sitecustomize.py"),
-}
+_NOT_STDLIB = set(
+    "site-packages dist-packages test tests idlelib lib2to3 distutils tkinter turtledemo "
+    "ensurepip pydoc_data sitecustomize.py".split()
+)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Corpus:
         test: Text to report.
         num_bytes: UTF-8 bytes of each split's text, by the split's name.
         fingerprint: SHA-256 of the texts and the tokenizer; the same for the same ids.
-        location: "stdlib", the absolute path of a file or folder (of a glob: its folders before the first wildcard), or a data
-            set's id.
-        splits: By split, a SHA-256 of what belongs to it, not of its content: the paths of its files in the folder, or the
-            bytes at which one text was cut.
+        location: "stdlib", the absolute path of a file or folder (of a glob: its folders before
+            the first wildcard), or a data set's id.
+        splits: By split, a SHA-256 of what belongs to it, not of its content: the paths of its
+            files in the folder, or the bytes at which one text was cut.
     """
 
     name: str
@@ -167,9 +167,9 @@ def load_corpus(
         )
     digest, token_maker, ids = _tokenise(texts, tokenizer, vocab_size, cache_dir)
     return Corpus(
-        name,
-        source,
-        token_maker,
+        name=name,
+        source=source,
+        tokenizer=token_maker,
         **ids,
         num_bytes={split: len(text) for split, text in texts.items()},
         fingerprint=digest,
@@ -179,11 +179,7 @@ def load_corpus(
 
 
 def find_corpus(name: str) -> None:
-    """Refuses a name that `load_corpus` would refuse for what lies behind it, before any text is read.
-
-    Raises:
-        ValueError: There is no such file, no file in the folder, or no such data set in reach.
-    """
+    """Refuses what `load_corpus` would refuse for what lies behind a name, before text is read."""
     if name == "stdlib" or matching_files(name):
         return
     if not _is_data_set(name):
@@ -195,8 +191,7 @@ def find_corpus(name: str) -> None:
 def read_file(path: Path, *, max_bytes: int | None = None) -> bytes:
     """Reads a text file whole, or its first `max_bytes` bytes, whole characters.
 
-    Raises:
-        ValueError: The file is binary (holds a NUL, or is not UTF-8) or empty, or max_bytes is below 1.
+    A `ValueError` says that it is binary (holds a NUL, or is not UTF-8) or empty.
     """
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"read_file: max_bytes must be positive, got {max_bytes}")
@@ -218,25 +213,20 @@ def _stdlib_files() -> dict[str, bytes]:
 
 
 def matching_files(name: str, caller: str = "load_corpus") -> list[Path]:
-    """The files that a file, folder or glob means, sorted; those of a folder are all that are not hidden.
+    """The files that a file, folder or glob means, sorted; of a folder all that are not hidden.
 
-    Args:
-        name: As for `load_corpus`.
-        caller: The function that the error names.
-
-    Raises:
-        ValueError: A folder has no such file.
+    A `ValueError`, which names `caller`, says that a folder has no such file.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
-        if not any(file.is_file() for file in found):
+        paths = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        if not any(file.is_file() for file in paths):
             raise ValueError(
                 f"{caller}: files must be text files that are not hidden, got none in {name}"
             )
     else:
-        found = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
-    return sorted(file for file in found if file.is_file())
+        paths = [path] if path.exists() else list(map(Path, glob.glob(str(path), recursive=True)))
+    return sorted(file for file in paths if file.is_file())
 
 
 def _root(name: str) -> Path:
@@ -296,13 +286,9 @@ def _split_files(files: dict[str, bytes]) -> _Splits:
         return _cut_into_splits(_join(order))
     held_out = max(1, round(HELD_OUT * len(order)))
     parts = (order[2 * held_out :], order[:held_out], order[held_out : 2 * held_out])
-    return _Splits(
-        {split: _join(part) for split, part in zip(SPLITS, parts, strict=True)},
-        {
-            split: sorted(unique[text] for text in part)
-            for split, part in zip(SPLITS, parts, strict=True)
-        },
-    )
+    named = dict(zip(SPLITS, parts, strict=True))
+    texts = {split: _join(part) for split, part in named.items()}
+    return _Splits(texts, {s: sorted(unique[text] for text in p) for s, p in named.items()})
 
 
 def _cut_into_splits(text: bytes) -> _Splits:
@@ -402,29 +388,28 @@ def _tokenise(
     for split in SPLITS:
         digest.update(hashlib.sha256(texts[split]).digest())
     fingerprint = digest.hexdigest()
-    if kind in ("bytes", "characters"):
-        characters = (character for text in texts.values() for character in set(text.decode()))
-        tokenizer = byte_tokenizer() if kind == "bytes" else character_tokenizer(characters)
-        ids = {split: tokenizer.encode(texts[split]) for split in SPLITS}
-    elif cache_dir is None:
-        tokenizer, ids = _learn_bpe(texts, vocab_size)
-    else:
-        tokenizer, ids = _cached_bpe(texts, vocab_size, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
-    return fingerprint, tokenizer, ids
+
+    def make() -> tuple[Tokenizer, dict[str, TokenIds]]:
+        if kind == "bpe":
+            made = train_bpe(texts["train"], vocab_size)
+        elif kind == "bytes":
+            made = byte_tokenizer()
+        else:
+            made = character_tokenizer(c for text in texts.values() for c in set(text.decode()))
+        return made, {split: made.encode(texts[split]) for split in SPLITS}
+
+    if kind != "bpe" or cache_dir is None:
+        return fingerprint, *make()
+    return fingerprint, *_cached(make, Path(cache_dir, f"bpe-{fingerprint[:16]}"))
 
 
-def _learn_bpe(texts: dict[str, bytes], vocab_size: int) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    tokenizer = train_bpe(texts["train"], vocab_size)
-    return tokenizer, {split: tokenizer.encode(texts[split]) for split in SPLITS}
-
-
-def _cached_bpe(
-    texts: dict[str, bytes], vocab_size: int, folder: Path
+def _cached(
+    make: Callable[[], tuple[Tokenizer, dict[str, TokenIds]]], folder: Path
 ) -> tuple[Tokenizer, dict[str, TokenIds]]:
-    """As `_learn_bpe`, but only once: later calls read the folder, which is there whole or not at all."""
+    """As `make`, but once: later calls read the folder, which is there whole or not at all."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer, ids = _learn_bpe(texts, vocab_size)
+        tokenizer, ids = make()
         partial = tempfile.mkdtemp(dir=folder.parent)
         tokenizer.save(partial)
         for split in SPLITS:

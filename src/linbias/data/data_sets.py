@@ -24,19 +24,11 @@ def open_data_set(
     cache_dir: str | os.PathLike[str] | None = None,
     reachable: bool | None = None,
 ) -> dict[str, Any]:
-    """Opens a data set.
+    """Opens "owner/name" or "owner/name:configuration": its rows by "train", "valid" and "test".
 
-    Args:
-        id: "owner/name" or "owner/name:configuration".
-        stream: Read it over the network, without storing it.
-        cache_dir: Folder for what is stored; None is the default of the `datasets` library.
-        reachable: Whether the Hub answers; None asks it.
-
-    Returns:
-        The rows by split; the validation split is "valid".
-
-    Raises:
-        ValueError: There is no such data set, or it cannot be reached.
+    `stream` reads over the network without storing; `cache_dir` is the folder for what is stored,
+    None that of the `datasets` library; `reachable` says whether the Hub answers, None asks it. A
+    `ValueError` says that there is no such data set, or that it cannot be reached.
     """
     import datasets  # takes a second to import, and most texts do without
 

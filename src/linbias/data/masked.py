@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.data.segments import Segments
-from linbias.data.tokenizers import TokenIds, Tokenizer
+from linbias.data.segments import HidingSegments
+from linbias.data.tokenizers import Tokenizer
 
 MASK_SHARE = 0.15
 
@@ -33,11 +33,7 @@ class MaskTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> MaskTokens:
-        """Those of a tokenizer.
-
-        Raises:
-            ValueError: It has none.
-        """
+        """Those of a tokenizer; a `ValueError` says that it has none."""
         begin, mask = tokenizer.special_ids.get("bos_token_id"), tokenizer.mask_id
         if begin is None or mask is None:
             raise ValueError(
@@ -47,18 +43,12 @@ class MaskTokens(NamedTuple):
         return cls(begin, mask)
 
 
-class MaskedSegments(Segments):
-    """The sequences of a whole run, as `Segments`, with masked tokens.
+class MaskedSegments(HidingSegments):
+    """The sequences of a whole run, as `Segments`, of which `tokens` mask some.
 
-    Every sequence has the same number of masked tokens, so that parts of a batch weigh alike. Which ones is a function
-    of the seed and of the sequence's number in the run: another pass masks others, and there is no state to save.
-
-    Args:
-        ids: [tokens], at least `length`.
-        length: Tokens of a sequence, 2 or more.
-        num_segments: Sequences of the whole run.
-        seed: Of the shuffles and the masks.
-        tokens: The ids that are not of the text.
+    Every sequence, of 2 or more tokens, has the same number of masked tokens, so that parts of a
+    batch weigh alike. Which ones is a function of the seed and of the sequence's number in the
+    run: another pass masks others, and there is no state to save.
 
     Example:
         >>> ids = np.arange(10, 30, dtype=np.uint8)
@@ -68,11 +58,7 @@ class MaskedSegments(Segments):
         (torch.Size([2, 8]), [1, 1])
     """
 
-    def __init__(
-        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: MaskTokens
-    ) -> None:
-        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
-        self.tokens = tokens
+    tokens: MaskTokens
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """As of `Segments`; `labels` are -100 where nothing is predicted."""
@@ -92,15 +78,9 @@ class MaskedSegments(Segments):
 def masked_rows(
     text: NDArray[Any], chosen: NDArray[np.bool_], tokens: MaskTokens
 ) -> dict[str, Tensor]:
-    """What a model reads and is to say.
+    """What a model reads and is to say: `input_ids` and `labels`, int64 [rows, width + 1].
 
-    Args:
-        text: [rows, width], integers.
-        chosen: [rows, width]: which tokens are masked.
-        tokens: The ids that are not of the text.
-
-    Returns:
-        `input_ids` and `labels`, int64 [rows, width + 1].
+    `chosen` says which tokens of a text [rows, width] are masked.
 
     Example:
         >>> rows = masked_rows(np.array([[7, 8]]), np.array([[False, True]]), MaskTokens(2, 26))

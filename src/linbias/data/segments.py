@@ -20,13 +20,7 @@ class Segments(Dataset[dict[str, Tensor]]):
     Segment i of the text reads tokens i * length to (i + 1) * length - 1 and predicts the token
     after each; the tokens left over at the end are not used. Every pass has an order of its own,
     drawn from the seed and the number of the pass. So there is no state to save: step n reads the
-    segments from n * batch_size on.
-
-    Args:
-        ids: [tokens], more than `length`.
-        length: Tokens that a segment predicts.
-        num_segments: Segments of the whole run.
-        seed: Of the shuffles.
+    segments from n * batch_size on. `num_segments` are those of the whole run.
 
     Example:
         >>> segments = Segments(np.arange(7, dtype=np.uint8), length=3, num_segments=9, seed=0)
@@ -52,16 +46,22 @@ class Segments(Dataset[dict[str, Tensor]]):
         return {"input_ids": segments[:, :-1], "labels": segments[:, 1:]}
 
 
+class HidingSegments(Segments):
+    """Segments of which some text is hidden: a token that begins each, and length - 1 others."""
+
+    def __init__(
+        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: Any
+    ) -> None:
+        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
+        self.tokens = tokens
+
+
 class InPieces(Dataset[dict[str, Tensor]]):
     """Segments for processes of which each `pieces` in a row read one sequence, a piece each.
 
-    Data loaders give process r of a run the batches r, r + processes, and so on. Here batch j is piece j % pieces of
-    batch j // pieces of the segments: as many columns of it as the others have, or one more.
-
-    Args:
-        segments: Of whole sequences.
-        pieces: In which each is cut, along its length.
-        batch_size: Sequences of a batch of a process.
+    Data loaders give process r of a run the batches r, r + processes, and so on, of `batch_size`.
+    Here batch j is piece j % pieces of batch j // pieces of the segments: as many columns of it as
+    the others have, or one more.
     """
 
     def __init__(self, segments: Segments, pieces: int, batch_size: int) -> None:

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from linbias.data.segments import Segments
-from linbias.data.tokenizers import TokenIds, Tokenizer
+from linbias.data.segments import HidingSegments
+from linbias.data.tokenizers import Tokenizer
 
 SPAN_SHARE, MEAN_SPAN, LONGEST_SPAN = 0.15, 3, 10
 
@@ -46,11 +46,7 @@ class SpanTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> SpanTokens:
-        """Those of a tokenizer.
-
-        Raises:
-            ValueError: It has none.
-        """
+        """Those of a tokenizer; a `ValueError` says that it has none."""
         begin, end = (tokenizer.special_ids.get(f"{role}_token_id") for role in ("bos", "eos"))
         sentinels = tokenizer.sentinel_ids
         if begin is None or end is None or not sentinels:
@@ -123,13 +119,9 @@ def span_row(
     first_number: int,
     tokens: SpanTokens,
 ) -> SpanRow:
-    """Take spans out of a text.
+    """Take spans out of a text [n].
 
-    Args:
-        text: [n], integers.
-        spans: Those to take out.
-        first_number: Number of the first span; the others count on, and their sentinels around the circle.
-        tokens: The ids that are not of the text.
+    The first span has a number, the others count on, and their sentinels around the circle.
 
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
@@ -160,15 +152,14 @@ def span_row(
 def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]:
     """What a model reads and is to say, padded on the right.
 
-    Returns:
-        `input_ids` [B, S], `decoder_input_ids` and `labels` [B, T], int64, where -100 is not to be said; and
-        `attention_mask` [B, S] where rows differ in length.
+    That is `input_ids` [B, S], `decoder_input_ids` and `labels` [B, T], int64, where -100 is not
+    to be said; and `attention_mask` [B, S] where rows differ in length.
 
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 92))
         >>> row = span_row(np.arange(10, 13), Spans([1], [2]), 0, tokens)
-        >>> {name: value.tolist() for name, value in span_batch([row], tokens).items()}
-        {'input_ids': [[2, 10, 90, 12]], 'decoder_input_ids': [[2, 90, 11]], 'labels': [[90, 11, 3]]}
+        >>> [value.tolist() for value in span_batch([row], tokens).values()]
+        [[[2, 10, 90, 12]], [[2, 90, 11]], [[90, 11, 3]]]
     """
     read = _padded([row.read for row in rows], tokens.end)
     labels = _padded([row.said for row in rows], -100)
@@ -180,19 +171,13 @@ def span_batch(rows: Sequence[SpanRow], tokens: SpanTokens) -> dict[str, Tensor]
     return batch
 
 
-class SpanSegments(Segments):
+class SpanSegments(HidingSegments):
     """The sequences of a whole run, as `Segments`, from which spans are taken out.
 
-    A sequence is the token that begins a text, and `length` - 1 tokens of the text. Which spans are taken out of it,
-    and at which sentinel they begin, is a function of the seed and of the sequence's number in the run: another pass
-    takes out others, and there is no state to save.
-
-    Args:
-        ids: [tokens], at least `length`.
-        length: Tokens of a sequence before spans are taken out, 2 or more.
-        num_segments: Sequences of the whole run.
-        seed: Of the shuffles and the spans.
-        tokens: The ids that are not of the text.
+    A sequence is the token that begins a text, and `length` - 1, at least 1, tokens of the text.
+    Which spans are taken out of it, and at which sentinel they begin, is a function of the seed
+    and of the sequence's number in the run: another pass takes out others, and there is no state
+    to save.
 
     Example:
         >>> tokens = SpanTokens(begin=2, end=3, sentinels=range(90, 99))
@@ -203,11 +188,7 @@ class SpanSegments(Segments):
         (torch.Size([2, 41]), torch.Size([2, 3]))
     """
 
-    def __init__(
-        self, ids: TokenIds, *, length: int, num_segments: int, seed: int, tokens: SpanTokens
-    ) -> None:
-        super().__init__(ids, length=length - 1, num_segments=num_segments, seed=seed)
-        self.tokens = tokens
+    tokens: SpanTokens
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         """A batch as `span_batch` makes it."""

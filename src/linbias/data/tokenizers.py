@@ -99,17 +99,9 @@ class Tokenizer:
         return Tokenizer(backend)
 
     def encode(self, text: str | bytes) -> TokenIds:
-        """Encodes text.
+        """The ids of a string or of UTF-8 bytes, in the narrowest of uint8, uint16 and uint32.
 
-        Args:
-            text: A string, or its UTF-8 bytes.
-
-        Returns:
-            [number of tokens], the narrowest of uint8, uint16 and uint32 that holds every id.
-
-        Raises:
-            ValueError: `text` has a character that the tokenizer does not know; or it is bytes, not UTF-8, and the
-                tokens are not bytes.
+        A `ValueError` names a character that the tokenizer does not know.
         """
         data = text.encode() if isinstance(text, str) else text
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
@@ -147,11 +139,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: The folder holds no readable `tokenizer.json`.
-        """
+        """Reads what `save` wrote; a `ValueError` says that it is not there or damaged."""
         path = Path(folder, _FILE)
         if not path.is_file():
             raise ValueError(f"Tokenizer.load: folder must hold {_FILE}, got {folder}")
@@ -189,10 +177,7 @@ def _encode_characters(text: str, vocabulary: dict[str, int]) -> npt.NDArray[np.
 
 
 def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
-    """The tokenizer whose tokens are single characters, in the order of Unicode, after the four with roles.
-
-    Args:
-        characters: Those to know, in any order; one that repeats counts once.
+    """The tokenizer of these characters, in the order of Unicode after the four with roles.
 
     Example:
         >>> tokenizer = character_tokenizer("to be, or not to be")
@@ -211,17 +196,10 @@ def character_tokenizer(characters: Iterable[str]) -> Tokenizer:
 
 
 def train_bpe(text: bytes, vocab_size: int) -> Tokenizer:
-    """Learns byte pair encoding from a text.
+    """Learns byte pair encoding, of `vocab_size` tokens with the 256 bytes, from a UTF-8 text.
 
     The text is split into lines, and those into words, spaces and digits as in GPT-2, before pairs
     are counted. The same text gives the same tokenizer. A short text may give fewer tokens.
-
-    Args:
-        text: UTF-8.
-        vocab_size: Number of tokens, the 256 bytes included; above 256.
-
-    Raises:
-        ValueError: `vocab_size` is not above 256.
     """
     if vocab_size <= 256:
         raise ValueError(f"train_bpe: vocab_size must be above 256 (the bytes), got {vocab_size}")

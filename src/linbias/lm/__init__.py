@@ -6,7 +6,7 @@
     generate                             continues a text
     StreamScorer, stream                 read and write texts without an end, in constant memory
 
-Each loads what it needs (PyTorch, Transformers) when it is first named. What `linbias paper` does is in lm/paper.
+Each loads what it needs (PyTorch, Transformers) when it is first named.
 """
 
 from importlib import import_module

@@ -23,10 +23,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 
 from linbias._run.files import Record, read_json, sha256, write_json
 from linbias._run.processes import from_main, is_main, wait_for_all
+from linbias.models.loading import Files, load
 
 _MARK = "complete.json"
 _NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged later
@@ -37,14 +43,16 @@ class Checkpoints(TrainerCallback):
 
     Args:
         folder: Where the Trainer puts its `checkpoint-<step>` folders.
-        add_files: Called with each new checkpoint before it is complete, to add files to the Trainer's.
+        add_files: Called with each new checkpoint before it is complete, to add files to it.
 
     Attributes:
         seconds: Training time up to the newest complete checkpoint, over all sessions.
         saving: Whether a checkpoint, or the model, is being written now.
     """
 
-    def __init__(self, folder: Path, add_files: Callable[[Path], object] | None = None) -> None:
+    def __init__(
+        self, folder: Path, add_files: Callable[[Path], object] = lambda folder: None
+    ) -> None:
         self.folder, self.add_files = folder, add_files
         self.seconds = 0.0
         self.saving = False
@@ -52,16 +60,14 @@ class Checkpoints(TrainerCallback):
     def latest(self) -> Path | None:
         """The newest undamaged checkpoint; None where none was ever completed.
 
-        A `UserWarning` names what is damaged in those that are passed over. They are deleted, as
-        are those that were never completed. Under torchrun every process calls this.
-
-        Raises:
-            ValueError: There are complete checkpoints, and every one is damaged.
+        A `UserWarning` names what is damaged in those that are passed over, and a `ValueError`
+        says that all are damaged. They are deleted, as are those that were never completed. Under
+        torchrun every process calls this.
         """
-        found = from_main(self._find)
-        if found is None:
+        newest = from_main(self._find)
+        if newest is None:
             return None
-        name, self.seconds = found
+        name, self.seconds = newest
         return self.folder / name
 
     def _find(self) -> tuple[str, float] | None:
@@ -74,8 +80,8 @@ class Checkpoints(TrainerCallback):
             )
         if damages and newest is not None:
             warnings.warn(
-                f"train: checkpoints must be undamaged, got {', '.join(damages)} in {self.folder}; "
-                f"going on from {newest.name}",
+                f"train: checkpoints must be undamaged, got {', '.join(damages)} in "
+                f"{self.folder}; going on from {newest.name}",
                 stacklevel=2,
             )
         for checkpoint in passed_over:
@@ -87,8 +93,8 @@ class Checkpoints(TrainerCallback):
     def delete(self, *, all_but: int = 0) -> None:
         """Deletes all but so many of the newest, once the model itself is saved."""
         if is_main():
-            found = _list(self.folder)
-            for checkpoint in found[: len(found) - all_but]:
+            there = _list(self.folder)
+            for checkpoint in there[: len(there) - all_but]:
                 shutil.rmtree(checkpoint)
             if not all_but and self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -97,26 +103,19 @@ class Checkpoints(TrainerCallback):
         """Whether any was ever completed."""
         return any((checkpoint / _MARK).exists() for checkpoint in _list(self.folder))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)  # the checkpoint may be of another cadence
         self._start = time.perf_counter() - self.seconds
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self.saving = control.should_save
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         wait_for_all()
         self.seconds = time.perf_counter() - self._start
         if is_main():
             newest = self.folder / f"checkpoint-{state.global_step}"
-            if self.add_files is not None:
-                self.add_files(newest)
+            self.add_files(newest)
             mark = {"seconds": self.seconds, "sha256": _digests(newest)}
             write_json(newest / _MARK, {**mark, "mark": _digest_of(mark)})
             for replaced in _list(self.folder)[:-_NUM_KEPT]:
@@ -125,16 +124,10 @@ class Checkpoints(TrainerCallback):
 
 
 def readable_model(function: str, path: str | Path) -> str | Path:
-    """The folder to read a model from: of a run that has not finished, its newest undamaged checkpoint.
+    """The folder to read a model from: of an unfinished run, its newest undamaged checkpoint.
 
-    A `UserWarning` says which checkpoint that is. Anything else than the folder of such a run is returned as it is.
-
-    Args:
-        function: The function that errors name.
-        path: A folder, or the name of a model on the Hugging Face Hub.
-
-    Raises:
-        ValueError: The run has not finished, and no checkpoint can be read.
+    A `UserWarning` says which checkpoint that is, and a `ValueError`, which names `function`, that
+    there is none. Any other path, or a name on the Hugging Face Hub, is returned as it is.
     """
     folder = Path(path)
     if (folder / "config.json").exists() or not _is_run(folder):
@@ -147,13 +140,25 @@ def readable_model(function: str, path: str | Path) -> str | Path:
         newest = None
     if newest is None:
         raise ValueError(
-            f"{function}: path must hold a model or an undamaged checkpoint, got {folder}, where training has not "
-            f"finished, with {there} (the command that began it continues it; --save-steps sets how often it saves)"
+            f"{function}: path must hold a model or an undamaged checkpoint, got {folder}, where "
+            f"training has not finished, with {there} (the command that began it continues it; "
+            "--save-steps sets how often it saves)"
         )
     warnings.warn(
         f"{function}: training has not finished in {folder}; reading {newest.name}", stacklevel=2
     )
     return newest
+
+
+def open_model(
+    function: str, path: str | Path, argument: str = "folder", *, device: Any = None
+) -> tuple[Files, PreTrainedModel]:
+    """The files and the model that are read for a path, as `readable_model` says.
+
+    Errors name the function, and the path as its argument.
+    """
+    files = Files.at(function, readable_model(function, path), argument)
+    return files, load(files, device=device)
 
 
 def _is_run(folder: Path) -> bool:
@@ -165,7 +170,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _newest(folder: Path) -> tuple[Path | None, list[Path], list[str]]:
-    """The newest undamaged checkpoint; those after it; and, of these, what is damaged in those that were complete."""
+    """The newest undamaged checkpoint, those after it, and what is damaged in complete ones."""
     passed_over: list[Path] = []
     damages: list[str] = []
     for checkpoint in reversed(_list(folder)):
@@ -180,12 +185,12 @@ def _newest(folder: Path) -> tuple[Path | None, list[Path], list[str]]:
 
 def _list(folder: Path) -> list[Path]:
     """List all checkpoints, complete or not, oldest first, and no other entry of the folder."""
-    found = {}
+    steps = {}
     for path in folder.glob("checkpoint-*"):
         number = re.fullmatch(r"checkpoint-([0-9]+)", path.name)
         if number and path.is_dir() and not path.is_symlink():
-            found[path] = int(number[1])
-    return sorted(found, key=lambda path: found[path])
+            steps[path] = int(number[1])
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -39,7 +39,7 @@ from linbias._run.files import Record
 from linbias._run.processes import Sharing, max_over_all, num_processes, sum_over_all
 from linbias.lm.memory import PeakMemory
 from linbias.lm.settings import PRECISIONS
-from linbias.lm.windows import Window, check_tokens, equal_windows
+from linbias.lm.windows import Likelihood, Window, check_tokens, equal_windows, rows_of
 from linbias.models.decoder.linbias import LinbiasForMaskedLM
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
 from linbias.models.limits import able_to_read, position_limit
@@ -57,7 +57,7 @@ _DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), s
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Likelihood):
     """What `evaluate` measured.
 
     Attributes:
@@ -90,11 +90,6 @@ class Evaluation:
             f"Evaluation(length={self.length}, stride={self.stride}, num_tokens={self.num_tokens}, "
             f"nll={self.nll:.4f}, perplexity={self.perplexity:.4f}{bits})"
         )
-
-    @property
-    def perplexity(self) -> float:
-        """exp(nll); infinite where that is beyond a float."""
-        return math.exp(self.nll) if self.nll < 709.0 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -254,11 +249,7 @@ def evaluate(
 def check_call(
     model: PreTrainedModel, length: int, batch_tokens: int, limit_tokens: int | None
 ) -> None:
-    """Refuses a length or another number that a model cannot be evaluated with.
-
-    Raises:
-        ValueError: A number is below 1, or `length` is beyond the model's table of positions.
-    """
+    """Refuses a number below 1, or a length beyond the model's table of positions."""
     least_one = {"length": length, "batch_tokens": batch_tokens, "limit_tokens": limit_tokens}
     for name, value in least_one.items():
         if value is not None and value < 1:
@@ -278,13 +269,10 @@ def computing(
     precision: str | None,
     longest: int,
 ) -> Iterator[PeakMemory]:
-    """Within the block, the model is in evaluation mode, on a device, without gradients; memory is measured.
+    """Within the block, a model computes for an evaluation, whose memory is measured.
 
-    Args:
-        model: To be evaluated.
-        device: Where it is moved; None leaves it where it is.
-        precision: As for `evaluate`.
-        longest: Tokens of its longest input.
+    It is in evaluation mode, without gradients, and moved to a device, unless that is None; its
+    longest input has so many tokens. `precision` is as for `evaluate`.
     """
     if device is not None:
         model.to(device)
@@ -339,8 +327,7 @@ def _batches(
         vocab_size = model.config.get_text_config().vocab_size
         batch_tokens = min(batch_tokens, MAX_LOGITS // vocab_size)
     for batch in equal_windows(windows(num_tokens, length, stride), batch_tokens):
-        tokens = np.stack([ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
-        rows = torch.from_numpy(tokens).to(model.device)
+        rows = rows_of(ids, batch, model.device)
         yield rows[:, :-1], rows[:, -batch[0].keep :]
 
 

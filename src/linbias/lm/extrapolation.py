@@ -89,7 +89,8 @@ def extrapolate(
     with hold_run_folder(folder, "extrapolate"):
         open_run_folder(folder / "settings.json", identity, "extrapolate")
         log = JsonLog(folder / "results.jsonl")
-        run = _Run(settings, corpus, log, Console(stderr=True, quiet=not progress))
+        console = Console(stderr=True, quiet=not progress)
+        run = _Run(settings=settings, corpus=corpus, log=log, console=console)
 
         trainings: list[TrainingRecord] = []
         evaluations: list[EvaluationRecord] = []

@@ -12,10 +12,10 @@ from transformers import TextStreamer
 
 from linbias.data.spans import SpanTokens
 from linbias.data.tokenizers import Tokenizer
-from linbias.lm.checkpoints import readable_model
+from linbias.lm.checkpoints import open_model
 from linbias.lm.streaming import stream as stream_tokens
 from linbias.models.decoder.seq2seq import LinbiasForConditionalGeneration
-from linbias.models.loading import Files, encode, load, load_tokenizer
+from linbias.models.loading import Files, encode, load_tokenizer
 from linbias.models.prepacked import prepack
 from linbias.models.window_cache.cache import WindowCache
 
@@ -86,12 +86,8 @@ def generate_endlessly(
 ) -> tuple[Iterator[str], WindowCache]:
     """What `generate` writes after a prompt, without an end and in constant memory.
 
-    Args:
-        path, prompt, temperature, top_k, seed: As for `generate`; the model has linear biases.
-        max_new_tokens: Tokens to write at most; None sets no end but the model's own.
-
-    Returns:
-        The text that follows the prompt, a few characters at a time; and the cache, all that is kept.
+    `max_new_tokens` None sets no end but the model's own, which has linear biases. Returns the
+    text that follows the prompt, a few characters at a time; and the cache, all that is kept.
 
     Raises:
         ValueError: As `generate`; or the model can have no `WindowCache`.
@@ -137,8 +133,8 @@ def _opened(
         raise ValueError(
             f"generate: temperature and top_k must be at least 0, got {temperature}, {top_k}"
         )
-    files = Files.at("generate", readable_model("generate", path), "path")
-    model, tokenizer = prepack(load(files)), load_tokenizer(files)
+    files, loaded = open_model("generate", path, "path")
+    model, tokenizer = prepack(loaded), load_tokenizer(files)
     if not model.can_generate():
         raise ValueError(
             f"generate: path must hold a causal model, got {path}, which tells masked tokens from both sides"

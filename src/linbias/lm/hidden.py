@@ -49,23 +49,18 @@ from linbias.data.spans import (
     span_row,
 )
 from linbias.lm.evaluation import MAX_LOGITS, check_call, computing
-from linbias.lm.windows import check_tokens
+from linbias.lm.windows import Likelihood, check_tokens
 
 
 @dataclass(frozen=True)
-class HiddenEvaluation:
-    """What `evaluate_hidden` measured.
+class HiddenEvaluation(Likelihood):
+    """What `evaluate_hidden` measured; fields that `Evaluation` has too mean the same.
 
     Attributes:
-        length: Tokens of the text read at a time.
-        stride: Tokens by which the blocks move; None for blocks without overlap.
         num_tokens: Tokens of the text.
         num_scored: Hidden ones, all of which were scored.
         nll: Mean negative log likelihood, nats per hidden token.
         accuracy: Share of the hidden tokens that the model held for the likeliest.
-        tokens_per_second: Tokens of the text per second of wall time.
-        peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile; of several processes,
-            the highest.
         num_spans: Spans that were taken out; None where tokens were masked.
     """
 
@@ -80,13 +75,13 @@ class HiddenEvaluation:
     num_spans: int | None = None
 
     @property
-    def perplexity(self) -> float:
-        """exp(nll); infinite where that is beyond a float."""
-        return math.exp(self.nll) if self.nll < 709.0 else math.inf
-
-    @property
     def bits_per_hidden_token(self) -> float:
         return self.nll / math.log(2.0)
+
+    def describe(self) -> str:
+        """What was scored, in words."""
+        hid = "masked" if self.num_spans is None else f"took out {self.num_spans:,} spans"
+        return f"{hid} and scored {self.num_scored:,} of {self.num_tokens:,} tokens"
 
     def to_dict(self) -> Record:
         """All fields that are known, and the perplexity, as JSON values."""
@@ -171,31 +166,20 @@ def evaluate_hidden(
 ) -> HiddenEvaluation:
     """Scores a masked or a sequence-to-sequence model on a text, `length` tokens at a time.
 
-        nll = mean over the hidden i of -log p(ids[i] | what is read of its block, what was written before i)
-
-    Where a process group of torch.distributed is initialised, every process calls this with the same arguments
-    but for the device: they share the batches, and all return the same result.
+        nll = mean over the hidden i of -log p(ids[i] | its block as it is read, what was written)
 
     Args:
         model: A Transformers masked or sequence-to-sequence language model.
         ids: [N], integers, N >= 1: the text as the model's tokens.
-        length: Tokens of the text read at a time, before any is hidden, and the one that begins a sequence: 2 or
-            more, with spans 11 or more, so that the longest one fits.
-        tokens: The ids that are not of the text: `MaskTokens` for a masked model, `SpanTokens` for one that writes
-            spans.
-        stride: None for blocks without overlap, else 1 <= stride < length, with spans 10 <= stride < length.
-        batch_tokens: Tokens read in one forward pass (at least one block).
-        limit_tokens: Read at most this many tokens, from the start of the text.
-        device: Where to compute; None leaves the model where it is.
-        precision: As for `evaluate`.
-        progress: Called with (tokens of the text done, all of them) after each batch.
-
-    Returns:
-        The HiddenEvaluation.
+        length: Tokens of the text read at a time, before any is hidden, and the one that begins a
+            sequence: 2 or more, with spans 11 or more, so that the longest one fits.
+        tokens: The ids that are not of the text, for a masked model or for one that writes spans.
+        stride: None for blocks without overlap, else 1 <= stride < length, with spans 10 or more.
+        batch_tokens, limit_tokens, device, precision, progress: As for `evaluate`; of tokens read.
 
     Raises:
-        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, no token is hidden, or
-            `length` is beyond the model's table of positions, or what it can read.
+        ValueError: An argument breaks a rule above, an id is beyond the vocabulary, no token is
+            hidden, or `length` is beyond what the model can read.
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForMaskedLM

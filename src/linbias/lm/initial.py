@@ -27,23 +27,22 @@ _KINDS: dict[str, type[LanguageModel]] = {
     "seq2seq": LinbiasForConditionalGeneration,
 }
 # These fields may differ from those of the model to go on from: its weights do not depend on them.
-_MAY_DIFFER = {
-    *("hidden_dropout", "attention_dropout", "attention_implementation", "slope_scale"),
-    *("initializer_range", "use_cache"),
-}
+_MAY_DIFFER = set(
+    "hidden_dropout attention_dropout attention_implementation slope_scale initializer_range "
+    "use_cache".split()
+)
 
 
 def initial_config(settings: TrainSettings, corpus: Corpus) -> LinbiasConfig:
     """The configuration of the model that a run trains.
 
-    Raises:
-        ValueError: A field breaks its rule, or contradicts the model that the run goes on from.
+    A `ValueError` says which field breaks its rule, or contradicts the model to go on from.
     """
     family = LinbiasSeq2SeqConfig if settings.task == "seq2seq" else LinbiasConfig
     if settings.init is None:
+        defaults = {"encoder_position": "symmetric"} if settings.task == "masked" else {}
         return family(
-            **_defaults(settings),
-            **settings.model,
+            **{**defaults, **settings.model},
             vocab_size=corpus.tokenizer.vocab_size,
             train_length=settings.length,
             **corpus.tokenizer.special_ids,
@@ -83,12 +82,6 @@ def _task_of(config: LinbiasConfig) -> str:
     return "causal" if config.encoder_position is None else "masked"
 
 
-def _defaults(settings: TrainSettings) -> dict[str, str]:
-    """Fields of the configuration that follow from the task, unless `settings.model` has them."""
-    masked = settings.task == "masked" and "encoder_position" not in settings.model
-    return {"encoder_position": "symmetric"} if masked else {}
-
-
 def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageModel:
     """Build the model before its first step; fresh weights are drawn from PyTorch's current random state."""
     model = _KINDS[settings.task](config)
@@ -98,11 +91,7 @@ def initial_model(settings: TrainSettings, config: LinbiasConfig) -> LanguageMod
 
 
 def config_of(folder: str) -> LinbiasConfig:
-    """The configuration of a model to go on from.
-
-    Raises:
-        ValueError: The folder holds no model of the project's own family.
-    """
+    """The configuration of a model to go on from, which must be of the project's own family."""
     try:
         if not Path(folder).is_dir():
             raise ValueError(f"{folder!r} is no folder")
@@ -127,15 +116,7 @@ def weights_of(folder: str) -> dict[str, str]:
 
 
 def with_tokenizer_of(folder: str, corpus: Corpus) -> Corpus:
-    """The same text as the tokens of a model.
-
-    Args:
-        folder: The model's.
-        corpus: Read with the tokenizer "bytes".
-
-    Raises:
-        ValueError: The folder has no readable tokenizer.
-    """
+    """The same text, read with the tokenizer "bytes", as the tokens of a model in a folder."""
     tokenizer = Tokenizer.load(folder)
     description = tokenizer.backend.to_str()
     if description == corpus.tokenizer.backend.to_str():

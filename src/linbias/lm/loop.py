@@ -1,11 +1,8 @@
-"""What every training run on Transformers' Trainer does alike.
+"""A training run on Transformers' Trainer: what language models and the paper's models do alike.
 
-uses_cpu            where to compute
+Run                 a run in its folder: opened, trained from its newest checkpoint, published
 PiecesTrainer       a Trainer whose processes may share sequences
 StopAfterStep       what Ctrl-C and SIGTERM do to a training
-trainer_arguments   the Trainer's arguments
-run_trainer         train, from the newest complete checkpoint if there is one
-publish             write the model aside, then move its files into place
 TrainingMetrics     what a finished run measured, as metrics.json keeps it
 """
 
@@ -16,13 +13,16 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -36,10 +36,12 @@ from transformers import (
 )
 
 from linbias._run.files import Record, move_into_place, read_json, write_json
-from linbias._run.processes import is_main
+from linbias._run.folders import hold_run_folder
+from linbias._run.processes import Sharing, is_main, wait_for_all
 from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.memory import PeakMemory
-from linbias.lm.watch import ProgressBar
+from linbias.lm.watch import ProgressBar, StopWatch
+from linbias.models.loading import no_bars
 from linbias.models.prepacked import keep_freed_memory
 from linbias.torch import context_parallel
 
@@ -55,8 +57,8 @@ class TrainingMetrics:
         steps: Updates of the weights.
         tokens: Tokens that were read, over all steps and processes.
         seconds: Training time of all sessions.
-        step_seconds: Median time of a step of the last session: start-up, validations and saving are
-            not in it. None where that session had one step or none.
+        step_seconds: Median time of a step of the last session: start-up, validations and saving
+            are not in it. None where that session had one step or none.
         peak_memory_bytes: Highest memory of the first process in the last session.
         num_parameters: Parameters of the model.
         num_processes: Processes that trained it.
@@ -72,7 +74,7 @@ class TrainingMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """The pace of a median step; the mean over all of the training time where there is none."""
+        """The pace of a median step; where there is none, the mean over all of the training."""
         return self.tokens / (
             self.steps * self.step_seconds if self.step_seconds else self.seconds
         )
@@ -90,11 +92,7 @@ class TrainingMetrics:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the metrics.json of a run's folder.
-
-        Raises:
-            ValueError: There is none, or it is damaged.
-        """
+        """Reads the metrics.json of a run's folder, or says that it is missing or damaged."""
         path = folder / "metrics.json"
         try:
             return cls.from_dict(read_json(path, "train"))
@@ -109,10 +107,8 @@ class TrainingMetrics:
 class PiecesTrainer(Trainer):
     """The Trainer, for processes that may share sequences.
 
-    Args:
-        pieces: The processes that share each sequence, of which the data sets give a piece to each; None where each
-            process reads whole ones.
-        arguments, options: Those of the Trainer.
+    `pieces` are the processes that share each sequence, of which the data sets give a piece to
+    each; None where each process reads whole ones.
     """
 
     def __init__(self, *arguments: Any, pieces: ProcessGroup | None, **options: Any) -> None:
@@ -124,7 +120,10 @@ class PiecesTrainer(Trainer):
         return nullcontext() if self.pieces is None else context_parallel.use(self.pieces)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Forward and backward of a batch; the first one after a checkpoint that lies between two logs adds to its losses."""
+        """Forward and backward of a batch.
+
+        The first one after a checkpoint that lies between two logs adds the losses before it.
+        """
         with self.in_pieces():
             loss = super().training_step(*arguments, **options)
         history = self.state.log_history
@@ -135,7 +134,7 @@ class PiecesTrainer(Trainer):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *arguments: Any, **options: Any) -> None:
-        """Keep the losses since the last log in a checkpoint that lies between two, which the Trainer would forget."""
+        """Keep the losses since the last log in a checkpoint; the Trainer would forget them."""
         if self.control.should_save and not self.control.should_log:
             unlogged = {"unlogged": tr_loss.item(), "since": self._globalstep_last_logged}
             self.state.log_history.insert(0, unlogged)
@@ -148,16 +147,10 @@ class PiecesTrainer(Trainer):
 
 
 class StopAfterStep(TrainerCallback):
-    """Within the block, Ctrl-C and SIGTERM end a training after the step, with a checkpoint; the second one ends it at once.
+    """Within the block, Ctrl-C and SIGTERM end a training after the step, with a checkpoint.
 
-    Signals that the process ignores stay ignored.
-
-    Args:
-        checkpoints: Those of the run.
-        bar: Says what happens.
-
-    Attributes:
-        asked: The signal that came, for whoever called the Trainer to raise again.
+    The second one ends it at once. Signals that the process ignores stay ignored. `asked` is the
+    signal that came, for whoever called the Trainer to raise again.
     """
 
     def __init__(self, checkpoints: Checkpoints, bar: ProgressBar) -> None:
@@ -181,9 +174,7 @@ class StopAfterStep(TrainerCallback):
         self.asked = number
         self.bar.console.print("Stopping after this step, with a checkpoint; once more: at once.")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self.asked is not None:
             control.should_save = control.should_training_stop = self.checkpoints.saving = True
 
@@ -194,14 +185,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def uses_cpu(device: str, precision: str) -> bool:
-    """Whether to train on the CPU: by choice, or because there is no accelerator.
+    """Whether to train on the CPU: by choice ("cpu", not "auto"), or as there is no accelerator.
 
-    Args:
-        device: "auto" or "cpu".
-        precision: "fp32", "bf16" or "fp16".
-
-    Raises:
-        ValueError: The precision is "fp16", which CPUs do not train in.
+    A `ValueError` says that the precision is "fp16", which CPUs do not train in.
     """
     if device == "auto" and torch.accelerator.is_available():
         return False
@@ -212,100 +198,178 @@ def uses_cpu(device: str, precision: str) -> bool:
     return True
 
 
-def trainer_arguments(
-    folder: Path,
-    *,
-    device: str,
-    precision: str,
-    fsdp: dict[str, Any] | None,
-    **others: Any,
-) -> TrainingArguments:
-    """The Trainer's arguments: those that all runs share, and the run's own.
+class Run(ABC):
+    """A run in its folder: new, stopped and going on from there, or finished.
+
+    A kind of run says how its folder is opened, what its Trainer is, and what it measures. All of
+    its checks are in `__init__`, before anything is written.
 
     Args:
-        folder: For the checkpoints.
-        device: "auto" or "cpu".
-        precision: "fp32", "bf16" or "fp16", of matrix products.
-        fsdp: Transformers' `fsdp_config`, or None to keep the model whole.
-        others: By the Trainer's names.
+        settings: What to train: `TrainSettings`, or the paper's `Recipe`.
+        output: The run's folder.
+
+    Attributes:
+        steps: Updates of the weights.
+        tokens_per_step: Tokens that a step predicts; the mean, where steps differ.
     """
-    on_cpu = uses_cpu(device, precision)
-    return TrainingArguments(
-        output_dir=str(folder),
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        use_cpu=on_cpu,
-        logging_nan_inf_filter=False,  # the filter would hide a diverging loss, and wait for each step
-        disable_tqdm=True,  # `ProgressBar` replaces it
-        report_to="none",
-        train_sampling_strategy="sequential",  # the data sets have an order of their own
-        remove_unused_columns=False,
-        dataloader_pin_memory=not on_cpu,
-        ddp_find_unused_parameters=False,
-        fsdp=fsdp is not None,
-        fsdp_config=None if fsdp is None else dict(fsdp),
-        **others,
-    )
 
+    settings: Any
+    metrics: type[TrainingMetrics]
+    steps: int
+    tokens_per_step: int
 
-def run_trainer(
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    bar: ProgressBar,
-    output: Path,
-    *,
-    at_the_end: Callable[[], None],
-) -> int:
-    """Trains, from the newest complete checkpoint if there is one, and returns the peak memory.
+    def __init__(self, settings: Any, output: Path) -> None:
+        self.settings, self.output = settings, output
+        self.on_cpu = uses_cpu(settings.device, settings.precision)
+        self.checkpoints = Checkpoints(output / "checkpoints", self.add_files)
 
-    Args:
-        trainer: Has `checkpoints` and `bar` among its callbacks.
-        checkpoints: Those of the run.
-        bar: Shown meanwhile.
-        output: The run's folder, for the error.
-        at_the_end: Called after the last step; saves what is left to save.
+    @abstractmethod
+    def open(self) -> None:
+        """Opens the folder, and sets the number of steps; refuses a folder of another run."""
 
-    Returns:
-        Bytes.
+    @abstractmethod
+    def trainer(self, callbacks: list[TrainerCallback]) -> PiecesTrainer:
+        """The Trainer of a model before its first step."""
 
-    Raises:
-        OSError: A checkpoint or the model could not be written (disk full).
-        KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on from. One process saves its step
-            before; several end as they are, since they would have to agree on the step.
-    """
-    newest = checkpoints.latest()
-    trainer.remove_callback(PrinterCallback)
-    stop = StopAfterStep(checkpoints, bar)
-    trainer.add_callback(stop)
-    keep_freed_memory()
-    try:
-        with PeakMemory(trainer.args.device) as memory, bar:
-            with stop if trainer.args.world_size == 1 else nullcontext():
-                trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
-            if stop.asked is not None:
-                signal.raise_signal(stop.asked)
-                raise KeyboardInterrupt  # where that called a handler that returns
-            at_the_end()
-    except KeyboardInterrupt as interrupt:
-        if not checkpoints.exist():
-            raise
-        raise KeyboardInterrupt("The same command continues from here.") from interrupt
-    except (OSError, RuntimeError, SafetensorError) as error:
-        is_full = _is_full(error, output)
-        if not (checkpoints.saving or is_full):
-            raise
-        full = "No space left on the disk: " if is_full else ""
-        left = (
-            "the last complete checkpoint is intact, and the same call continues from there"
-            if checkpoints.exist()
-            else "no checkpoint was complete yet, and the same call starts again"
+    @abstractmethod
+    def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
+        """The callbacks of this kind of run, the bar among them."""
+
+    @abstractmethod
+    def add_files(self, folder: Path) -> None:
+        """Adds to the Trainer's files of a model what else its folder holds."""
+
+    @abstractmethod
+    def losses(self, state: TrainerState) -> Record:
+        """The metrics that this kind of run has beside those of all runs."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run predicts."""
+        return self.steps * self.tokens_per_step
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Which processes share a sequence; the first use joins them."""
+        PartialState(cpu=self.on_cpu)
+        return Sharing.by("train", self.settings.context_parallel)
+
+    def is_finished(self) -> bool:
+        """Whether the folder holds the model after all steps."""
+        return is_finished(self.output) and self.metrics.read(self.output).steps == self.steps
+
+    def finish(
+        self, progress: bool, callbacks: Sequence[TrainerCallback], num_kept: int = 0
+    ) -> Any:
+        """Trains what is left to train, keeps so many checkpoints, and returns the metrics."""
+        with hold_run_folder(self.output, "train"), no_bars():
+            self.open()
+            if not self.is_finished():
+                self._train(progress, callbacks)
+            # Of a finished run, too: it may have been killed here.
+            self.checkpoints.delete(all_but=num_kept)
+            wait_for_all()
+        return self.metrics.read(self.output)
+
+    def arguments(self, **own: Any) -> TrainingArguments:
+        """The Trainer's arguments: those that all runs share, and this run's own."""
+        settings = self.settings
+        return TrainingArguments(
+            output_dir=str(self.checkpoints.folder),
+            max_steps=self.steps,
+            learning_rate=settings.learning_rate,
+            max_grad_norm=settings.clip,
+            seed=settings.seed,
+            save_steps=settings.save_steps,
+            bf16=settings.precision == "bf16",
+            fp16=settings.precision == "fp16",
+            use_cpu=self.on_cpu,
+            logging_nan_inf_filter=False,  # it would hide a diverging loss, and wait for each step
+            disable_tqdm=True,  # `ProgressBar` replaces it
+            report_to="none",
+            train_sampling_strategy="sequential",  # the data sets have an order of their own
+            remove_unused_columns=False,
+            dataloader_pin_memory=not self.on_cpu,
+            ddp_find_unused_parameters=False,
+            fsdp=settings.fsdp is not None,
+            fsdp_config=None if settings.fsdp is None else dict(settings.fsdp),
+            **own,
         )
-        raise OSError(f"train: could not write to {output} ({full}{error}); {left}") from error
-    return memory.peak_bytes
+
+    def _train(self, progress: bool, callbacks: Sequence[TrainerCallback]) -> None:
+        """Trains, from the newest complete checkpoint if there is one, and writes the metrics.
+
+        Raises:
+            OSError: A checkpoint or the model could not be written (disk full).
+            KeyboardInterrupt: As it came; with a message where there is a checkpoint to go on
+                from. One process saves its step before; several end as they are, since they would
+                have to agree on the step.
+        """
+        bar = ProgressBar(self.tokens_per_step, visible=progress and is_main())
+        watch, stop = StopWatch(), StopAfterStep(self.checkpoints, bar)
+        own = [self.checkpoints, *self.watchers(bar), watch]
+        trainer = self.trainer([*own, *callbacks, stop])
+        trainer.remove_callback(PrinterCallback)
+        newest = self.checkpoints.latest()
+        keep_freed_memory()
+        try:
+            with PeakMemory(trainer.args.device) as memory, bar:
+                with stop if trainer.args.world_size == 1 else nullcontext():
+                    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+                if stop.asked is not None:
+                    signal.raise_signal(stop.asked)
+                    raise KeyboardInterrupt  # where that called a handler that returns
+                self.publish_last(trainer)
+        except KeyboardInterrupt as interrupt:
+            if not self.checkpoints.exist():
+                raise
+            raise KeyboardInterrupt("The same command continues from here.") from interrupt
+        except (OSError, RuntimeError, SafetensorError) as error:
+            is_full = _is_full(error, self.output)
+            if not (self.checkpoints.saving or is_full):
+                raise
+            full = "No space left on the disk: " if is_full else ""
+            left = (
+                "the last complete checkpoint is intact, and the same call continues from there"
+                if self.checkpoints.exist()
+                else "no checkpoint was complete yet, and the same call starts again"
+            )
+            raise OSError(
+                f"train: could not write to {self.output} ({full}{error}); {left}"
+            ) from error
+        if is_main():
+            self.metrics(
+                **self.losses(trainer.state),
+                steps=self.steps,
+                tokens=self.tokens,
+                seconds=self.checkpoints.seconds,
+                step_seconds=watch.step_seconds(),
+                peak_memory_bytes=memory.peak_bytes,
+                num_parameters=trainer.model.num_parameters(),
+                num_processes=trainer.args.world_size,
+            ).write(self.output)
+
+    def publish_last(self, trainer: Trainer) -> None:
+        """Publishes the model after the last step."""
+        self.publish(trainer)
+
+    def publish(self, trainer: Trainer) -> None:
+        """Writes the model into a hidden folder, then moves its files into place.
+
+        Every process calls this: sharded weights are gathered. An error in here is one of saving.
+        """
+        partial, saving = self.output / ".partial", self.checkpoints.saving
+        self.checkpoints.saving = True
+        trainer.save_model(str(partial))
+        if is_main():
+            (partial / "training_args.bin").unlink()  # a pickle that nobody needs
+            self.add_files(partial)
+            move_into_place(partial, self.output)
+        self.checkpoints.saving = saving
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
-    """Whether a disk that is full made writing fail; PyTorch and safetensors say so in words of their own, or not."""
+    """Whether a full disk made writing fail; PyTorch and safetensors may say it in other words."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if "os error 28" in str(error):
@@ -313,27 +377,3 @@ def _is_full(error: BaseException, folder: Path) -> bool:
     if isinstance(error, RuntimeError) and not re.search(_WRITER, str(error)):
         return False
     return shutil.disk_usage(folder).free < _LITTLE
-
-
-def publish(
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    output: Path,
-    add_files: Callable[[Path], object],
-) -> None:
-    """Writes the model into a hidden folder, then moves its files into place.
-
-    Args:
-        trainer: Whose model to save. Every process calls this: sharded weights are gathered.
-        checkpoints: Those of the run; an error in here is marked as one of saving.
-        output: The run's folder.
-        add_files: Called by the first process with a folder, to add files to the model's.
-    """
-    partial, saving = output / ".partial", checkpoints.saving
-    checkpoints.saving = True
-    trainer.save_model(str(partial))
-    if is_main():
-        (partial / "training_args.bin").unlink()  # a pickle that nobody needs
-        add_files(partial)
-        move_into_place(partial, output)
-    checkpoints.saving = saving

@@ -1,9 +1,8 @@
-"""Peak memory of a block of code, and the memory that is available: of a GPU, or of the process."""
+"""Peak memory of a block of code, and available memory: of a GPU, or of the process."""
 
 import resource
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -13,12 +12,8 @@ class PeakMemory:
     """Measures the highest memory of a `with` block: `peak_bytes`, once the block is left.
 
     On a CUDA device that is what PyTorch allocated there, else the resident memory of the process.
-
     On Linux the kernel's high-water mark is set back when the block is entered, so that an earlier
-    peak is not counted. Where that is not possible, the peak is that of the process since its start.
-
-    Args:
-        device: Whose memory is measured.
+    peak is not counted. Where that is not possible, the peak is that since the process began.
 
     Example:
         >>> with PeakMemory("cpu") as memory:
@@ -39,12 +34,7 @@ class PeakMemory:
             _reset_resident_peak()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             self.peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
         else:

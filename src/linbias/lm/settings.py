@@ -165,12 +165,16 @@ class TrainSettings(Checked):
 
     def _check_pieces(self) -> None:
         pieces = self.context_parallel
-        self._require("context_parallel", 1 <= pieces <= self.length, f"from 1 to length = {self.length}", pieces)  # fmt: skip
+        fits = 1 <= pieces <= self.length
+        self._require("context_parallel", fits, f"from 1 to length = {self.length}", pieces)
         if pieces > 1:
             rule = "1 unless task is 'causal' and the position 'alibi'"
             fits = self.task == "causal" and self.model.get("position", "alibi") == "alibi"
             self._require("context_parallel", fits, rule, pieces)
-            rule = "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads long texts)"
+            rule = (
+                "1 with validate_lengths or prompt (linbias evaluate --context-parallel reads "
+                "long texts)"
+            )
             plain = not self.validate_lengths and self.prompt is None
             self._require("context_parallel", plain, rule, pieces)
 

@@ -1,16 +1,19 @@
 """Endless texts in constant memory: read and scored in one pass, or written token by token.
 
-Both keep nothing but a `WindowCache`, in which every head has the keys that it needs and a bound on what the others weigh,
-so that a text of any length is read as if it were one segment.
+Both keep nothing but a `WindowCache`, in which every head has the keys that it needs and a bound
+on what the others weigh, so that a text of any length is read as if it were one segment.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +28,22 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from linbias._run.progress import Advance
+from linbias.lm.checkpoints import open_model
 from linbias.lm.memory import PeakMemory
+from linbias.lm.text import read_text, stream_text
+from linbias.lm.windows import Likelihood
 from linbias.models.decoder.cache import CACHE
-from linbias.models.window_cache.cache import WindowCache
+from linbias.models.loading import Files
+from linbias.models.window_cache.cache import TOLERANCES, WindowCache
+from linbias.models.window_cache.reach import Windows, weights_windows
 
 CHUNK = 512
 _MOST_LOGITS = 1 << 25  # that a chunk may have at once
 
 
 @dataclass(frozen=True)
-class StreamEvaluation:
+class StreamEvaluation(Likelihood):
     """How well a model predicts a text that was read in one pass.
 
     Attributes:
@@ -57,13 +66,8 @@ class StreamEvaluation:
     uncertified: int
     largest_dropped: float
 
-    @property
-    def perplexity(self) -> float:
-        """exp(nll); infinite where that is beyond a float."""
-        return math.exp(self.nll) if self.nll < 709.0 else math.inf
-
     def bits_per_byte(self, num_bytes: int) -> float:
-        """Bits spent per byte of a text of so many UTF-8 bytes, whose first token was not scored."""
+        """Bits spent per byte of a text of so many UTF-8 bytes; its first token was not scored."""
         num_bytes = round(num_bytes * self.num_tokens / (self.num_tokens + 1))
         return self.nll * self.num_tokens / (math.log(2.0) * num_bytes)
 
@@ -76,7 +80,8 @@ class StreamScorer:
     """Scores a text of any length in one pass: every token is predicted from all tokens before it.
 
     Args:
-        model: A causal model with linear biases, as `linbias.models.load` gives it; it is put into evaluation mode, and runs without gradients.
+        model: A causal model with linear biases, as `linbias.models.load` gives it; it is put into
+            evaluation mode, and runs without gradients.
         chunk: Tokens read at once; where the vocabulary is large, fewer.
         cache: A fresh `WindowCache` for the model; None makes one with adaptive windows.
 
@@ -85,12 +90,13 @@ class StreamScorer:
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
-        >>> config = LinbiasConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = LinbiasConfig(vocab_size=99, **sizes)
         >>> scorer = StreamScorer(LinbiasForCausalLM(config))
         >>> for part in np.split(np.arange(3000) % 99, 10):
         ...     scorer.read(part)
-        >>> found = scorer.result()
-        >>> found.num_tokens, found.uncertified, 4.0 < found.nll < 5.0
+        >>> result = scorer.result()
+        >>> result.num_tokens, result.uncertified, 4.0 < result.nll < 5.0
         (2999, 0, True)
     """
 
@@ -102,7 +108,8 @@ class StreamScorer:
         self.cache = WindowCache.for_model(model) if cache is None else cache
         if self.cache.get_seq_length():
             raise ValueError(
-                f"StreamScorer: cache must be fresh, got one of {self.cache.get_seq_length():,} tokens"
+                "StreamScorer: cache must be fresh, got one of "
+                f"{self.cache.get_seq_length():,} tokens"
             )
         self.model = model.eval()
         self.vocab_size = model.config.get_text_config().vocab_size
@@ -111,14 +118,7 @@ class StreamScorer:
         self._sum, self.num_read, self._seconds, self._peak = 0.0, 0, 0.0, 0
 
     def read(self, ids: NDArray[Any]) -> None:
-        """Go on with the text.
-
-        Args:
-            ids: [n], integers, n >= 0: the next tokens.
-
-        Raises:
-            ValueError: An id is beyond the vocabulary.
-        """
+        """Go on with the text: ids [n], n >= 0; a `ValueError` refuses what is no such."""
         ids = np.asarray(ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
@@ -149,11 +149,7 @@ class StreamScorer:
         self.num_read += len(tokens)
 
     def result(self) -> StreamEvaluation:
-        """What was found up to here.
-
-        Raises:
-            ValueError: Fewer than two tokens were read.
-        """
+        """What was found up to here, of two tokens or more."""
         if self.num_read < 2:
             raise ValueError(
                 f"StreamScorer: text must hold two tokens or more, got {self.num_read}"
@@ -170,6 +166,100 @@ class StreamScorer:
         )
 
 
+def read_corpus(
+    scorer: StreamScorer,
+    files: Files,
+    corpus: str,
+    split: str | None = None,
+    *,
+    caller: str,
+    limit_tokens: int | None,
+    bar: Callable[[str], AbstractContextManager[Advance]],
+) -> Iterator[int]:
+    """Scores a file or standard input ("-") as it comes, or a split of a corpus, chunk by chunk.
+
+    `files` are those of the scorer's model, `bar` makes a progress bar of a task in words. Yields
+    the bytes that were read, after each chunk; a `ValueError` names `caller`.
+    """
+    if limit_tokens is not None and limit_tokens < 1:
+        raise ValueError(f"{caller}: limit_tokens must be at least 1, got {limit_tokens}")
+    path, size = Path(corpus).expanduser(), None
+    with ExitStack() as opened:
+        if corpus == "-":
+            parts = stream_text(files, sys.stdin.buffer, "standard input")
+        elif split is None and path.is_file():
+            size = path.stat().st_size
+            parts = stream_text(files, opened.enter_context(path.open("rb")), corpus)
+        else:
+            text = read_text(files, corpus, split)
+            parts, size = iter([(text.ids, text.num_bytes)]), text.num_bytes
+        advance = opened.enter_context(bar("reading"))
+        num_bytes = 0.0
+        for ids, count in parts:
+            for first in range(0, len(ids), scorer.chunk):
+                left = math.inf if limit_tokens is None else limit_tokens + 1 - scorer.num_read
+                part = ids[first : first + int(min(scorer.chunk, left))]
+                if not len(part):
+                    return
+                scorer.read(part)
+                num_bytes += count * len(part) / len(ids)
+                if size is not None:
+                    advance(round(num_bytes), size)
+                yield round(num_bytes)
+
+
+@dataclass(frozen=True)
+class NeededWindows:
+    """How many of the nearest keys each head of a model needs.
+
+    Attributes:
+        weights: What the weights say.
+        needed: [layers, heads], whatever the text.
+        kept: [layers, key/value heads], of a text that was read; None without one.
+        num_tokens, uncertified: Of that text, and rows of heads that may miss too much of it.
+    """
+
+    weights: Windows
+    needed: NDArray[np.float64]
+    kept: NDArray[np.float64] | None = None
+    num_tokens: int = 0
+    uncertified: int = 0
+
+
+def needed_windows(
+    path: str,
+    tolerance: float,
+    corpus: str | None,
+    *,
+    limit_tokens: int,
+    bar: Callable[[str], AbstractContextManager[Advance]],
+) -> NeededWindows:
+    """The windows that a model's weights set, and those of a cache that follows a text, if any.
+
+    `tolerance` is the share of a row's weight that keys beyond the window may hold.
+    """
+    files, model = open_model("windows", path)
+    weights = weights_windows(model)
+    needed = weights.windows(tolerance)
+    if corpus is None:
+        return NeededWindows(weights=weights, needed=needed)
+    finest = TOLERANCES[model.dtype]
+    cache = WindowCache.for_model(model, max(tolerance, finest), weights=weights)
+    scorer, kept = StreamScorer(model, cache=cache), np.array(cache.windows)
+    for _ in read_corpus(
+        scorer, files, corpus, caller="windows", limit_tokens=limit_tokens, bar=bar
+    ):
+        kept = np.maximum(kept, cache.windows)
+    scorer.result()  # refuses a text that is too short
+    return NeededWindows(
+        weights=weights,
+        needed=needed,
+        kept=kept,
+        num_tokens=scorer.num_read,
+        uncertified=cache.uncertified,
+    )
+
+
 def stream(
     model: PreTrainedModel,
     prompt: Iterable[int],
@@ -182,8 +272,8 @@ def stream(
 ) -> Iterator[int]:
     """Write a text token by token, for ever, keeping nothing but the cache.
 
-    A step takes as long after a million tokens as after a thousand. `model.generate` with the same cache writes the same
-    text, but keeps all ids.
+    A step takes as long after a million tokens as after a thousand. `model.generate` with the same
+    cache writes the same text, but keeps all ids.
 
     Args:
         model: As for `StreamScorer`.
@@ -192,7 +282,7 @@ def stream(
         top_k: Sample among the k likeliest tokens; 0: among all.
         generator: Of random numbers; None is PyTorch's own.
         chunk: Tokens of the prompt read at once.
-        cache: A `WindowCache` for the model, fresh or of the text before the prompt; None makes one.
+        cache: A `WindowCache` for the model, fresh or of the text before; None makes one.
 
     Yields:
         Token ids; it ends after one that ends a text, if the model has such.
@@ -202,7 +292,8 @@ def stream(
 
     Example:
         >>> from linbias.models import LinbiasConfig, LinbiasForCausalLM
-        >>> config = LinbiasConfig(vocab_size=99, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+        >>> config = LinbiasConfig(vocab_size=99, **sizes)
         >>> written = stream(LinbiasForCausalLM(config), [1, 2, 3])
         >>> len(list(islice(written, 5)))
         5
@@ -214,43 +305,35 @@ def stream(
     if chunk < 1:
         raise ValueError(f"stream: chunk must be at least 1, got {chunk}")
     cache = WindowCache.for_model(model) if cache is None else cache
-    return _stream(model.eval(), iter(prompt), temperature, top_k, generator, chunk, cache)
-
-
-def _stream(
-    model: PreTrainedModel,
-    prompt: Iterator[int],
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator | None,
-    chunk: int,
-    cache: WindowCache,
-) -> Iterator[int]:
+    model, ids = model.eval(), iter(prompt)
     warpers = LogitsProcessorList()
     if temperature not in (0.0, 1.0):
         warpers.append(TemperatureLogitsWarper(float(temperature)))
     if temperature and top_k:
         warpers.append(TopKLogitsWarper(top_k))
     ends = set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
-    logits: Tensor | None = None
 
     def read(tokens: list[int]) -> Tensor:
-        ids = torch.tensor([tokens], device=model.device)
+        row = torch.tensor([tokens], device=model.device)
         with torch.inference_mode():
-            found = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        return found.logits[:, -1].float()
+            out = model(input_ids=row, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        return out.logits[:, -1].float()
 
-    while tokens := list(islice(prompt, chunk)):
-        logits = read(tokens)
-    if logits is None:
-        raise ValueError("stream: prompt must hold a token or more, got none")
-    while True:
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            weights = warpers(None, logits).softmax(-1)
-            token = int(torch.multinomial(weights, 1, generator=generator))
-        yield token
-        if token in ends:
-            return
-        logits = read([token])
+    def write() -> Iterator[int]:
+        logits: Tensor | None = None
+        while tokens := list(islice(ids, chunk)):
+            logits = read(tokens)
+        if logits is None:
+            raise ValueError("stream: prompt must hold a token or more, got none")
+        while True:
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                weights = warpers(None, logits).softmax(-1)
+                token = int(torch.multinomial(weights, 1, generator=generator))
+            yield token
+            if token in ends:
+                return
+            logits = read([token])
+
+    return write()

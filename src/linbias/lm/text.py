@@ -37,7 +37,7 @@ class TokenText:
     total_bytes: int
 
     def scored(self, num_scored: int) -> dict[str, float]:
-        """How much of the text so many predictions from its start are: bytes, and their share, as JSON values."""
+        """How much of the text so many predictions from its start are: bytes, and their share."""
         is_all = num_scored == len(self.ids) - 1
         num_bytes = (
             self.num_bytes if is_all else round(self.num_bytes * num_scored / len(self.ids))
@@ -45,10 +45,7 @@ class TokenText:
         return {"text_bytes": self.total_bytes, "share": num_bytes / self.total_bytes}
 
     def describe(self, num_scored: int) -> str:
-        """What was scored, in words.
-
-        Args:
-            num_scored: Predictions that were scored, from the start.
+        """What was scored, by so many predictions from the start, in words.
 
         Example:
             >>> text = TokenText("a.txt", None, np.zeros(101), num_bytes=500, total_bytes=1000)
@@ -66,21 +63,18 @@ class TokenText:
 def read_text(
     model: str | Path | Files, name: str, split: str | None = None, *, max_bytes: int | None = None
 ) -> TokenText:
-    """Reads a text as the tokens of a model.
+    """Reads a text as the tokens of a model (a folder, a name or its `Files`).
 
-    A file that is given by its name is read whole. A folder that `linbias.lm.train` made remembers its corpus:
-    where the same place is read now, but not the split that was held out (a file whole; or files came or went, so
-    that the corpus is split otherwise), a `UserWarning` says so: the model may have been trained on the text.
-
-    Args:
-        model: As for `linbias.models.load`, or its `Files`.
-        name: A text file, or a corpus as for `load_corpus`.
-        split: "train", "valid" or "test", to score a split of a file as well. None is the whole of a file, and the
-            test split of any other corpus.
-        max_bytes: Read at most this many bytes, of the file or of each split.
+    A file that is given by its name is read whole, unless `split` asks for a split of it; any
+    other corpus, as for `load_corpus`, gives its test split by default. `max_bytes` reads at most
+    so many, of the file or of each split. A folder that `linbias.lm.train` made remembers its
+    corpus: where the same place is read now, but not the split that was held out (a file whole; or
+    files came or went, so that the corpus is split otherwise), a `UserWarning` says so: the model
+    may have been trained on the text.
 
     Raises:
-        ValueError: There is no such corpus or split, it is no UTF-8 text, or the model has no readable tokenizer.
+        ValueError: There is no such corpus or split, it is no UTF-8 text, or the model has no
+            readable tokenizer.
     """
     files = Files.at("read_text", model, "model")
     if split is not None and split not in SPLITS:
@@ -106,18 +100,13 @@ def stream_text(
 ) -> Iterator[tuple[NDArray[np.integer[Any]], int]]:
     """Reads a text of any length as the tokens of a model, a few thousand at a time.
 
-    Pieces end where a line does, since tokens hardly ever cross a line end; the tokenizers of linbias never make such.
-
-    Args:
-        model: As for `linbias.models.load`, or its `Files`.
-        file: Open for reading bytes; a pipe will do.
-        name: Of the text, which errors give.
-
-    Yields:
-        The ids of a piece [n], and its UTF-8 bytes.
+    Pieces, as ids [n] and their UTF-8 bytes, end where a line does, since tokens hardly ever cross
+    a line end; the tokenizers of linbias never make such. `file` is read as bytes, and a pipe will
+    do.
 
     Raises:
-        ValueError: The text holds a NUL, is not UTF-8, or ends inside a character; what came before has been given.
+        ValueError: The text of that name holds a NUL, is not UTF-8, or ends inside a character;
+            what came before has been given.
     """
     encode, decoder = encoder(model), getincrementaldecoder("utf-8")()
     num_read, pending = 0, ""
@@ -152,16 +141,15 @@ def _as_tokens(
     ids = encode(files, content)
     if len(ids) < 2:
         raise ValueError(f"read_text: text must hold two tokens or more, got {len(ids)} in {name}")
-    return TokenText(name, split, ids, len(content), total_bytes)
+    return TokenText(
+        name=name, split=split, ids=ids, num_bytes=len(content), total_bytes=total_bytes
+    )
 
 
 def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None = None) -> None:
     """Warns if the model's run read this place, and did not hold out what is scored.
 
-    Args:
-        model: The run's folder, or one of its checkpoints.
-        here: What is read now.
-        splits: How it is split, as `Corpus.splits`; None where it is read whole.
+    `splits` says how it is split, as `Corpus.splits`; None where it is read whole.
     """
     if model.parent.name == "checkpoints":
         model = model.parents[1]
@@ -172,16 +160,12 @@ def _warn_of_trained_text(model: Path, here: Path, splits: dict[str, str] | None
         return  # no run of `train`, or one that its own folder no longer describes
     if splits == trained or not (location.is_relative_to(here) or here.is_relative_to(location)):
         return
-    if splits is None:
-        warnings.warn(
-            f"read_text: text must be one that the model was not trained on, got {here}, of which the run in "
-            f"{model} read a part (split 'test' is what it has not read)",
-            stacklevel=3,
-        )
-    else:
-        warnings.warn(
-            f"read_text: corpus must be split as in training to hold no text of it, got {here} "
-            f"split otherwise than the run in {model} (it read {location}); the model may have been "
-            "trained on what is scored",
-            stacklevel=3,
-        )
+    words = (
+        f"text must be one that the model was not trained on, got {here}, of which the run in "
+        f"{model} read a part (split 'test' is what it has not read)"
+        if splits is None
+        else f"corpus must be split as in training to hold no text of it, got {here} split "
+        f"otherwise than the run in {model} (it read {location}); the model may have been trained "
+        "on what is scored"
+    )
+    warnings.warn(f"read_text: {words}", stacklevel=3)

@@ -19,9 +19,8 @@ class LanguageModelTrainer(PiecesTrainer):
     """The Trainer, changed so that validations do not affect the training and only matrices decay.
 
     Args:
-        learning_rate_floor: Share of its peak below which the learning rate does not go after the warmup.
+        learning_rate_floor: Share of its peak below which the rate does not go after the warmup.
         validation: What a validation measures instead of the loss alone; None leaves it at that.
-        arguments, options: Those of `PiecesTrainer`.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class LanguageModelTrainer(PiecesTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
-        """Make the Trainer's schedule; with a floor, one of the same form that stops falling at the floor."""
+        """The Trainer's schedule, which stops falling at the floor, if there is one."""
         if self.learning_rate_floor and getattr(self, "lr_scheduler", None) is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
             factor = partial(_share_of_peak, warmup, num_training_steps, self.learning_rate_floor)
@@ -46,11 +45,11 @@ class LanguageModelTrainer(PiecesTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Return the names of the weights that decay: all matrices but the table of token embeddings.
+        """The names of the weights that decay: all matrices but the table of token embeddings.
 
-        Learned slopes are vectors and do not decay, which would pull them towards 1. The table of embeddings decays
-        only where it also computes the output: otherwise the row of a rare token, which gets no gradient at most
-        steps, would do nothing but shrink.
+        Learned slopes are vectors and do not decay, which would pull them towards 1. The table
+        decays only where it also computes the output: otherwise the row of a rare token, which
+        gets no gradient at most steps, would do nothing but shrink.
         """
         names = super().get_decay_parameter_names(model)
         spared = {name for name, weight in model.named_parameters() if weight.ndim < 2}
@@ -60,29 +59,20 @@ class LanguageModelTrainer(PiecesTrainer):
         return [name for name in names if name not in spared]
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        """Evaluate as the Trainer does, and put the random numbers back that it draws for the order of its data."""
+        """Put the random numbers back that the Trainer draws for the order of its data."""
         with torch.random.fork_rng():
             return super().evaluate(*arguments, **options)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         """Run the run's own `Validation` if there is one, and the Trainer's loop otherwise."""
         if self.validation is None:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        measured = self.validation.measure(self.model, metric_key_prefix)
+            return super().evaluation_loop(*arguments, **options)
+        measured = self.validation.measure(self.model, options["metric_key_prefix"])
         return EvalLoopOutput(None, None, measured, len(self.validation.ids) - 1)
 
 
 def _share_of_peak(warmup: int, steps: int, floor: float, step: int) -> float:
-    """Return the share of the peak that the learning rate has at a step: after the warmup, max(floor, cosine)."""
+    """The share of its peak that the learning rate has at a step."""
     if step < warmup:
         return step / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -9,13 +9,13 @@ A run has a folder:
     metrics.json       written last: a run is finished when its number of steps is in it
 
 A run that is called with more steps than it was made for is extended, finished or not. Steps that
-are done stay as they are, and the learning rate follows the schedule of the new number of steps from
-there on: it goes up to where that schedule has it, from 0 where the run was finished.
+are done stay as they are, and the learning rate follows the schedule of the new number of steps
+from there on: it goes up to where that schedule has it, from 0 where the run was finished.
 
 The training sequences are a pure function of the seed and the step, and a checkpoint holds all
 else that the future depends on. A run that is killed at any moment and started again therefore
-ends with the very weights, bit for bit, of an unbroken one (same machine, same threads). Ctrl-C and
-SIGTERM leave a checkpoint of the step that they came in.
+ends with the very weights, bit for bit, of an unbroken one (same machine, same threads). Ctrl-C
+and SIGTERM leave a checkpoint of the step that they came in.
 """
 
 from __future__ import annotations
@@ -32,37 +32,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, set_seed
+from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_outputs import CausalLMOutput
 
 from linbias._run.files import Record, write_json
-from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.processes import Sharing, from_main, is_main, wait_for_all
+from linbias._run.folders import open_run_folder
+from linbias._run.processes import from_main, num_processes, wait_for_all
 from linbias.data.corpus import Corpus
 from linbias.data.masked import MaskedSegments, MaskTokens
 from linbias.data.segments import InPieces, Segments
 from linbias.data.spans import SpanSegments, SpanTokens
 from linbias.data.tokenizers import TokenIds
-from linbias.lm.checkpoints import Checkpoints
 from linbias.lm.initial import initial_config, initial_model, weights_of
-from linbias.lm.loop import (
-    TrainingMetrics,
-    is_finished,
-    publish,
-    run_trainer,
-    trainer_arguments,
-    uses_cpu,
-)
+from linbias.lm.loop import Run, TrainingMetrics
 from linbias.lm.settings import TrainSettings
 from linbias.lm.trainer import LanguageModelTrainer
 from linbias.lm.validate import MAX_TOKENS, Validation, Validations, record
 from linbias.lm.watch import FiniteLoss, FollowSchedule, LossHistory, ProgressBar, StopWatch
-from linbias.models.decoder.config import LinbiasConfig
-from linbias.models.loading import no_bars
 
 # With a time budget, the steps follow from the time that this many steps of a throw-away model
 # take. The first ones are not timed.
@@ -79,7 +68,8 @@ class LanguageModelMetrics(TrainingMetrics):
     Attributes:
         loss: Nats per predicted token, mean over the last tenth of the steps.
         validation_loss: Nats per predicted token of the last validation; None without any.
-        validation: What else the last validation kept, as of `linbias.lm.validate`; None where it was the loss only.
+        validation: What else the last validation kept, as of `linbias.lm.validate`; None where it
+            was the loss only.
     """
 
     loss: float
@@ -105,8 +95,8 @@ def train(
 
     Args:
         settings: What to train and for how long.
-        corpus: Its train split is used, and for validations its valid split; its tokenizer is saved
-            with the model. To go on from a model, see `linbias.lm.initial.with_tokenizer_of`.
+        corpus: Its train split is used, and for validations its valid split; its tokenizer is
+            saved with the model. To go on from a model, see `lm.initial.with_tokenizer_of`.
         output: Folder of the run: new, empty, or of the very same run, of which the budget may be
             larger now, and `save_steps` and what is validated others.
         progress: Show progress on standard error.
@@ -119,9 +109,10 @@ def train(
         `linbias.models.load`.
 
     Raises:
-        ValueError: The folder cannot be written, is in use or belongs to another run; the corpus is shorter
-            than a segment; the batch cannot be divided; the settings contradict the model to go on from;
-            the budget is smaller than before; the loss ceases to be a finite number.
+        ValueError: The folder cannot be written, is in use or belongs to another run; the corpus
+            is shorter than a segment; the batch cannot be divided; the settings contradict the
+            model to go on from; the budget is smaller than before; the loss ceases to be a finite
+            number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
             and the same call continues from there.
 
@@ -133,44 +124,10 @@ def train(
         ...     train(settings, corpus, folder, progress=False).tokens
         256
     """
-    output = Path(output)
-    on_cpu = uses_cpu(settings.device, settings.precision)
-    _check_corpus(settings, corpus)
-    corpus = _for_task(settings, corpus)
-    config = initial_config(settings, corpus)  # may refuse, and should before anything is written
-    Validation.of(settings, corpus, _limit(config))  # likewise
-    PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    _check_batch(settings)
-    with hold_run_folder(output, "train"), _threads(settings.threads), no_bars():
-        steps = _open_run(settings, corpus, output)
-        if not _is_finished(output, steps):
-            _run(settings, corpus, output, steps, progress, callbacks)
-        # Of a finished run, too: it may have been killed here.
-        Checkpoints(output / "checkpoints").delete(all_but=int(keep_checkpoint))
-        wait_for_all()
-    return LanguageModelMetrics.read(output)
-
-
-def _check_corpus(settings: TrainSettings, corpus: Corpus) -> None:
-    splits = {"train on": corpus.train}
-    if settings.validate_steps:
-        splits["validate on"] = corpus.valid
-    for purpose, ids in splits.items():
-        if len(ids) <= settings.length:
-            raise ValueError(
-                f"train: corpus must hold length + 1 = {settings.length + 1} tokens to {purpose}, "
-                f"got {len(ids)}"
-            )
-
-
-def _for_task(settings: TrainSettings, corpus: Corpus) -> Corpus:
-    """The corpus with the tokens that a task needs, or the error that there are none."""
-    if settings.task == "masked":
-        MaskTokens.of(corpus.tokenizer)
-    if settings.task == "seq2seq":
-        corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
-        SpanTokens.of(corpus.tokenizer)
-    return corpus
+    run = LanguageModelRun(settings, corpus, Path(output))
+    with _threads(settings.threads):
+        metrics: LanguageModelMetrics = run.finish(progress, callbacks, int(keep_checkpoint))
+    return metrics
 
 
 @contextmanager
@@ -184,196 +141,199 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_batch(settings: TrainSettings) -> None:
-    readers = Sharing.by("train", settings.context_parallel).of
-    if settings.batch_size % (readers * settings.accumulation):
-        processes = (
-            "processes" if settings.context_parallel == 1 else "processes / context_parallel"
+class LanguageModelRun(Run):
+    """A run of `train`: its settings, its corpus, its folder and its model's configuration."""
+
+    settings: TrainSettings
+    metrics = LanguageModelMetrics
+
+    def __init__(self, settings: TrainSettings, corpus: Corpus, output: Path) -> None:
+        super().__init__(settings, output)
+        self.corpus = corpus
+        self._check_corpus()
+        if settings.task == "seq2seq":
+            self.corpus = replace(corpus, tokenizer=corpus.tokenizer.with_sentinels())
+        self._steps_per_epoch()  # refuses a tokenizer without the tokens of the task
+        self.config = initial_config(settings, self.corpus)
+        limit = self.config.train_length if self.config.method == "learned" else None
+        self.validation = Validation.of(settings, self.corpus, limit)
+        self._check_batch()
+        self.tokens_per_step = settings.batch_size * settings.length
+
+    def _check_corpus(self) -> None:
+        splits = {"train on": self.corpus.train}
+        if self.settings.validate_steps:
+            splits["validate on"] = self.corpus.valid
+        needed = self.settings.length + 1
+        for purpose, ids in splits.items():
+            if len(ids) < needed:
+                raise ValueError(
+                    f"train: corpus must hold length + 1 = {needed} tokens to {purpose}, "
+                    f"got {len(ids)}"
+                )
+
+    def _check_batch(self) -> None:
+        settings, readers = self.settings, self.sharing.of
+        if settings.batch_size % (readers * settings.accumulation):
+            shared = "" if settings.context_parallel == 1 else " / context_parallel"
+            raise ValueError(
+                f"TrainSettings: batch_size must be a multiple of processes{shared} x "
+                f"accumulation = {readers} x {settings.accumulation}, got {settings.batch_size}"
+            )
+
+    def open(self) -> None:
+        """Opens the run's folder; a larger budget than before extends the run."""
+        settings, corpus = self.settings, self.corpus
+        compared = asdict(settings)
+        for name in ("init", *settings.budget):
+            del compared[name]
+        identity: Record = {
+            "settings": compared,
+            "init": settings.init and weights_of(settings.init),
+            "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
+            "num_processes": num_processes(),
+        }
+        first_time: dict[str, Callable[[], Any]] = {
+            "location": lambda: corpus.location,  # not compared: a corpus may move
+            "budget": lambda: settings.budget,
+            "steps": self._num_steps,
+        }
+        path = self.output / "settings.json"
+        may_change = [f"settings.{name}" for name in _CADENCE]
+        there = open_run_folder(
+            path, identity, "train", first_time=first_time, may_change=may_change
         )
-        raise ValueError(
-            f"TrainSettings: batch_size must be a multiple of {processes} x accumulation = "
-            f"{readers} x {settings.accumulation}, got {settings.batch_size}"
+        self.steps, budget = there["steps"], there["budget"]
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"train: {path} is damaged (steps is {self.steps!r})")
+        if not isinstance(budget, dict) or budget.keys() != settings.budget.keys():
+            raise ValueError(f"train: {path} is damaged (budget is {budget!r})")
+        if budget == settings.budget:
+            return
+        if settings.seconds is not None and budget["seconds"] is not None:  # the speed is known
+            more = round(self.steps * settings.seconds / budget["seconds"])
+        else:
+            more = self._num_steps()
+        self._check_extension(more)
+        self.steps = more
+        wait_for_all()  # every process has read the file
+        content = {**there, "budget": settings.budget, "steps": more}
+        from_main(lambda: write_json(path, content))
+
+    def _check_extension(self, more: int) -> None:
+        """Refuses a budget below the run's, or above it without a checkpoint to go on from."""
+        if more < self.steps:
+            budget = self.settings.budget.items()
+            name = next(name for name, amount in budget if amount is not None)
+            raise ValueError(
+                f"TrainSettings: {name} must be at least that of the run in {self.output}, "
+                f"{self.steps:,} steps, got {more:,} steps (a shorter run needs another folder)"
+            )
+        if more > self.steps and self.is_finished() and not self.checkpoints.exist():
+            raise ValueError(
+                "train: checkpoints must hold the last one of a finished run to extend it, got "
+                f"none in {self.checkpoints.folder} (init={str(self.output)!r} in another folder "
+                "goes on from its model)"
+            )
+
+    def _num_steps(self) -> int:
+        """The budget as a number of steps; a budget in seconds is measured."""
+        settings = self.settings
+        if settings.steps is not None:
+            return settings.steps
+        if settings.tokens is not None:
+            return math.ceil(settings.tokens / self.tokens_per_step)
+        if settings.epochs is not None:
+            return math.ceil(settings.epochs * self._steps_per_epoch())
+        assert settings.seconds is not None
+        return max(1, round(settings.seconds / self._step_seconds()))
+
+    def _step_seconds(self) -> float:
+        """The time of a step, measured on a few that nobody keeps."""
+        watch = StopWatch(exact=True)
+        alone = replace(self.settings, validate_steps=0, validate_lengths=(), prompt=None)
+        with tempfile.TemporaryDirectory() as folder:
+            trial = LanguageModelRun(alone, self.corpus, Path(folder))
+            trial.steps = _WARM_STEPS + _TIMED_STEPS
+            trainer = trial.trainer([watch])
+            trainer.remove_callback(PrinterCallback)
+            trainer.args.save_strategy = "no"
+            trainer.train()
+        step_seconds = watch.step_seconds(after=_WARM_STEPS)
+        assert step_seconds is not None
+        return step_seconds
+
+    def _steps_per_epoch(self) -> float:
+        """Steps of one pass over the train split, of which the last one may be a part."""
+        per_pass = self._segments(self.corpus.train, 1, seed=0).per_pass
+        return per_pass / self.settings.batch_size
+
+    def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
+        settings = self.settings
+        history = LossHistory(
+            self.output / "history.jsonl", self.tokens_per_step, more=_validation_entry
+        )
+        watchers: list[TrainerCallback] = [FiniteLoss(), history, bar, FollowSchedule(bar)]
+        if self.validation is not None:
+            watchers.append(Validations(settings.length, bar.console))
+        if settings.tensorboard:
+            board = TensorBoardCallback()
+            board.logging_dir = str(self.output / "tensorboard")
+            watchers.append(board)
+        return watchers
+
+    def trainer(self, callbacks: list[TrainerCallback]) -> LanguageModelTrainer:
+        settings, corpus, pieces = self.settings, self.corpus, self.settings.context_parallel
+        validation = self._validation_segments() if settings.validate_steps else None
+        # The Trainer averages over batches, which must be of one size for an exact mean.
+        whole_batches = validation is not None and len(validation) >= settings.batch_size
+        batch_size = settings.batch_size // (self.sharing.of * settings.accumulation)
+        validation_batch_size = settings.batch_size // self.sharing.of if whole_batches else 1
+        warmup_steps = settings.warmup_steps
+        if warmup_steps is None:
+            warmup_steps = round(settings.warmup * self.steps)
+        arguments = self.arguments(
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=settings.accumulation,
+            lr_scheduler_type="cosine",
+            warmup_steps=warmup_steps,
+            weight_decay=settings.weight_decay,
+            adam_beta2=0.95,
+            # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
+            logging_steps=math.gcd(settings.save_steps, 10),
+            eval_strategy="steps" if settings.validate_steps else "no",
+            eval_steps=self._steps_between_validations() or self.steps,
+            per_device_eval_batch_size=validation_batch_size,
+            # Only where spans are written do devices have unequal numbers of tokens.
+            average_tokens_across_devices=settings.task == "seq2seq",
+        )
+        set_seed(settings.seed)
+        model = initial_model(settings, self.config)
+        # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
+        model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
+        train: Any = self._segments(corpus.train, self.steps * settings.batch_size, settings.seed)
+        valid: Any = validation
+        if pieces > 1:
+            train = InPieces(train, pieces, batch_size)
+            valid = valid and InPieces(valid, pieces, validation_batch_size)
+        return LanguageModelTrainer(
+            model,
+            arguments,
+            data_collator=lambda batch: batch,
+            train_dataset=train,
+            eval_dataset=valid,
+            pieces=self.sharing.group,
+            compute_loss_func=self._mean_loss,
+            callbacks=callbacks,
+            learning_rate_floor=settings.learning_rate_floor,
+            validation=self.validation,
         )
 
-
-def _open_run(settings: TrainSettings, corpus: Corpus, output: Path) -> int:
-    """Opens the run's folder, and returns the number of steps."""
-    compared = asdict(settings)
-    for name in ("init", *settings.budget):
-        del compared[name]
-    identity: Record = {
-        "settings": compared,
-        "init": settings.init and weights_of(settings.init),
-        "corpus": {"fingerprint": corpus.fingerprint, "splits": corpus.splits},
-        "num_processes": PartialState().num_processes,
-    }
-    first_time: dict[str, Callable[[], Any]] = {
-        "location": lambda: corpus.location,  # not compared: a corpus may move
-        "budget": lambda: settings.budget,
-        "steps": lambda: _num_steps(settings, corpus),
-    }
-    path = output / "settings.json"
-    may_change = [f"settings.{name}" for name in _CADENCE]
-    record = open_run_folder(path, identity, "train", first_time=first_time, may_change=may_change)
-    steps, budget = record["steps"], record["budget"]
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"train: {path} is damaged (steps is {steps!r})")
-    if not isinstance(budget, dict) or budget.keys() != settings.budget.keys():
-        raise ValueError(f"train: {path} is damaged (budget is {budget!r})")
-    if budget == settings.budget:
-        return steps
-    if settings.seconds is not None and budget["seconds"] is not None:  # the speed is known
-        more = round(steps * settings.seconds / budget["seconds"])
-    else:
-        more = _num_steps(settings, corpus)
-    _check_extension(settings, steps, more, output)
-    wait_for_all()  # every process has read the file
-    content = {**record, "budget": settings.budget, "steps": more}
-    from_main(lambda: write_json(path, content))
-    return more
-
-
-def _check_extension(settings: TrainSettings, steps: int, more: int, output: Path) -> None:
-    """Refuses a budget below that of the run, and one above it where nothing is left to go on from."""
-    if more < steps:
-        name = next(name for name, amount in settings.budget.items() if amount is not None)
-        raise ValueError(
-            f"TrainSettings: {name} must be at least that of the run in {output}, {steps:,} steps, "
-            f"got {more:,} steps (a shorter run needs another folder)"
-        )
-    checkpoints = Checkpoints(output / "checkpoints")
-    if more > steps and _is_finished(output, steps) and not checkpoints.exist():
-        raise ValueError(
-            f"train: checkpoints must hold the last one of a finished run to extend it, got none in "
-            f"{checkpoints.folder} (init={str(output)!r} in another folder goes on from its model)"
-        )
-
-
-def _is_finished(output: Path, steps: int) -> bool:
-    """Whether the folder holds the model after so many steps."""
-    return is_finished(output) and LanguageModelMetrics.read(output).steps == steps
-
-
-def _num_steps(settings: TrainSettings, corpus: Corpus) -> int:
-    """The budget as a number of steps; a budget in seconds is measured."""
-    if settings.steps is not None:
-        return settings.steps
-    if settings.tokens is not None:
-        return math.ceil(settings.tokens / (settings.batch_size * settings.length))
-    if settings.epochs is not None:
-        return math.ceil(settings.epochs * _steps_per_epoch(settings, corpus))
-    assert settings.seconds is not None
-    return max(1, round(settings.seconds / _step_seconds(settings, corpus)))
-
-
-def _step_seconds(settings: TrainSettings, corpus: Corpus) -> float:
-    """The time of a step, measured on a few that nobody keeps."""
-    watch = StopWatch(exact=True)
-    with tempfile.TemporaryDirectory() as folder:
-        steps = _WARM_STEPS + _TIMED_STEPS
-        without_validation = replace(settings, validate_steps=0, validate_lengths=(), prompt=None)
-        trainer = _trainer(without_validation, corpus, Path(folder), steps, [watch])
-        trainer.remove_callback(PrinterCallback)
-        trainer.args.save_strategy = "no"
-        trainer.train()
-    step_seconds = watch.step_seconds(after=_WARM_STEPS)
-    assert step_seconds is not None
-    return step_seconds
-
-
-def _steps_per_epoch(settings: TrainSettings, corpus: Corpus) -> float:
-    """Steps of one pass over the train split, of which the last one may be a part."""
-    return _segments(settings, corpus, corpus.train, 1, seed=0).per_pass / settings.batch_size
-
-
-def _run(
-    settings: TrainSettings,
-    corpus: Corpus,
-    output: Path,
-    steps: int,
-    progress: bool,
-    callbacks: Sequence[TrainerCallback],
-) -> None:
-    checkpoints = Checkpoints(output / "checkpoints", corpus.tokenizer.save)
-    tokens_per_step = settings.batch_size * settings.length
-    bar = ProgressBar(tokens_per_step, visible=progress and is_main())
-    history = LossHistory(output / "history.jsonl", tokens_per_step, more=_validation_entry)
-    schedule, watch = FollowSchedule(bar), StopWatch()
-    all_callbacks = [checkpoints, FiniteLoss(), history, bar, schedule, watch, *callbacks]
-    if settings.validate_lengths or settings.prompt:
-        all_callbacks.append(Validations(settings.length, bar.console))
-    if settings.tensorboard:
-        all_callbacks.append(TensorBoardCallback())
-        all_callbacks[-1].logging_dir = str(output / "tensorboard")
-    trainer = _trainer(settings, corpus, checkpoints.folder, steps, all_callbacks)
-
-    def save() -> None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        model.config.use_cache = True  # the Trainer turned it off
-        publish(trainer, checkpoints, output, corpus.tokenizer.save)
-
-    peak_memory_bytes = run_trainer(trainer, checkpoints, bar, output, at_the_end=save)
-    if is_main():
-        LanguageModelMetrics(
-            loss=_final_loss(trainer.state),
-            validation_loss=_validation_loss(trainer.state),
-            validation=_last_validation(trainer.state),
-            steps=steps,
-            tokens=steps * tokens_per_step,
-            seconds=checkpoints.seconds,
-            step_seconds=watch.step_seconds(),
-            peak_memory_bytes=peak_memory_bytes,
-            num_parameters=trainer.model.num_parameters(),
-            num_processes=trainer.args.world_size,
-        ).write(output)
-
-
-def _trainer(
-    settings: TrainSettings,
-    corpus: Corpus,
-    folder: Path,
-    steps: int,
-    callbacks: list[TrainerCallback],
-) -> Trainer:
-    sharing, pieces = Sharing.by("train", settings.context_parallel), settings.context_parallel
-    validation = _validation_segments(settings, corpus) if settings.validate_steps else None
-    # The Trainer averages over batches, which must be of one size for an exact mean.
-    whole_batches = validation is not None and len(validation) >= settings.batch_size
-    batch_size = settings.batch_size // (sharing.of * settings.accumulation)
-    validation_batch_size = settings.batch_size // sharing.of if whole_batches else 1
-    arguments = trainer_arguments(
-        folder,
-        device=settings.device,
-        precision=settings.precision,
-        fsdp=settings.fsdp,
-        max_steps=steps,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=settings.accumulation,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=_warmup_steps(settings, steps),
-        weight_decay=settings.weight_decay,
-        adam_beta2=0.95,
-        max_grad_norm=settings.clip,
-        seed=settings.seed,
-        save_steps=settings.save_steps,
-        # Logs fall on checkpoints, so that an interrupted run logs the same numbers.
-        logging_steps=math.gcd(settings.save_steps, 10),
-        eval_strategy="steps" if settings.validate_steps else "no",
-        eval_steps=_steps_between_validations(settings, corpus) or steps,
-        per_device_eval_batch_size=validation_batch_size,
-        # Only where spans are written do devices have unequal numbers of tokens.
-        average_tokens_across_devices=settings.task == "seq2seq",
-    )
-    set_seed(settings.seed)
-    config = initial_config(settings, corpus)
-    model = initial_model(settings, config)
-    # Tied weights are saved once; the Trainer would warn of the other name when it resumes.
-    model._keys_to_ignore_on_save = set(model.all_tied_weights_keys)
-
-    def mean_loss(
-        outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
+    def _mean_loss(
+        self, outputs: CausalLMOutput, labels: Tensor, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
+        """A batch's share of the mean loss of a step."""
+        settings, pieces = self.settings, self.settings.context_parallel
         loss = cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
         if pieces > 1:  # processes count alike, and their pieces may differ by a token
             loss = loss * (labels.shape[1] * pieces / settings.length)
@@ -382,65 +342,50 @@ def _trainer(
         # The parts of a batch are all of one size; a validation has none.
         return loss / settings.accumulation if torch.is_grad_enabled() else loss
 
-    num_segments = steps * settings.batch_size
-    train: Any = _segments(settings, corpus, corpus.train, num_segments, settings.seed)
-    valid: Any = validation
-    if pieces > 1:
-        train = InPieces(train, pieces, batch_size)
-        valid = valid and InPieces(valid, pieces, validation_batch_size)
-    return LanguageModelTrainer(
-        model,
-        arguments,
-        data_collator=lambda batch: batch,
-        train_dataset=train,
-        eval_dataset=valid,
-        pieces=sharing.group,
-        compute_loss_func=mean_loss,
-        callbacks=callbacks,
-        learning_rate_floor=settings.learning_rate_floor,
-        validation=Validation.of(settings, corpus, _limit(config)),
-    )
+    def _steps_between_validations(self) -> int:
+        """0 for no validation."""
+        steps = self.settings.validate_steps
+        if not 0 < steps < 1:
+            return int(steps)
+        return max(1, round(steps * self._steps_per_epoch()))
 
+    def _segments(self, ids: TokenIds, count: int, seed: int) -> Segments:
+        """The sequences of the task."""
+        task, tokenizer = self.settings.task, self.corpus.tokenizer
+        options: dict[str, Any] = {"num_segments": count, "seed": seed}
+        options["length"] = self.settings.length
+        if task == "masked":
+            return MaskedSegments(ids, tokens=MaskTokens.of(tokenizer), **options)
+        if task == "seq2seq":
+            return SpanSegments(ids, tokens=SpanTokens.of(tokenizer), **options)
+        return Segments(ids, **options)
 
-def _limit(config: LinbiasConfig) -> int | None:
-    """The longest input that a model reads; None for any."""
-    return config.train_length if config.method == "learned" else None
+    def _validation_segments(self) -> Segments:
+        """The start of the valid split, once: whole batches, where there is enough for one."""
+        length, batch_size = self.settings.length, self.settings.batch_size
+        num_tokens = min(len(self.corpus.valid) - 1, max(MAX_TOKENS, length))
+        count = num_tokens // length
+        if count > batch_size:
+            count -= count % batch_size
+        return self._segments(self.corpus.valid[: count * length + 1], count, seed=0)
 
+    def publish_last(self, trainer: Any) -> None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        model.config.use_cache = True  # the Trainer turned it off
+        self.publish(trainer)
 
-def _warmup_steps(settings: TrainSettings, steps: int) -> int:
-    number = settings.warmup_steps
-    return round(settings.warmup * steps) if number is None else number
+    def add_files(self, folder: Path) -> None:
+        self.corpus.tokenizer.save(folder)
 
-
-def _steps_between_validations(settings: TrainSettings, corpus: Corpus) -> int:
-    """0 for no validation."""
-    steps = settings.validate_steps
-    if not 0 < steps < 1:
-        return int(steps)
-    return max(1, round(steps * _steps_per_epoch(settings, corpus)))
-
-
-def _segments(
-    settings: TrainSettings, corpus: Corpus, ids: TokenIds, count: int, seed: int
-) -> Segments:
-    """The sequences of the task."""
-    options: dict[str, Any] = {"length": settings.length, "num_segments": count, "seed": seed}
-    if settings.task == "masked":
-        return MaskedSegments(ids, tokens=MaskTokens.of(corpus.tokenizer), **options)
-    if settings.task == "seq2seq":
-        return SpanSegments(ids, tokens=SpanTokens.of(corpus.tokenizer), **options)
-    return Segments(ids, **options)
-
-
-def _validation_segments(settings: TrainSettings, corpus: Corpus) -> Segments:
-    """The start of the valid split, every segment once: whole batches, where there is enough for one."""
-    length, batch_size = settings.length, settings.batch_size
-    num_tokens = min(len(corpus.valid) - 1, max(MAX_TOKENS, length))
-    count = num_tokens // length
-    if count > batch_size:
-        count -= count % batch_size
-    ids = corpus.valid[: count * length + 1]
-    return _segments(settings, corpus, ids, count, seed=0)
+    def losses(self, state: TrainerState) -> Record:
+        logs = state.log_history
+        validation_losses = [log["eval_loss"] for log in logs if "eval_loss" in log]
+        validations = [one for one in map(record, logs) if one is not None]
+        return {
+            "loss": _final_loss(state),
+            "validation_loss": validation_losses[-1] if validation_losses else None,
+            "validation": validations[-1] if validations else None,
+        }
 
 
 def _final_loss(state: TrainerState) -> float:
@@ -456,17 +401,7 @@ def _final_loss(state: TrainerState) -> float:
     return statistics.fmean(losses, weights)
 
 
-def _last_validation(state: TrainerState) -> Record | None:
-    records = [found for log in state.log_history if (found := record(log)) is not None]
-    return records[-1] if records else None
-
-
 def _validation_entry(logs: Record) -> Record:
     """What a line of the history has of a validation beside its loss."""
-    found = record(logs)
-    return {} if found is None else {"validation": found}
-
-
-def _validation_loss(state: TrainerState) -> float | None:
-    losses = [log["eval_loss"] for log in state.log_history if "eval_loss" in log]
-    return losses[-1] if losses else None
+    validation = record(logs)
+    return {} if validation is None else {"validation": validation}

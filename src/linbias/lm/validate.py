@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from linbias._run.files import Record
 from linbias.data.corpus import Corpus
 from linbias.data.tokenizers import Tokenizer
 from linbias.lm.evaluation import windows
 from linbias.lm.settings import TrainSettings
-from linbias.lm.windows import equal_windows
+from linbias.lm.windows import equal_windows, rows_of
 
 MAX_TOKENS = 2**15  # predictions of a validation
 _BATCH_TOKENS = 2**13
@@ -65,9 +65,8 @@ class Validation:
     def of(cls, settings: TrainSettings, corpus: Corpus, limit: int | None) -> Validation | None:
         """What a run asks for; None where the loss is enough.
 
-        Raises:
-            ValueError: The prompt has a character that the tokenizer does not know, or the validation split is
-                shorter than a segment.
+        A `ValueError` says that the tokenizer does not know a character of the prompt, or that the
+        validation split is shorter than a segment.
         """
         if not (settings.validate_lengths or settings.prompt):
             return None
@@ -76,7 +75,8 @@ class Validation:
                 corpus.tokenizer.encode(settings.prompt)
             except ValueError as error:
                 raise ValueError(
-                    f"TrainSettings: prompt must be made of the corpus' characters, got {settings.prompt!r} ({error})"
+                    "TrainSettings: prompt must be made of the corpus' characters, got "
+                    f"{settings.prompt!r} ({error})"
                 ) from error
         lengths = (settings.length, *settings.validate_lengths)
         longest = max(lengths)
@@ -86,16 +86,16 @@ class Validation:
                 f"got {len(corpus.valid)}"
             )
         return cls(
-            corpus.valid[: max(MAX_TOKENS, longest) + 1],
-            settings.length,
-            tuple(n for n in dict.fromkeys(lengths) if limit is None or n <= limit),
-            corpus.tokenizer,
-            settings.prompt,
-            limit,
+            ids=corpus.valid[: max(MAX_TOKENS, longest) + 1],
+            train_length=settings.length,
+            lengths=tuple(n for n in dict.fromkeys(lengths) if limit is None or n <= limit),
+            tokenizer=corpus.tokenizer,
+            prompt=settings.prompt,
+            limit=limit,
         )
 
     def measure(self, model: nn.Module, prefix: str) -> dict[str, Any]:
-        """Numbers and the continuation as the Trainer logs them, by flat names that begin with a prefix.
+        """Numbers and the continuation as the Trainer logs them, by flat names after a prefix.
 
         Several processes compute the same; a model that is sharded over them needs all of them.
         """
@@ -103,25 +103,24 @@ class Validation:
         model.eval()
         try:
             with torch.no_grad():
-                found: dict[str, Any] = {
+                numbers: dict[str, Any] = {
                     f"{prefix}_{length}_{name}": value
                     for length in self.lengths
                     for name, value in self._score(model, length).items()
                 }
-                found[f"{prefix}_loss"] = found[f"{prefix}_{self.train_length}_loss"]
+                numbers[f"{prefix}_loss"] = numbers[f"{prefix}_{self.train_length}_loss"]
                 if self.prompt is not None:
-                    found[f"{prefix}_continuation"] = self._continue(model, self.prompt)
+                    numbers[f"{prefix}_continuation"] = self._continue(model, self.prompt)
         finally:
             model.train(was_training)
-        return found
+        return numbers
 
     def _score(self, model: nn.Module, length: int) -> dict[str, float]:
         num_tokens = len(self.ids) - 1
         losses, hits, count = np.zeros(length), 0, np.zeros(length)
         device = next(model.parameters()).device
         for batch in equal_windows(windows(num_tokens, length), _BATCH_TOKENS):
-            tokens = np.stack([self.ids[w.start : w.stop + 1] for w in batch]).astype(np.int64)
-            rows = torch.from_numpy(tokens).to(device)
+            rows = rows_of(self.ids, batch, device)
             inputs, targets = rows[:, :-1], rows[:, 1:]
             logits = model(input_ids=inputs, use_cache=False).logits.float()
             nll = cross_entropy(logits.mT, targets, reduction="none")
@@ -141,7 +140,7 @@ class Validation:
         return scores
 
     def _continue(self, model: nn.Module, prompt: str) -> str:
-        """The prompt and the likeliest tokens after it; read whole for each of them, which is quick for so few."""
+        """The prompt and the likeliest tokens after it, read whole each time: there are few."""
         ids = self.tokenizer.encode(prompt).astype(np.int64)
         rows = torch.from_numpy(ids)[None].to(next(model.parameters()).device)
         for _ in range(_NEW_TOKENS):
@@ -158,10 +157,10 @@ def record(logs: dict[str, Any]) -> Record | None:
     """A validation, from what the Trainer logged; None where it was the loss only."""
     lengths: dict[str, dict[str, float | None]] = {}
     for name, value in logs.items():
-        if found := _ENTRY.fullmatch(name):
+        if entry := _ENTRY.fullmatch(name):
             empty = dict.fromkeys(("loss", "accuracy", "first", "trained", "last"))
-            entry = lengths.setdefault(found[1], empty)
-            entry[found[2]] = value if math.isfinite(value) else None
+            scores = lengths.setdefault(entry[1], empty)
+            scores[entry[2]] = value if math.isfinite(value) else None
     if not lengths:
         return None
     return {"lengths": lengths, "continuation": logs.get("eval_continuation")}
@@ -194,24 +193,12 @@ def _number(value: float | None) -> str:
 
 
 class Validations(TrainerCallback):
-    """Shows every validation.
-
-    Args:
-        train_length: Tokens of a training segment.
-        console: Where to.
-    """
+    """Shows every validation on a console."""
 
     def __init__(self, train_length: int, console: Console) -> None:
         self.train_length, self.console = train_length, console
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any],
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         validation = record(logs)
         if validation is not None and state.is_world_process_zero:
             for line in lines(validation, self.train_length):

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from linbias._run.files import JsonLog, Record
 from linbias._run.progress import Pace, duration
@@ -22,9 +22,8 @@ from linbias._run.progress import Pace, duration
 class StopWatch(TrainerCallback):
     """Keeps the time at which each step ended, in seconds, in `times`.
 
-    Args:
-        exact: Wait for an accelerator at the end of each step. Without, its steps end when they are
-            given to it, which keeps the same pace once its queue is full.
+    `exact` waits for an accelerator at the end of each step. Without, its steps end when they are
+    given to it, which keeps the same pace once its queue is full.
     """
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -45,14 +44,7 @@ class StopWatch(TrainerCallback):
 class FiniteLoss(TrainerCallback):
     """Ends a run whose loss is no longer a finite number."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         if not math.isfinite(logs.get("loss", 0.0)):
             raise ValueError(
                 f"train: loss must stay finite, got {logs['loss']} near step {state.global_step} "
@@ -65,17 +57,12 @@ class Log(TrainerCallback):
 
     The last step is always logged. A run that continues first drops the lines from after its
     checkpoint. Every process has this callback, and the first one writes.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             self._log = JsonLog(self.path)
             kept = [line for line in self._log.records if line["step"] <= state.global_step]
@@ -83,7 +70,7 @@ class Log(TrainerCallback):
                 self._log.restart(kept)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         control.should_log |= state.global_step == state.max_steps
 
@@ -98,14 +85,11 @@ class LossHistory(Log):
 
         step                 steps done
         loss                 nats per token, mean over the steps since the line before
-        validation_loss      nats per token; null where the step was not followed by a validation
+        validation_loss      of that step, nats per token; null without
         learning_rate        of the step
-        tokens_per_second    trained on since the line before, without the time of validations and saving
+        tokens_per_second    trained on since the line before, without validations and saving
 
-    Args:
-        path: The file.
-        tokens_per_step: Tokens that a step predicts.
-        more: Entries of a line that are made of what a validation logged.
+    `more` makes further entries of what a validation logged.
     """
 
     def __init__(
@@ -116,25 +100,18 @@ class LossHistory(Log):
         self._start: tuple[int, float] | None = None  # step and time of the line before
         self._line: Record = {}
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._start is None:
             self._start = state.global_step, time.perf_counter()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         super().on_step_end(args, state, control)
         control.should_log |= control.should_evaluate
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Record, **_: Any
     ) -> None:
         if "loss" in logs and self._start is not None:
             first_step, start_time = self._start
@@ -161,11 +138,7 @@ class ProgressBar(TrainerCallback):
 
     On a terminal it is a bar, and elsewhere a line now and then: after ten seconds, then ever more
     rarely; always after a validation and at the end. It is a context manager, to be entered while
-    the Trainer works.
-
-    Args:
-        tokens_per_step: Tokens that a step predicts; the mean, where steps differ.
-        visible: Whether to show anything.
+    the Trainer works. `tokens_per_step` is a mean where steps differ.
     """
 
     def __init__(self, tokens_per_step: int, visible: bool) -> None:
@@ -191,27 +164,18 @@ class ProgressBar(TrainerCallback):
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         done = state.global_step
         self._task = self._bar.add_task("", total=state.max_steps, completed=done, shown="")
         self._first_step, self._start_time = done, time.perf_counter()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         steps = state.global_step - self._first_step
         self._speed = steps * self.tokens_per_step / (time.perf_counter() - self._start_time)
         self._bar.update(self._task, completed=state.global_step, shown=self._shown())
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Record, **_: Any
     ) -> None:
         names = {"loss": "loss", "eval_loss": "validation"}
         self._losses |= {names[key]: logs[key] for key in names.keys() & logs.keys()}
@@ -240,13 +204,10 @@ class ProgressBar(TrainerCallback):
 
 
 class FollowSchedule(TrainerCallback):
-    """Starts with the learning rate of this run's schedule, also where the checkpoint had a shorter one.
+    """Starts with the learning rate of this run's schedule, if the checkpoint had a shorter one.
 
-    The Trainer would take the first step of an extended run with the learning rate that the shorter
-    run ended with. Elsewhere nothing changes.
-
-    Args:
-        bar: Says what an extension does to the learning rate.
+    The Trainer would take the first step of an extended run with the learning rate that the
+    shorter run ended with. Elsewhere nothing changes. The bar says so.
     """
 
     def __init__(self, bar: ProgressBar) -> None:
@@ -254,12 +215,12 @@ class FollowSchedule(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        *_: Any,
+        control: Any,
         optimizer: Any,
         lr_scheduler: Any,
-        **__: Any,
+        **_: Any,
     ) -> None:
         before = lr_scheduler.get_last_lr()
         parts = zip(lr_scheduler.base_lrs, lr_scheduler.lr_lambdas, strict=True)

@@ -6,11 +6,15 @@ predictions at its end; all windows together score every prediction exactly once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 class Window(NamedTuple):
@@ -27,11 +31,9 @@ class Window(NamedTuple):
 
 
 def equal_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Neighbouring windows of the same width and keep, in batches.
+    """Neighbouring windows of the same width and keep, in the order of the text, in batches.
 
-    Args:
-        windows: In the order of the text.
-        batch_tokens: Tokens that a batch reads; a batch has at least one window.
+    A batch reads up to `batch_tokens` tokens, and has at least one window.
 
     Example:
         >>> windows = [Window(0, 4, 4), Window(2, 6, 2), Window(4, 8, 2), Window(6, 10, 2)]
@@ -43,18 +45,25 @@ def equal_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list
             yield batch
 
 
+def rows_of(ids: NDArray[Any], batch: list[Window], device: torch.device) -> Tensor:
+    """The tokens of equal windows and the one after each: int64 [windows, width + 1]."""
+    tokens = np.stack([ids[window.start : window.stop + 1] for window in batch])
+    return torch.from_numpy(tokens.astype(np.int64)).to(device)
+
+
+class Likelihood:
+    """What was measured of a text: the mean negative log likelihood `nll`, in nats."""
+
+    nll: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll); infinite where that is beyond a float."""
+        return math.exp(self.nll) if self.nll < 709.0 else math.inf
+
+
 def check_tokens(function: str, ids: NDArray[Any], vocab_size: int, at_least: int) -> None:
-    """Refuses what is no text for a model to read.
-
-    Args:
-        function: The function that the error names.
-        ids: [N], integers.
-        vocab_size: Ids must be below it.
-        at_least: The smallest N.
-
-    Raises:
-        ValueError: `ids` breaks a rule above.
-    """
+    """Refuses, for a function, what is no text of at least so many ids below the vocabulary."""
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(ids) < at_least:
         raise ValueError(
             f"{function}: ids must be one row of at least {at_least} integer"

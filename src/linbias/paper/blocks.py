@@ -16,14 +16,7 @@ from linbias.paper.dictionary import Dictionary
 
 
 def blocks(num_ids: int, length: int) -> NDArray[np.int64]:
-    """Where each block of a text starts and stops; the last may be shorter.
-
-    Args:
-        num_ids: N, ids of the text.
-        length: Ids that a block predicts.
-
-    Returns:
-        [ceil(N / length), 2].
+    """Where each block of a text starts and stops, [blocks, 2]; the last may be shorter.
 
     Example:
         >>> blocks(7, 3).tolist()
@@ -36,17 +29,9 @@ def blocks(num_ids: int, length: int) -> NDArray[np.int64]:
 def block_tokens(
     ids: NDArray[Any], start: int, stop: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a model reads and predicts of a block: the same ids, shifted by one.
+    """What a model reads and predicts of a block, [stop - start]: the same ids, shifted by one.
 
     The first id that is read is the last of the block before; the first block reads </s> first.
-
-    Args:
-        ids: [N], integers, the whole text.
-        start: Of the block.
-        stop: One past the block's last id.
-
-    Returns:
-        Inputs and targets, each [stop - start].
 
     Example:
         >>> [part.tolist() for part in block_tokens(np.array([7, 5, 9, 4]), 0, 2)]
@@ -68,21 +53,13 @@ def batch_order(
     *,
     multiple: int = 1,
 ) -> list[list[int]]:
-    """The batches of one pass over a text: numbers of blocks, in the original's order.
+    """The batches of one pass over a text, as numbers of blocks, in the original's order.
 
     Blocks are shuffled once for all passes, the short one put first, and cut into batches of as
-    many as `max_tokens` allows; each pass shuffles the batches. Both shuffles draw from NumPy's
-    legacy generator, seeded with `seed` and with `seed + epoch`. `Recipe` checks the numbers.
-
-    Args:
-        num_ids: N, ids of the text.
-        length: Ids that a block predicts.
-        max_tokens: Most ids in a batch, as if all its blocks were as long as the longest; it must
-            allow for one block.
-        seed: Of the run.
-        epoch: Number of the pass, from 1.
-        multiple: Batches have fewer than this many blocks, or a multiple of it: the original's
-            `--required-batch-size-multiple`, which is 8 by default; the paper's README gives 1.
+    many as `max_tokens` allows, fewer than `multiple` or a multiple of it (the original's
+    `--required-batch-size-multiple`); each pass, counted from 1, shuffles the batches. Both
+    shuffles draw from NumPy's legacy generator, seeded with `seed` and with `seed + epoch`.
+    `Recipe` checks the numbers.
 
     Example:
         >>> batch_order(10, length=2, max_tokens=4, seed=1, epoch=1)
@@ -116,12 +93,11 @@ class Batches(Dataset[dict[str, Any]]):
     Args:
         ids: [N], the ids of a split.
         length: Tokens per block.
-        order: From the number of a pass, counted from 1, to its batches, each a list of block
-            numbers. All passes have equally many batches.
+        order: From the number of a pass, counted from 1, to its batches, of block numbers.
         per_step: Batches per step.
         steps: Steps of the run; None: those of one pass.
-        pieces: Of how many pieces, along the tokens, a batch consists, for as many processes: item i is then piece
-            i % pieces of batch i // pieces.
+        pieces: In which a batch is cut along its tokens, for as many processes: item i is then
+            piece i % pieces of batch i // pieces.
 
     Example:
         >>> ids = np.arange(4, 11, dtype=np.uint16)
@@ -150,10 +126,9 @@ class Batches(Dataset[dict[str, Any]]):
         return self.steps * self.per_step * self.pieces
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A batch: input_ids and targets, int64 [rows, longest block], and the number of the step's targets.
+        """A batch: input_ids and targets, int64 [rows, longest block], and the step's targets.
 
-        Rows are padded on the right: <pad> is read there, and the target is -100, which is not
-        scored.
+        Rows are padded on the right with <pad>, whose target is -100, which is not scored.
         """
         index, piece = divmod(index, self.pieces)
         step, slot = divmod(index, self.per_step)

@@ -52,18 +52,11 @@ _EQUAL = {
 
 
 def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
-    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of this project.
+    """Loads a model, ready to evaluate, from the original's `.pt` file or a folder of linbias.
 
-    Args:
-        path: A file, read as by `load_original`, or a folder, read as by `linbias.models.load`.
-        position: As for `load_original`. A folder has a position of its own, and no other is allowed.
-
-    Returns:
-        The model, float32 from a file, on the CPU, in evaluation mode.
-
-    Raises:
-        ValueError: It cannot be read, has another position, or tensors are missing, unexpected or
-            misshapen (all named).
+    A file is read by `load_original` as a float32 model on the CPU; a folder has a position of its
+    own, and no other is allowed. A `ValueError` says why it cannot be read, or names the tensors
+    that are missing, unexpected or misshapen.
     """
     path = Path(path)
     if not path.is_dir():
@@ -88,18 +81,11 @@ def load(path: str | Path, *, position: str | None = None) -> PaperForCausalLM:
 def load_original(
     path: str | Path, *, position: str = "alibi"
 ) -> tuple[PaperConfig, dict[str, Tensor]]:
-    """Reads a checkpoint of the paper's repository.
+    """Reads a checkpoint of the paper's repository: its configuration, and tensors by our names.
 
     Nothing in the file is run. Half-precision weights, as the original trains with --fp16, become
-    float32, as it evaluates them.
-
-    Args:
-        path: A `.pt` file.
-        position: How the model represents order: "alibi", or "sinusoidal" or "none" for models of
-            unchanged fairseq, whose files look the same.
-
-    Returns:
-        The configuration, and the tensors by the names of `PaperForCausalLM`, each weight once.
+    float32, as it evaluates them; each weight comes once. Files do not say how the model
+    represents order: `position` is "alibi", or "sinusoidal" or "none" for those of fairseq.
 
     Raises:
         ValueError: It is no such file, it holds code, it describes a model that this is not (the
@@ -143,12 +129,8 @@ def convert(
 ) -> None:
     """Turns a checkpoint of the paper's repository into a folder that Transformers loads.
 
-    Args:
-        path: As for `load`.
-        output: The folder; made where it is missing, refused where it holds config.json or
-            safetensors already.
-        dictionary: The dict.txt that the model was trained with, to be checked and copied.
-        position: As for `load`.
+    `output` is made where it is missing, and refused where it holds a model already; `dictionary`
+    is the dict.txt that the model was trained with, to be checked and copied.
 
     Raises:
         ValueError: As `load`; the dictionary does not fit; `output` is not to be written.
@@ -188,17 +170,7 @@ def add_words(dictionary: Dictionary, folder: Path) -> None:
 def check_dictionary(
     dictionary: Dictionary, config: PaperConfig, path: str | Path, function: str
 ) -> None:
-    """Refuses a dictionary of another size than the model's.
-
-    Args:
-        dictionary: What was read.
-        config: The model's.
-        path: Where the dictionary was read, for the error.
-        function: The function that the error names.
-
-    Raises:
-        ValueError: The sizes differ.
-    """
+    """Refuses a dictionary, read at a path, of another size than the model's."""
     if len(dictionary) != config.vocab_size:
         raise ValueError(
             f"{function}: dictionary must have the model's {config.vocab_size} types, "
@@ -207,7 +179,10 @@ def check_dictionary(
 
 
 def _settings(record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Find the model's settings: the entry that holds them and their values. Older files keep all settings in one entry."""
+    """The entry that holds the model's settings, and their values.
+
+    Older files keep all settings in one entry.
+    """
     if record.get("args") is not None:
         return "args", _as_dict(record["args"])
     cfg = _as_dict(record.get("cfg"))

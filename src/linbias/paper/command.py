@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from linbias._run.neighbours import considerate
 from linbias.cli import options
 from linbias.cli.console import (
     bar,
@@ -20,13 +21,29 @@ from linbias.cli.console import (
     print_json,
     print_path,
 )
-from linbias.paper.recipe import recipe_from_preset
+from linbias.data import SPLITS
+from linbias.methods import PAPER, methods_of
+from linbias.paper.recipe import OPTIONS, PRESETS, Recipe, recipe_from_preset
 
 if TYPE_CHECKING:  # these modules load torch
     from linbias.paper.score import Scores
     from linbias.paper.train import PaperMetrics
 
 ALL_CORES = os.cpu_count() or 1
+Data = Annotated[Path, typer.Argument(help="Folder that [bold]prepare[/] or the original made.")]
+Workers = Annotated[int, options.text_option("Processes that read text.")]
+Preset = Annotated[str, options.training_option(f"One of {', '.join(PRESETS)}.")]
+Position = Annotated[
+    str,
+    typer.Option(help=f"One of {', '.join(methods_of(PAPER))}.", rich_help_panel="Model"),
+]
+CheckpointPosition = Annotated[
+    str | None,
+    typer.Option(
+        help="For a .pt file: alibi, or sinusoidal or none for models of unchanged fairseq.",
+        rich_help_panel="Model",
+    ),
+]
 
 app = new_group()
 
@@ -56,7 +73,7 @@ def prepare(
     dictionary: Annotated[
         Path | None, options.text_option("A dict.txt to use. Default: count the words.", "--dict")
     ] = None,
-    workers: options.Workers = ALL_CORES,
+    workers: Workers = ALL_CORES,
     nwords: Annotated[int, options.text_option("Size of the dictionary; -1: all words.")] = -1,
     threshold: Annotated[int, options.text_option("Leave out words that are rarer.")] = -1,
     quiet: options.Quiet = False,
@@ -95,13 +112,23 @@ def prepare(
     print_path(f"{made.dictionary_size:,} types; data in", output)
 
 
+def _with_recipe_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of a recipe; None keeps the preset's value."""
+    words = {
+        name: f"{help} [dim]({original})[/]" if original else help
+        for name, (help, original, _) in OPTIONS.items()
+    }
+    return options.with_fields(command, Recipe, words, dict.fromkeys(words))
+
+
 @app.command()
-@options.with_recipe_fields
+@_with_recipe_fields
+@considerate()
 def train(
-    data: options.PaperData,
+    data: Data,
     output: options.RunFolder,
-    preset: options.Preset = "L512",
-    position: options.PaperPosition = "alibi",
+    preset: Preset = "L512",
+    position: Position = "alibi",
     fields: options.Fields = None,
     fsdp: options.Fsdp = False,
     context_parallel: options.Pieces = 1,
@@ -156,15 +183,14 @@ def translate(
     """
     from linbias.paper.translate import translate as to_ours
 
-    found = to_ours(command)
+    ours = to_ours(command)
     if as_json:
-        print_json({"command": found.command, "notes": found.notes, "unknown": found.unknown})
+        print_json({"command": ours.command, "notes": ours.notes, "unknown": ours.unknown})
         return
-    out.print(found.command, markup=False, highlight=False, soft_wrap=True)
-    for line in found.notes:
-        err.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
-    for line in found.unknown:
-        err.print(f"not known here: {line}", markup=False, highlight=False, soft_wrap=True)
+    out.print(ours.command, markup=False, highlight=False, soft_wrap=True)
+    lines = [f"note: {line}" for line in ours.notes]
+    for line in [*lines, *(f"not known here: {line}" for line in ours.unknown)]:
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -177,7 +203,7 @@ def convert(
             "The dict.txt that the model was trained with, to go along.", "--dict"
         ),
     ] = None,
-    position: options.CheckpointPosition = None,
+    position: CheckpointPosition = None,
 ) -> None:
     """Turn a checkpoint of the paper's code into a folder that Transformers loads.
 
@@ -193,12 +219,13 @@ def convert(
 
 
 @app.command()
+@considerate()
 def evaluate(
     model: Annotated[
         Path, typer.Argument(help="A folder of a model, or the original's .pt file.")
     ],
-    data: options.PaperData,
-    split: options.Split = "valid",
+    data: Data,
+    split: Annotated[str, options.text_option(f"One of {', '.join(SPLITS)}.")] = "valid",
     length: Annotated[
         int | None, typer.Option(help="Tokens read at a time. Default: as trained.")
     ] = None,
@@ -212,7 +239,7 @@ def evaluate(
     resume: Annotated[
         Path | None, typer.Option(help="Keep scores in this file, and continue from it.")
     ] = None,
-    position: options.CheckpointPosition = None,
+    position: CheckpointPosition = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -245,16 +272,17 @@ def evaluate(
 
 
 @app.command()
+@considerate()
 def run(
     train: Annotated[Path, _text_file("Text to train on.")],
     valid: Annotated[Path, _text_file("Text to validate on.")],
     test: Annotated[Path, _text_file("Text to test on.")],
     output: options.RunFolder,
-    preset: options.Preset = "tiny",
-    position: options.PaperPosition = "alibi",
-    steps: options.PresetSteps = None,
+    preset: Preset = "tiny",
+    position: Position = "alibi",
+    steps: Annotated[int | None, options.training_option(OPTIONS["steps"][0])] = None,
     fields: options.Fields = None,
-    workers: options.Workers = ALL_CORES,
+    workers: Workers = ALL_CORES,
     batch_tokens: options.BatchTokens = 16384,
     quiet: options.Quiet = False,
     as_json: options.Json = False,

@@ -52,12 +52,9 @@ class Dictionary:
     ) -> Dictionary:
         """Numbers words by falling count, and equal counts by code points.
 
-        Args:
-            counts: How often each word occurs.
-            threshold: Leaves out words that are rarer.
-            nwords: Size of the dictionary, specials included; 0 or less: all words.
-            padding_factor: Words of count 0 that no text has (madeupword0000, madeupword0001, ...)
-                make the size a multiple of this, which `prepare` checks.
+        Words rarer than `threshold` are left out, and those beyond a size of `nwords`, specials
+        included (0 or less: none). Words of count 0 that no text has (madeupword0000,
+        madeupword0001, ...) make the size a multiple of `padding_factor`, which `prepare` checks.
         """
         dictionary = cls()
         words = sorted(
@@ -78,11 +75,8 @@ class Dictionary:
         """Reads a dict.txt, of this project or of fairseq.
 
         Line k, counted from 0, has word k + 4 and its count. A word may come again on a line that
-        ends in `#fairseq:overwrite`: its id is then the later one.
-
-        Raises:
-            ValueError: There is no such file, it is not UTF-8, or a line is no word and count or
-                repeats a word.
+        ends in `#fairseq:overwrite`: its id is then the later one. A `ValueError` names what is
+        wrong.
         """
         if not Path(path).is_file():
             raise ValueError(f"Dictionary.read: path must be a dict.txt, got {str(path)!r}")
@@ -143,22 +137,15 @@ def _parse(line: str) -> tuple[str, int, bool] | None:
 
 
 def check_words(own: Path, other: Path, function: str) -> None:
-    """Refuses a dict.txt whose words are not those that a model was trained with.
+    """Refuses a dict.txt `other` whose words are not those that a model was trained with.
 
-    Only the words that both have are compared: the sizes are compared elsewhere.
-
-    Args:
-        own: The model's dict.txt.
-        other: The dict.txt of the text to read. If it is missing, nothing is compared.
-        function: The function that the error names.
-
-    Raises:
-        ValueError: An id stands for another word; the first such id is named.
+    Only the words that both have are compared, since sizes are compared elsewhere; nothing where
+    `other` is missing.
     """
     if not other.is_file():
         return
-    expected, found = Dictionary.read(own).symbols, Dictionary.read(other).symbols
-    for id, (word, instead) in enumerate(zip(expected, found, strict=False)):
+    expected, others = Dictionary.read(own).symbols, Dictionary.read(other).symbols
+    for id, (word, instead) in enumerate(zip(expected, others, strict=False)):
         if word != instead:
             raise ValueError(
                 f"{function}: data must have the words of {own}, where {id} is {word!r}; "

@@ -14,22 +14,18 @@ from torch.optim import Optimizer
 class NAG(Optimizer):
     """Nesterov's accelerated gradient, with a momentum that carries the learning rate.
 
-    With gradient g, momentum m and r = lr / the lr of the step before:
+    With gradient g, momentum m in [0, 1) and r = lr / the lr of the step before:
 
         p <- p + m^2 r v - (1 + m) lr g
         v <-     m   r v -         lr g
 
     r rescales the past steps when lr changes, which makes this, in exact arithmetic, the same as
-    `torch.optim.SGD(nesterov=True)`, whose buffer is -v / lr. Rounding and state are the original's.
+    `torch.optim.SGD(nesterov=True)`, whose buffer is -v / lr. Rounding and state are the
+    original's.
 
     v starts at 0; r is lr itself after a step with lr = 0. Parameters without a gradient are left
-    alone. `Recipe` checks the numbers.
-
-    Args:
-        params: Parameters or parameter groups, float32 or float64.
-        lr: Learning rate, at least 0.
-        momentum: m, in [0, 1).
-        weight_decay: Each step first shrinks p by the factor 1 - lr * weight_decay; at least 0.
+    alone. Each step first shrinks p by the factor 1 - lr * weight_decay. `Recipe` checks the
+    numbers.
 
     Example:
         >>> p = torch.nn.Parameter(torch.tensor([1.0]))
@@ -39,7 +35,8 @@ class NAG(Optimizer):
         >>> round(p.item(), 4), optimizer.state[p]["momentum_buffer"].item()
         (0.05, -0.5)
 
-    Source: the paper's code; Bengio, Boulanger-Lewandowski and Pascanu, arXiv 1212.0901, section 3.5.
+    Source: the paper's code; Bengio, Boulanger-Lewandowski and Pascanu, arXiv 1212.0901, section
+    3.5.
     """
 
     def __init__(
@@ -54,14 +51,7 @@ class NAG(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes one step.
-
-        Args:
-            closure: Computes the loss and its gradients anew; part of PyTorch's interface.
-
-        Returns:
-            What the closure returns.
-        """
+        """Takes one step; `closure`, a part of PyTorch's interface, computes the loss anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,16 +96,6 @@ def cosine_lr(
     Period i = 0, 1, ... has T = period * t_mult^i, high = lr * shrink^i, low = min_lr * shrink^i.
     Step number k uses the value after k - 1 steps. The last value of a period is a little above
     `low`, as the next period begins at its end. `Recipe` checks the numbers.
-
-    Args:
-        n: Steps done, at least 0.
-        init: Where the warmup starts.
-        lr: Where it ends, and the peak of the first cosine.
-        warmup: Steps of the warmup; 0 has none.
-        period: Steps of the first cosine, above 0.
-        min_lr: The floor of the first cosine.
-        t_mult: Factor on the length of every further cosine, at least 1.
-        shrink: Factor on the height of every further cosine.
 
     Example:
         >>> flags = dict(init=1e-7, lr=1.0, warmup=16000, period=270000, min_lr=1e-4)

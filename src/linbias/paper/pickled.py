@@ -55,11 +55,7 @@ _HARMLESS: list[Any] = [
 
 
 def read_original(path: Path) -> Mapping[str, Any]:
-    """Reads the file's content: a record of tensors and plain values.
-
-    Raises:
-        ValueError: It is missing, damaged, or no such file, or needs code to be run.
-    """
+    """The file's content, a record of tensors and plain values; or why it cannot be read."""
     if not path.is_file():
         raise ValueError(f"load_original: path must be a file, got {str(path)!r}")
     try:

@@ -57,20 +57,14 @@ def run(
     batch_tokens: int = 16384,
     progress: bool = True,
 ) -> PathResults:
-    """Goes from texts to perplexities, or continues a run that was stopped.
+    """Goes from texts ("train", "valid" and "test") to perplexities, or continues such a run.
 
-    Args:
-        texts: Files of UTF-8 text: "train", "valid" and "test".
-        output: Folder of the run: new, empty, or of a run with the same texts and recipe.
-        recipe: What to train and for how long.
-        fit: As for `linbias.paper.train.train`.
-        workers: Processes that read text.
-        batch_tokens: Tokens per forward pass of the evaluations.
-        progress: Show progress bars on standard error.
+    `output`, `recipe` and `fit` are as for `linbias.paper.train.train`, `workers` and
+    `batch_tokens` as for `prepare` and `score`.
 
     Raises:
-        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's; there
-            are several processes (torchrun); or as `linbias.paper.train.train`.
+        ValueError: A text is missing, empty or not UTF-8; the folder is in use or another run's;
+            there are several processes (torchrun); or as `linbias.paper.train.train`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("run: must run as one process; use paper train for several (torchrun)")
@@ -105,7 +99,7 @@ def run(
                     progress=advance,
                 )
             evaluations.append(evaluation)
-        return PathResults(training, tuple(evaluations))
+        return PathResults(training=training, evaluations=tuple(evaluations))
 
 
 def _prepare(

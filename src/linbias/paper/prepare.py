@@ -36,13 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Split:
-    """What `prepare` found in a text.
-
-    Attributes:
-        num_lines: Lines.
-        num_ids: Ids, one of </s> per line included.
-        num_replaced: Words that are not in the dictionary, and became <unk>.
-    """
+    """What `prepare` found in a text: lines, ids (one of </s> per line too), words now <unk>."""
 
     num_lines: int
     num_ids: int
@@ -51,13 +45,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` made.
-
-    Attributes:
-        folder: Where it is.
-        dictionary_size: Number of ids.
-        splits: By the split's name.
-    """
+    """What `prepare` made: the folder, the number of ids, and what it found, by split."""
 
     folder: Path
     dictionary_size: int
@@ -83,25 +71,23 @@ def prepare(
     """Numbers the words of texts, and writes a folder of ids.
 
     A line ends at a line feed, a carriage return or both; the last may lack its end. Words are
-    separated by white space of any kind, Unicode's included. The folder appears once it is complete:
-    an interrupted run leaves nothing.
+    separated by white space of any kind, Unicode's included. The folder appears once it is
+    complete: an interrupted run leaves nothing.
 
     Args:
-        texts: Files of UTF-8 text by split: any of "train", "valid" and "test". Or a Hugging Face data set,
+        texts: Files of UTF-8 text by split, any of "train", "valid" and "test". Or a data set,
             "wikitext-103" or "wikitext-2", whose lines are streamed to a temporary folder.
         output: The folder to make; it must not exist, or be empty.
         dictionary: A dict.txt to use; None makes one from the train text.
         workers: Processes that read text. With more than one, a script must call this under
             `if __name__ == "__main__"`, as always with multiprocessing.
-        nwords: As for `Dictionary.from_counts`, as are `threshold` and `padding_factor`.
-        threshold: See there.
-        padding_factor: See there.
-        progress: Called with the bytes read and the bytes to read. The train text is read twice
-            where its words are counted. While a data set is fetched, called with the bytes so far and None.
+        nwords, threshold, padding_factor: As for `Dictionary.from_counts`.
+        progress: Called with the bytes read and the bytes to read; the train text is read twice
+            where its words are counted. While a data set is fetched, the latter are None.
 
     Raises:
-        ValueError: An argument breaks a rule above; a text is missing, empty or not UTF-8; or a data set cannot be
-            reached.
+        ValueError: An argument breaks a rule above; a text is missing, empty or not UTF-8; or a
+            data set cannot be reached.
 
     Example:
         >>> from linbias.paper.store import read_ids
@@ -133,8 +119,8 @@ def prepare(
         if words is None:
             counts: Counter[str] = Counter()
             with in_processes(_count, workers) as count:
-                for found in reporter.report(counting, count(counting)):
-                    counts.update(found)
+                for counted in reporter.report(counting, count(counting)):
+                    counts.update(counted)
             words = Dictionary.from_counts(counts, threshold, nwords, padding_factor)
         words.write(folder / "dict.txt")
         with in_processes(partial(_encode, words), workers) as encode:
@@ -147,7 +133,7 @@ def prepare(
         if output.exists():
             output.rmdir()
         os.replace(folder, output)
-    return Prepared(output, len(words), splits)
+    return Prepared(folder=output, dictionary_size=len(words), splits=splits)
 
 
 class _Encoded(NamedTuple):

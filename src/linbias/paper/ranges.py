@@ -36,11 +36,7 @@ class Range(NamedTuple):
         return self.stop - self.start
 
     def lines(self) -> Iterator[str]:
-        """The lines of the range. A carriage return ends a line, too.
-
-        Raises:
-            ValueError: The text is not UTF-8; the byte is named.
-        """
+        """The lines of the range; a carriage return ends one, too. They must be UTF-8."""
         with open(self.path, "rb") as file:
             offset = file.seek(self.start)
             while offset < self.stop:
@@ -72,10 +68,7 @@ def cut_into_ranges(path: Path) -> list[Range]:
 def in_processes(
     function: Callable[[Range], Result], number: int
 ) -> Iterator[Callable[[Sequence[Range]], Iterable[Result]]]:
-    """A function that maps ranges to results in their order, by `number` processes.
-
-    With one process the work is done in this one.
-    """
+    """A function that maps ranges to results in their order, by `number` processes."""
     if number == 1:
         yield partial(map, function)
         return

@@ -93,8 +93,8 @@ class Recipe(Checked):
         each(f"one of {PRECISIONS}", PRECISIONS.__contains__, "precision")
         each("'auto' or 'cpu'", DEVICES.__contains__, "device")
         each(f"from 1 to length = {length}", lambda n: 1 <= n <= length, "context_parallel")
-        is_alone = self.context_parallel == 1 or self.position == "alibi"
-        self._require("context_parallel", is_alone, "1 unless position is 'alibi'", self.context_parallel)  # fmt: skip
+        pieces, rule = self.context_parallel, "1 unless position is 'alibi'"
+        self._require("context_parallel", pieces == 1 or self.position == "alibi", rule, pieces)
         derived = sorted(set(self.model) & {"vocab_size", "train_length", "position"})
         rule = f"without {derived}, which follow from other fields"
         self._require("model", not derived, rule, self.model)
@@ -112,14 +112,17 @@ class Recipe(Checked):
         return replace(self, steps=steps, warmup_steps=warmup_steps, period=period)
 
 
-# The fields that are options of a command, each with its meaning in a few words, the flag of the original's commands and
-# in what it differs, and what the original takes without the flag: the value has the type of that.
+# The fields that are options of a command, each with its meaning in a few words, the flag of the
+# original's commands and in what it differs, and what the original takes without the flag: the
+# value has the type of that.
 OPTIONS: dict[str, tuple[str, str, Any]] = {
     "length": ("Tokens per block.", "--tokens-per-sample", 1024),
     "max_tokens": ("Most tokens in a batch.", "--max-tokens", 0),
     "rows_multiple": (
-        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August 2021, 1 as in later ones.",
-        *("--required-batch-size-multiple", 8),
+        "Batches of fewer blocks than this, or a multiple of it: 8 as in the README of August "
+        "2021, 1 as in later ones.",
+        "--required-batch-size-multiple",
+        8,
     ),
     "batches_per_step": ("Batches per step, over all processes.", "--update-freq x GPUs", 1),
     "steps": ("Updates of the weights; warmup and cosine keep their shares.", "--max-update", 0),
@@ -209,16 +212,11 @@ CPU cores: minutes, on text of WikiText-2's size or more."""
 def recipe_from_preset(
     preset: str, *, steps: int | None = None, model: dict[str, Any] | None = None, **changes: Any
 ) -> Recipe:
-    """A preset with some of its fields changed.
+    """A preset with some of its fields changed; None keeps the preset's value.
 
-    Args:
-        preset: A name of `PRESETS`.
-        steps: As for `Recipe.lasting`; None keeps those of the preset.
-        model: Fields of `PaperConfig` that differ from those of the preset.
-        changes: Other fields; None keeps the preset's value.
-
-    Raises:
-        ValueError: There is no such preset, or a field breaks its rule.
+    `steps` is as for `Recipe.lasting`; `model` has fields of `PaperConfig` that differ from those
+    of the preset. A `ValueError` says that there is no such preset, or that a field breaks its
+    rule.
 
     Example:
         >>> recipe = recipe_from_preset("tiny", steps=20, model={"hidden_size": 64}, seed=None)

@@ -23,7 +23,7 @@ import json
 import math
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
@@ -56,7 +56,7 @@ class Scores:
         log_probs: [N], float32: log p of each id in nats, in the order of the text.
         length: Most inputs that a prediction reads.
         context_window: Inputs among them that belong to the blocks before.
-        tokens_per_second: Ids scored per second of wall time; 0 where a resumed run was complete.
+        tokens_per_second: Ids scored per second; 0 where a resumed run was complete.
         peak_memory_bytes: Highest memory of the process, or of the CUDA device, meanwhile.
         split: "train", "valid" or "test"; None for other text.
     """
@@ -143,13 +143,9 @@ def score(
         length: Inputs of a window, the block and its context; may be more than N.
         context_window: 0 for blocks without overlap; length - 1 predicts every id from the
             length - 1 inputs before its own.
-        batch_tokens: Inputs read in one forward pass (at least one window).
-        resume: A file that keeps the scores while they are made, and from which a stopped run
-            continues. It is written every half minute, and when the run ends or is stopped.
-        progress: Called with (ids scored, N) after each batch.
-
-    Returns:
-        The Scores.
+        batch_tokens: Inputs read in one forward pass (at least one window). resume: A file from
+        which a stopped run continues, written every half minute and at the end. progress: Called
+        with (ids scored, N) after each batch.
 
     Raises:
         ValueError: An argument breaks a rule above, an id is beyond the vocabulary, a window does
@@ -161,11 +157,11 @@ def score(
         >>> score(PaperForCausalLM(config), ids, length=8, context_window=4).log_probs.shape
         (30,)
 
-    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its repository.
+    Source: Press, Smith and Lewis, ICLR 2022, section 2 and appendix B; `eval_lm` of its
+    repository.
     """
     ids = np.asarray(ids)
-    _check(model.config, ids, length, context_window, batch_tokens)
-    _check_memory(model, len(ids), length, context_window, batch_tokens)
+    _check(model, ids, length, context_window, batch_tokens)
     log_probs = np.empty(len(ids), np.float32)
     file = None
     if resume is not None:
@@ -177,9 +173,9 @@ def score(
     start_time = time.perf_counter()
     try:
         with PeakMemory(model.device) as memory:
-            for inputs, targets in _batches(
-                model, ids, length, context_window, batch_tokens, num_done
-            ):
+            missing = windows(len(ids), length, context_window)
+            missing = dropwhile(lambda window: window.stop <= num_read, missing)
+            for inputs, targets in _batches(model, ids, equal_windows(missing, batch_tokens)):
                 scored = model.log_probs(inputs, targets).flatten().float().cpu().numpy()
                 log_probs[num_done : num_done + len(scored)] = scored
                 num_done += len(scored)
@@ -204,15 +200,10 @@ def score(
 def load_for(
     path: str | Path, data: str | Path, *, position: str | None = None
 ) -> PaperForCausalLM:
-    """Loads a model to evaluate on some data, and checks that both have the same words.
+    """Loads a model to evaluate on a folder of data, and checks that both have the same words.
 
-    Args:
-        path: As for `load`; or the folder of a run that has not finished, whose newest undamaged checkpoint is read.
-        data: Folder that `prepare` or the original made.
-        position: As for `load`.
-
-    Raises:
-        ValueError: There is no such model, or it was trained with other words.
+    `path` and `position` are as for `load`; of a run that has not finished, the newest undamaged
+    checkpoint is read.
     """
     path = readable_model("evaluate", path)
     model = load(path, position=position)
@@ -231,16 +222,8 @@ def evaluate(
 ) -> Scores:
     """Scores a split of a folder of data, on a GPU where there is one.
 
-    Args:
-        model: Moved to the GPU where there is one.
-        data: Folder that `prepare` or the original made.
-        split: "train", "valid" or "test".
-        length: As for `score`; None is the length that the model was trained with.
-        options: Of `score`.
-
-    Raises:
-        ValueError: The data is damaged, or its dictionary has another size than the model's; or as
-            `score`.
+    `length` is as for `score`, and None is the length that the model was trained with; `options`
+    are those of `score`.
     """
     dictionary, ids = read_data(data, split)
     check_dictionary(dictionary, model.config, Path(data, "dict.txt"), "evaluate")
@@ -250,18 +233,12 @@ def evaluate(
 
 
 def _batches(
-    model: PaperForCausalLM,
-    ids: NDArray[Any],
-    length: int,
-    context_window: int,
-    batch_tokens: int,
-    num_done: int,
+    model: PaperForCausalLM, ids: NDArray[Any], batches: Iterable[list[Window]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of equal windows: inputs [rows, width], and targets [rows, keep] of their ends."""
     numbers = np.concatenate([[model.config.eos_token_id], ids]).astype(np.int64)
     stream = torch.from_numpy(numbers).to(model.device)
-    missing = dropwhile(lambda w: w.stop <= num_done, windows(len(ids), length, context_window))
-    for batch in equal_windows(missing, batch_tokens):
+    for batch in batches:
         first, last = batch[0], batch[-1]
         inputs = stream[first.start : last.stop].unfold(0, first.width, first.keep)
         targets = stream[first.stop - first.keep + 1 : last.stop + 1].view(-1, first.keep)
@@ -269,9 +246,10 @@ def _batches(
 
 
 def _check(
-    config: PaperConfig, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
+    model: PaperForCausalLM, ids: NDArray[Any], length: int, context_window: int, batch_tokens: int
 ) -> None:
-    check_tokens("score", ids, config.vocab_size, at_least=1)
+    """Refuses a call that breaks a rule, or whose passes would not fit in the free memory."""
+    check_tokens("score", ids, model.config.vocab_size, at_least=1)
     for name, value in [("length", length), ("batch_tokens", batch_tokens)]:
         if value < 1:
             raise ValueError(f"score: {name} must be at least 1, got {value}")
@@ -279,20 +257,15 @@ def _check(
         raise ValueError(
             f"score: context_window must lie in [0, length = {length}), got {context_window}"
         )
-
-
-def _check_memory(
-    model: PaperForCausalLM, num_ids: int, length: int, context_window: int, batch_tokens: int
-) -> None:
-    """Refuses a call whose forward passes would not fit in the free memory, before it starts."""
+    num_ids = len(ids)
     width, keep = min(length, num_ids), min(length - context_window, num_ids)
     rows = min(max(1, batch_tokens // width), 1 + num_ids // keep)
     needed = _pass_bytes(model, rows, width, keep)
     free = available_bytes(model.device)
     if needed > free:
         raise ValueError(
-            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: a pass "
-            f"needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+            f"score: length and batch_tokens must fit in memory, got {length} and {batch_tokens}: "
+            f"a pass needs about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         )
 
 

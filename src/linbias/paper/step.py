@@ -15,7 +15,6 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 
 from linbias._run.files import Record
@@ -28,10 +27,7 @@ from linbias.paper.recipe import Recipe
 class PaperTrainer(PiecesTrainer):
     """The Trainer with the paper's optimizer, schedule, loss and validation.
 
-    Args:
-        recipe: What to train.
-        publish: Called, by every process, when the model is the best so far.
-        arguments: Those of `PiecesTrainer`.
+    `publish` is called, by every process, when the model is the best so far.
     """
 
     loss_is_scaled_for_ga = True  # `compute_loss` returns a share of the step's mean loss
@@ -70,13 +66,7 @@ class PaperTrainer(PiecesTrainer):
         )
         return self.lr_scheduler
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """A batch's share of the mean loss over all tokens of the step, of all processes.
 
         The Trainer averages gradients over the processes, but shares add up: hence the factor.
@@ -117,29 +107,20 @@ class PaperTrainer(PiecesTrainer):
 class SeedEachStep(TrainerCallback):
     """Seeds PyTorch with seed + steps done, in every process alike, as the original does.
 
-    Where processes share sequences, those with the same piece are alike: the other pieces of a sequence draw other numbers.
+    Where processes share sequences, the pieces of one draw different numbers.
     """
 
     def __init__(self, seed: int, piece: int = 0) -> None:
         self.seed = seed + (piece << 22)  # PyTorch's generator of the CPU takes 32 bits of a seed
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         torch.manual_seed(self.seed + state.global_step)
 
 
 class LogFile(Log):
     """Writes log.jsonl, with the columns that the original logs."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Record, **_: Any) -> None:
         if "loss" in logs:
             loss, norm = logs["loss"] / math.log(2), logs["grad_norm"]
             line: Record = {

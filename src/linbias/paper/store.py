@@ -55,17 +55,11 @@ def write_ids(
     chunks: Iterable[NDArray[Any]],
     dtype: DTypeLike = np.uint16,
 ) -> None:
-    """Writes prefix.bin and prefix.idx; both appear once they are complete.
+    """Writes prefix.bin and prefix.idx, of `sizes` ids in each line; both appear once complete.
 
-    Args:
-        prefix: The files' path without its ending.
-        sizes: [lines], ids in each line; read after the last chunk.
-        chunks: Each [any number], integers: together the ids of all lines.
-        dtype: Of the ids on disk.
-
-    Raises:
-        ValueError: `dtype` is none of the format's integers or too narrow for an id, or `sizes`
-            and `chunks` disagree.
+    `chunks` are integers [any number], together the ids of all lines; `sizes` is read after the
+    last of them. A `ValueError` says that `dtype` is none of the format's integers or too narrow
+    for an id, or that `sizes` and `chunks` disagree.
 
     Example:
         >>> import tempfile
@@ -105,14 +99,8 @@ def write_ids(
 def read_ids(prefix: str | Path) -> StoredIds:
     """Opens prefix.bin and prefix.idx.
 
-    A file is truncated where it is shorter than the number of lines (.idx) or their sizes (.bin)
-    say.
-
-    Args:
-        prefix: The files' path without its ending.
-
-    Raises:
-        ValueError: A file is missing, truncated, too long, or of another format.
+    A `ValueError` says which file is missing, of another format, or not of the length that the
+    number of lines (.idx) or their sizes (.bin) ask for.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
@@ -134,12 +122,7 @@ def read_ids(prefix: str | Path) -> StoredIds:
 def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
     """Opens a split of a folder that `prepare`, or the original, made.
 
-    Args:
-        folder: Holds dict.txt, and .bin and .idx of the split.
-        split: "train", "valid" or "test".
-
-    Raises:
-        ValueError: A file is missing or damaged, or an id is outside the dictionary.
+    A `ValueError` says which file is missing or damaged, or that an id is outside the dictionary.
     """
     if not Path(folder, "dict.txt").is_file():
         raise ValueError(f"read_data: folder must hold dict.txt, got {str(folder)!r}")
@@ -152,16 +135,7 @@ def read_data(folder: str | Path, split: str) -> tuple[Dictionary, StoredIds]:
 
 
 def check_ids(ids: NDArray[Any], dictionary_size: int, name: str) -> None:
-    """Refuses ids that are outside a dictionary.
-
-    Args:
-        ids: [N], integers.
-        dictionary_size: Ids must be below it.
-        name: The ids' name in the error, such as their file.
-
-    Raises:
-        ValueError: An id is outside; the first such id is named.
-    """
+    """Refuses ids [N] outside a dictionary, under a name such as that of their file."""
     if len(ids) and (ids.min() < 0 or ids.max() >= dictionary_size):
         index = int(np.argmax((ids < 0) | (ids >= dictionary_size)))
         raise ValueError(

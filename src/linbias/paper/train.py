@@ -5,7 +5,7 @@ A run has a folder:
     recipe.json        the settings; written first, compared when the run continues
     log.jsonl          a line per logged step, with the columns that the original logs
     checkpoints/       the Trainer's, while training
-    config.json, model.safetensors, dict.txt, tokenizer.json, ...     the best model so far, for `linbias.models.load`
+    config.json, model.safetensors, dict.txt, ...    the best model so far, for `models.load`
     metrics.json       written last: a run that has it is finished
 
 The batches are a pure function of the seed and the step, dropout is seeded anew for each step, and
@@ -19,51 +19,35 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate import PartialState
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainerState, set_seed
 
-from linbias._run.files import fingerprint
-from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias._run.processes import Sharing, is_main, rank, wait_for_all
-from linbias.lm.checkpoints import Checkpoints
-from linbias.lm.loop import (
-    TrainingMetrics,
-    is_finished,
-    publish,
-    run_trainer,
-    trainer_arguments,
-    uses_cpu,
-)
-from linbias.lm.watch import FiniteLoss, ProgressBar, StopWatch
+from linbias._run.files import Record, fingerprint
+from linbias._run.folders import open_run_folder
+from linbias._run.processes import num_processes, rank
+from linbias.lm.loop import Run, TrainingMetrics, uses_cpu
+from linbias.lm.watch import FiniteLoss, ProgressBar
 from linbias.models.fields import MAXIMA, own_fields
-from linbias.models.loading import no_bars
 from linbias.paper.blocks import Batches, batch_order, blocks
 from linbias.paper.checkpoint import add_words
 from linbias.paper.config import PaperConfig
-from linbias.paper.dictionary import Dictionary
 from linbias.paper.model import PaperForCausalLM
 from linbias.paper.recipe import Recipe
 from linbias.paper.step import LogFile, PaperTrainer, SeedEachStep, perplexity
-from linbias.paper.store import StoredIds, read_data
+from linbias.paper.store import read_data
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperMetrics(TrainingMetrics):
-    """What a finished run measured.
+    """What a finished run measured, in bits per word.
 
-    Attributes:
-        loss_base2: Bits per word in training, in the last line of the log.
-        ppl: 2^loss_base2.
-        valid_loss_base2: Bits per word of the best validation; None without validation.
-        valid_ppl: 2^valid_loss_base2.
-        best_step: When that was.
+    `loss_base2` is in the last line of the log, `valid_loss_base2` the best validation's, if there
+    is one; `ppl` and `valid_ppl` are 2 to the power of these.
     """
 
     loss_base2: float
@@ -86,14 +70,15 @@ def train(
 
     Blocks, batches and their order, optimizer, schedule, clipping and the logged numbers are those
     of the paper's code. Sets the global random seeds. Under torchrun every process calls this, and
-    any number of processes that divides `batches_per_step` (times `context_parallel`) trains the same model.
+    any number of processes that divides `batches_per_step` (times `context_parallel`) trains the
+    same model.
 
     Args:
         data: Folder of dict.txt, train.bin, train.idx and, unless `validate_steps` is 0, valid.bin
             and valid.idx: made by `linbias paper prepare` or by the original.
         output: Folder of the run: new, empty, or of the very same run.
         recipe: What to train and for how long.
-        fit: Leave out the cutoffs of the recipe that lie beyond the words of the data, and warn of it.
+        fit: Leave out the cutoffs of the recipe that lie beyond the words of the data, and warn.
         progress: Show a progress bar on standard error.
         callbacks: Further Transformers callbacks.
 
@@ -103,9 +88,9 @@ def train(
         `linbias.models.load`.
 
     Raises:
-        ValueError: The folder cannot be written, is in use or belongs to another run; the data is damaged; the
-            recipe does not fit the dictionary, the number of processes or this machine; the loss
-            ceases to be a finite number.
+        ValueError: The folder cannot be written, is in use or belongs to another run; the data is
+            damaged; the recipe does not fit the dictionary, the number of processes or this
+            machine; the loss ceases to be a finite number.
         OSError: A file could not be written (disk full). The last complete checkpoint is intact,
             and the same call continues from there.
 
@@ -121,27 +106,14 @@ def train(
         ...     train(made.folder, f"{folder}/run", recipe, progress=False).tokens
         21
     """
-    data, output = Path(data), Path(output)
-    dictionary, splits = _read_splits(data, recipe)
-    on_cpu = uses_cpu(recipe.device, recipe.precision)
-    if fit:
-        recipe = _fit_cutoffs(recipe, len(dictionary))
-    config = _config(recipe, len(dictionary))
-    PartialState(cpu=on_cpu)  # joins the other processes, if there are any
-    _check_processes(recipe, on_cpu)
-    # All checks are done before anything is written.
-    with hold_run_folder(output, "train"), no_bars():
-        _open_run(recipe, data, splits, output)
-        if not is_finished(output):
-            _run(recipe, config, splits, data, output, progress, callbacks)
-        # Of a finished run, too: it may have been killed here.
-        Checkpoints(output / "checkpoints").delete()
-        wait_for_all()
-    return PaperMetrics.read(output)
+    metrics: PaperMetrics = PaperRun(recipe, Path(data), Path(output), fit).finish(
+        progress, callbacks
+    )
+    return metrics
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuses what cannot be trained here whatever the data, so that it is known before data is prepared.
+    """Refuses what cannot be trained here whatever the data, before data is prepared.
 
     Raises:
         ValueError: As `train`.
@@ -176,160 +148,128 @@ def _config(recipe: Recipe, vocab_size: int) -> PaperConfig:
     )
 
 
-def _read_splits(data: Path, recipe: Recipe) -> tuple[Dictionary, dict[str, StoredIds]]:
-    splits = {}
-    for name in ["train"] if recipe.validate_steps == 0 else ["train", "valid"]:
-        dictionary, splits[name] = read_data(data, name)
-        if not len(splits[name].tokens):
-            raise ValueError(f"train: data must have tokens, got none in {data / name}.bin")
-    return dictionary, splits
+class PaperRun(Run):
+    """A run of `train`: its recipe, its data, its folder and the configuration of its model."""
 
+    settings: Recipe
+    metrics = PaperMetrics
 
-def _check_processes(recipe: Recipe, on_cpu: bool) -> None:
-    processes = PartialState().num_processes
-    devices = 1 if on_cpu else torch.cuda.device_count()
-    if processes == 1 < devices:
-        raise ValueError(
-            f"train: every GPU must have a process of its own, got 1 for {devices} (start with "
-            f"torchrun --nproc-per-node {devices}, or show it one by CUDA_VISIBLE_DEVICES=0)"
-        )
-    readers, pieces = Sharing.by("train", recipe.context_parallel).of, recipe.context_parallel
-    if recipe.batches_per_step % readers:
-        what = "processes" if pieces == 1 else f"groups of {pieces} processes"
-        raise ValueError(
-            f"train: batches_per_step must be a multiple of the {readers} {what}, "
-            f"got {recipe.batches_per_step}"
-        )
+    def __init__(self, recipe: Recipe, data: Path, output: Path, fit: bool = False) -> None:
+        self.data, self.splits = data, {}
+        for name in ["train"] if recipe.validate_steps == 0 else ["train", "valid"]:
+            self.dictionary, self.splits[name] = read_data(data, name)
+            if not len(self.splits[name].tokens):
+                raise ValueError(f"train: data must have tokens, got none in {data / name}.bin")
+        super().__init__(recipe, output)
+        if fit:
+            self.settings = _fit_cutoffs(recipe, len(self.dictionary))
+        self.config = _config(self.settings, len(self.dictionary))
+        self.steps = recipe.steps
+        self._check_processes()
+        self.batches = self._training_batches()
+        self.tokens_per_step = len(self.batches.ids) // self.batches.steps_per_pass
 
+    def _check_processes(self) -> None:
+        pieces, readers = self.settings.context_parallel, self.sharing.of
+        devices = 1 if self.on_cpu else torch.cuda.device_count()
+        if num_processes() == 1 < devices:
+            raise ValueError(
+                f"train: every GPU must have a process of its own, got 1 for {devices} (start "
+                f"with torchrun --nproc-per-node {devices}, or show it one by "
+                "CUDA_VISIBLE_DEVICES=0)"
+            )
+        if self.settings.batches_per_step % readers:
+            what = "processes" if pieces == 1 else f"groups of {pieces} processes"
+            raise ValueError(
+                f"train: batches_per_step must be a multiple of the {readers} {what}, "
+                f"got {self.settings.batches_per_step}"
+            )
 
-def _open_run(recipe: Recipe, data: Path, splits: Iterable[str], output: Path) -> None:
-    files = [data / "dict.txt", *(data / f"{name}.bin" for name in splits)]
-    open_run_folder(
-        output / "recipe.json",
-        {
-            "recipe": asdict(recipe),
+    @property
+    def tokens(self) -> int:
+        return self.batches.num_tokens()
+
+    def open(self) -> None:
+        files = [self.data / "dict.txt", *(self.data / f"{name}.bin" for name in self.splits)]
+        identity = {
+            "recipe": asdict(self.settings),
             "data": {file.name: fingerprint(file) for file in files},
-            "num_processes": PartialState().num_processes,
-        },
-        "train",
-        may_change=["recipe.context_parallel"],
-    )
+            "num_processes": num_processes(),
+        }
+        path, may_change = self.output / "recipe.json", ["recipe.context_parallel"]
+        open_run_folder(path, identity, "train", may_change=may_change)
 
+    def watchers(self, bar: ProgressBar) -> list[TrainerCallback]:
+        seeds = SeedEachStep(self.settings.seed, rank() % self.settings.context_parallel)
+        return [seeds, LogFile(self.output / "log.jsonl"), FiniteLoss(), bar]
 
-def _run(
-    recipe: Recipe,
-    config: PaperConfig,
-    splits: dict[str, StoredIds],
-    data: Path,
-    output: Path,
-    progress: bool,
-    callbacks: Sequence[TrainerCallback],
-) -> None:
-    add_dictionary = partial(add_words, Dictionary.read(data / "dict.txt"))
-    checkpoints = Checkpoints(output / "checkpoints", add_dictionary)
-    sharing = Sharing.by("train", recipe.context_parallel)
-    batches = _training_batches(recipe, splits["train"])
-    tokens_per_step = len(batches.ids) // batches.steps_per_pass
-    bar, watch = ProgressBar(tokens_per_step, visible=progress and is_main()), StopWatch()
-
-    def save(trainer: PaperTrainer) -> None:
-        publish(trainer, checkpoints, output, add_dictionary)
-
-    set_seed(recipe.seed)
-    trainer = PaperTrainer(
-        recipe,
-        save,
-        model=PaperForCausalLM(config),
-        args=_arguments(recipe, checkpoints.folder, batches.steps_per_pass, sharing.of),
-        pieces=sharing.group,
-        train_dataset=batches,
-        eval_dataset=(
-            _validation_batches(recipe, splits["valid"], sharing.of) if "valid" in splits else None
-        ),
-        callbacks=[
-            *(checkpoints, SeedEachStep(recipe.seed, rank() % recipe.context_parallel)),
-            *(LogFile(output / "log.jsonl"), FiniteLoss(), bar, watch, *callbacks),
-        ],
-    )
-
-    def save_last() -> None:
-        if "valid" not in splits:  # with validation, the best model is saved already
-            save(trainer)
-
-    peak_memory_bytes = run_trainer(trainer, checkpoints, bar, output, at_the_end=save_last)
-    if is_main():
-        PaperMetrics(
-            **_losses(trainer.state.log_history),
-            steps=recipe.steps,
-            tokens=batches.num_tokens(),
-            seconds=checkpoints.seconds,
-            step_seconds=watch.step_seconds(),
-            peak_memory_bytes=peak_memory_bytes,
-            num_parameters=trainer.model.num_parameters(),
-            num_processes=trainer.args.world_size,
-        ).write(output)
-
-
-def _training_batches(recipe: Recipe, split: StoredIds) -> Batches:
-    def order(number: int) -> list[list[int]]:
-        return batch_order(
-            len(split.tokens),
-            recipe.length,
-            recipe.max_tokens,
-            recipe.seed,
-            number,
-            multiple=recipe.rows_multiple,
+    def trainer(self, callbacks: list[TrainerCallback]) -> PaperTrainer:
+        recipe = self.settings
+        set_seed(recipe.seed)
+        return PaperTrainer(
+            recipe,
+            self.publish,
+            model=PaperForCausalLM(self.config),
+            args=self.arguments(
+                per_device_train_batch_size=1,  # an item of `Batches` is a whole batch
+                per_device_eval_batch_size=1,
+                gradient_accumulation_steps=recipe.batches_per_step // self.sharing.of,
+                eval_strategy="no" if recipe.validate_steps == 0 else "steps",
+                eval_steps=recipe.validate_steps or self.batches.steps_per_pass,
+                logging_steps=recipe.log_steps,
+                use_cache=True,  # of the saved model; training makes no cache
+            ),
+            pieces=self.sharing.group,
+            train_dataset=self.batches,
+            eval_dataset=self._validation_batches() if "valid" in self.splits else None,
+            callbacks=callbacks,
         )
 
-    return Batches(
-        split.tokens,
-        recipe.length,
-        order,
-        per_step=recipe.batches_per_step,
-        steps=recipe.steps,
-        pieces=recipe.context_parallel,
-    )
+    def _training_batches(self) -> Batches:
+        recipe, ids = self.settings, self.splits["train"].tokens
+        numbers = (len(ids), recipe.length, recipe.max_tokens, recipe.seed)
+        order = partial(batch_order, *numbers, multiple=recipe.rows_multiple)
+        return Batches(
+            ids,
+            recipe.length,
+            order,
+            per_step=recipe.batches_per_step,
+            steps=recipe.steps,
+            pieces=recipe.context_parallel,
+        )
 
+    def _validation_batches(self) -> Batches:
+        """One pass in the order of the text.
 
-def _validation_batches(recipe: Recipe, split: StoredIds, readers: int) -> Batches:
-    """One pass in the order of the text; each process, or each group that shares it, scores one batch of every "step"."""
-    ids, rows = split.tokens, recipe.max_tokens // recipe.length
-    numbers = range(len(blocks(len(ids), recipe.length)))
-    order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
-    pieces = recipe.context_parallel
-    return Batches(ids, recipe.length, lambda _: order, per_step=readers, pieces=pieces)
+        Each process, or each group that shares it, scores one batch of every "step".
+        """
+        recipe, ids = self.settings, self.splits["valid"].tokens
+        numbers = range(len(blocks(len(ids), recipe.length)))
+        rows = recipe.max_tokens // recipe.length
+        order = [list(numbers[first : first + rows]) for first in numbers[::rows]]
+        return Batches(
+            ids,
+            recipe.length,
+            lambda _: order,
+            per_step=self.sharing.of,
+            pieces=recipe.context_parallel,
+        )
 
+    def publish_last(self, trainer: Trainer) -> None:
+        if "valid" not in self.splits:  # with validation, the best model is saved already
+            self.publish(trainer)
 
-def _arguments(
-    recipe: Recipe, folder: Path, steps_per_pass: int, readers: int
-) -> TrainingArguments:
-    return trainer_arguments(
-        folder,
-        device=recipe.device,
-        precision=recipe.precision,
-        fsdp=recipe.fsdp,
-        max_steps=recipe.steps,
-        per_device_train_batch_size=1,  # an item of `Batches` is a whole batch
-        per_device_eval_batch_size=1,
-        gradient_accumulation_steps=recipe.batches_per_step // readers,
-        learning_rate=recipe.learning_rate,  # for messages only
-        max_grad_norm=recipe.clip,
-        seed=recipe.seed,
-        eval_strategy="no" if recipe.validate_steps == 0 else "steps",
-        eval_steps=recipe.validate_steps or steps_per_pass,
-        save_steps=recipe.save_steps,
-        logging_steps=recipe.log_steps,
-        use_cache=True,  # in the configuration of the saved model; training makes no cache
-    )
+    def add_files(self, folder: Path) -> None:
+        add_words(self.dictionary, folder)
 
-
-def _losses(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last training loss, and the best validation loss and when it was."""
-    trained = [entry["loss"] for entry in history if "loss" in entry][-1] / math.log(2)
-    losses = {"loss_base2": trained, "ppl": perplexity(trained)}
-    validated = [(entry["eval_loss"], entry["step"]) for entry in history if "eval_loss" in entry]
-    if validated:
-        best, step = min(validated)
-        best /= math.log(2)
-        losses |= {"valid_loss_base2": best, "valid_ppl": perplexity(best), "best_step": step}
-    return losses
+    def losses(self, state: TrainerState) -> Record:
+        """The last training loss, and the best validation loss and when it was."""
+        logs = state.log_history
+        trained = [log["loss"] for log in logs if "loss" in log][-1] / math.log(2)
+        losses = {"loss_base2": trained, "ppl": perplexity(trained)}
+        validated = [(log["eval_loss"], log["step"]) for log in logs if "eval_loss" in log]
+        if validated:
+            best, step = min(validated)
+            best /= math.log(2)
+            losses |= {"valid_loss_base2": best, "valid_ppl": perplexity(best), "best_step": step}
+        return losses

@@ -48,19 +48,14 @@ _FIXED = {
 _ALIASES = {"--max-sentences": "--batch-size", "-a": "--arch"}
 # These flags, the first of which have no value, say how the original computes, stores and prints, or what its
 # architecture has anyway.
-_SWITCHES_WITHOUT_EFFECT = (
-    *("--skip-invalid-size-inputs-valid-test", "--no-epoch-checkpoints", "--no-progress-bar"),
-    *("--adaptive-input", "--tie-adaptive-weights", "--tie-adaptive-proj"),
-    "--no-decoder-final-norm",
+_SWITCHES_WITHOUT_EFFECT = tuple(
+    "--skip-invalid-size-inputs-valid-test --no-epoch-checkpoints --no-progress-bar "
+    "--adaptive-input --tie-adaptive-weights --tie-adaptive-proj --no-decoder-final-norm".split()
 )
-_WITHOUT_EFFECT = (
-    *(*_SWITCHES_WITHOUT_EFFECT, "--ddp-backend", "--log-format", "--num-workers"),
-    *("--fp16-init-scale", "--adaptive-input-cutoff"),
-)
-_SWITCHES = {
-    *(*_SWITCHES_WITHOUT_EFFECT, "--fp16", "--bf16", "--only-source", "--disable-validation"),
-    "--cpu",
-}
+_SETTINGS = "--ddp-backend --log-format --num-workers --fp16-init-scale --adaptive-input-cutoff"
+_WITHOUT_EFFECT = (*_SWITCHES_WITHOUT_EFFECT, *_SETTINGS.split())
+_SWITCHES = "--fp16 --bf16 --only-source --disable-validation --cpu".split()
+_SWITCHES += _SWITCHES_WITHOUT_EFFECT
 # By which flags a script is recognised whose name is missing: it needs all of the first, and one of the others.
 _FLAGS_OF = {
     "preprocess.py": ((), ("--only-source", "--trainpref", "--destdir")),
@@ -73,13 +68,7 @@ _SIZES = ("--batch-size", "--max-tokens", "--max-target-positions", "--model-ove
 
 @dataclass
 class Translation:
-    """Our command for one of the original.
-
-    Attributes:
-        words: The command.
-        notes: What was assumed.
-        unknown: What of the original's command is left out because it has no counterpart.
-    """
+    """Our command for one of the original: its words, what was assumed, and what is left out."""
 
     words: list[str]
     notes: list[str] = field(default_factory=list)
@@ -95,23 +84,20 @@ class Translation:
 def translate(command: str) -> Translation:
     """Translate a command of fairseq as the paper's README has it: preprocess, train or eval-lm.
 
-    Shell variables that the command itself sets (`l=1024; ... $l ... $((l-1))`) are filled in. Copies of the README that lost
-    the name of the script (`python --only-source --trainpref ...`) are recognised by their flags, and a note says so.
-
-    Args:
-        command: A line for the shell; line ends after a backslash are allowed.
-
-    Returns:
-        Our command, and what it leaves out.
+    Line ends after a backslash are allowed. Shell variables that the command itself sets (`l=1024;
+    ... $l ... $((l-1))`) are filled in. Copies of the README that lost the name of the script
+    (`python --only-source --trainpref ...`) are recognised by their flags, and a note says so.
 
     Raises:
-        ValueError: It is no command of these, names no script and has flags of none or of several, or lacks what ours needs.
+        ValueError: It is no command of these, names no script and has flags of none or of several,
+            or lacks what ours needs.
 
     Example:
-        >>> found = translate("l=512; fairseq-eval-lm data --path best.pt --gen-subset valid --tokens-per-sample $l --nbest 4")
-        >>> found.command
+        >>> words = "fairseq-eval-lm data --path best.pt --gen-subset valid --nbest 4"
+        >>> ours = translate(f"l=512; {words} --tokens-per-sample $l")
+        >>> ours.command
         'linbias paper evaluate best.pt data --split valid --length 512'
-        >>> found.unknown
+        >>> ours.unknown
         ['--nbest 4']
 
     Source: README of the paper's repository; the defaults are those of its code.
@@ -134,7 +120,8 @@ def translate(command: str) -> Translation:
 def _translation(name: str, given: _Given) -> Translation:
     program, without_effect = _PROGRAMS[name]
     words = ["linbias", "paper", *program(given)]
-    return Translation(words, given.notes, given.unknown + given.rest(without_effect))
+    unknown = given.unknown + given.rest(without_effect)
+    return Translation(words=words, notes=given.notes, unknown=unknown)
 
 
 def _start_of_words(words: list[str]) -> int | None:
@@ -153,9 +140,9 @@ def _script_meant(given: _Given, command: str) -> str:
     """The script that alone has the flags of a command, which is noted."""
     fitting = {}
     for script, (every, some) in _FLAGS_OF.items():
-        found = [name for name in (*every, *some) if name in given.flags]
-        if all(name in found for name in every) and any(name in found for name in some):
-            fitting[script] = found
+        present = [name for name in (*every, *some) if name in given.flags]
+        if all(name in present for name in every) and any(name in present for name in some):
+            fitting[script] = present
     if given.flags.get("--task", "language_modeling") != "language_modeling":
         fitting.pop("train.py", None)
     if len(fitting) != 1:
@@ -167,9 +154,9 @@ def _script_meant(given: _Given, command: str) -> str:
             "translate: command must name its script or have the flags of one alone "
             f"({scripts}; --task is language_modeling), got {command!r}"
         )
-    script, found = fitting.popitem()
+    script, flags = fitting.popitem()
     given.notes.append(
-        f"the command names no script; taken to be {script}, whose flags {', '.join(found)} it has"
+        f"the command names no script; taken to be {script}, whose flags {', '.join(flags)} it has"
     )
     return script
 
@@ -179,10 +166,10 @@ def _fill_variables(line: str) -> str:
     values = {name: int(n) for name, n in re.findall(r"\b(\w+)=(\d+)\s*(?:;|&&)", line)}
     line = re.sub(r"\b\w+=\d+\s*(?:;|&&)", "", line)
 
-    def fill(found: re.Match[str]) -> str:
-        name, *change = found.groups()
+    def fill(match: re.Match[str]) -> str:
+        name, *change = match.groups()
         added = int(change[0].replace(" ", "")) if change else 0
-        return str(values[name] + added) if name in values else found[0]
+        return str(values[name] + added) if name in values else match[0]
 
     line = re.sub(r"\$\(\(\s*\$?(\w+)\s*([+-]\s*\d+)\s*\)\)", fill, line)
     return re.sub(r"\$\{?(\w+)\}?", fill, line)
@@ -222,8 +209,8 @@ class _Given:
 
     def take_all(self, table: dict[str, tuple[str, Any]]) -> list[str]:
         """Options of ours, with the values of the original's flags, if they have one."""
-        found = {option: self.take(*flag) for option, flag in table.items()}
-        return [word for option, value in found.items() if value for word in (option, str(value))]
+        values = {option: self.take(*flag) for option, flag in table.items()}
+        return [word for option, value in values.items() if value for word in (option, str(value))]
 
     def take_data(self) -> str:
         if not self.others:
@@ -292,41 +279,40 @@ def _train(given: _Given) -> list[str]:
 
 def _recipe(given: _Given) -> Recipe:
     """The recipe, with fairseq's defaults where the command is silent."""
-    found = {
+    fields = {
         name: given.take(flag.partition(" ")[0].rstrip(","), default)
         for name, (_, flag, default) in OPTIONS.items()
         if flag
     }
-    if not found["steps"]:
+    if not fields["steps"]:
         raise ValueError("translate: command must have --max-update, the number of steps")
-    rows = given.take("--batch-size", 0) * found["length"]
-    if not (rows or found["max_tokens"]):
+    rows = given.take("--batch-size", 0) * fields["length"]
+    if not (rows or fields["max_tokens"]):
         raise ValueError("translate: command must have --max-tokens or --batch-size")
-    found["max_tokens"] = min(rows or math.inf, found["max_tokens"] or math.inf)
-    if (
-        peak := given.take("--max-lr", 0.0)
-    ) > 0:  # the older dialect, in which --min-lr ends the run
-        found["learning_rate"], found["min_learning_rate"] = peak, found["learning_rate"]
-    if float(given.flags.get("--stop-min-lr") or "inf") <= found["min_learning_rate"]:
+    fields["max_tokens"] = min(rows or math.inf, fields["max_tokens"] or math.inf)
+    peak = given.take("--max-lr", 0.0)
+    if peak > 0:  # the older dialect, in which --min-lr ends the run
+        fields["learning_rate"], fields["min_learning_rate"] = peak, fields["learning_rate"]
+    if float(given.flags.get("--stop-min-lr") or "inf") <= fields["min_learning_rate"]:
         given.take("--stop-min-lr")  # which is never reached
-    if found["initial_learning_rate"] < 0:
-        found["initial_learning_rate"] = found["learning_rate"]
-    if found["clip"] <= 0:
-        found["clip"] = 1e9
+    if fields["initial_learning_rate"] < 0:
+        fields["initial_learning_rate"] = fields["learning_rate"]
+    if fields["clip"] <= 0:
+        fields["clip"] = 1e9
         given.notes.append(
             "the original does not clip gradients without --clip-norm, nor does --clip 1e9"
         )
-    if found["period"] <= 0:
-        found["period"] = max(1, found["steps"] - found["warmup_steps"])
-    found["period"] = int(found["period"])
+    if fields["period"] <= 0:
+        fields["period"] = max(1, fields["steps"] - fields["warmup_steps"])
+    fields["period"] = int(fields["period"])
     halves = given.take("--bf16")
-    found["precision"] = "fp16" if found["precision"] is True else "bf16" if halves else "fp32"
-    found["batches_per_step"] *= _num_gpus(given)
-    found["validate_steps"] = (
-        0 if given.take("--disable-validation") else found["validate_steps"] or None
+    fields["precision"] = "fp16" if fields["precision"] is True else "bf16" if halves else "fp32"
+    fields["batches_per_step"] *= _num_gpus(given)
+    fields["validate_steps"] = (
+        0 if given.take("--disable-validation") else fields["validate_steps"] or None
     )
-    found["save_steps"] = found["save_steps"] or 10 * found["log_steps"]
-    return Recipe(**found)
+    fields["save_steps"] = fields["save_steps"] or 10 * fields["log_steps"]
+    return Recipe(**fields)
 
 
 def _num_gpus(given: _Given) -> int:

@@ -14,9 +14,9 @@ from linbias.paper.dictionary import Dictionary
 def save_word_tokenizer(words: Dictionary, folder: str | Path) -> None:
     """Writes tokenizer.json and the tokenizer_config.json that AutoTokenizer needs.
 
-    The tokenizer splits and numbers as `Dictionary.encode_line` does: white space parts words, a word that is not in
-    the dictionary becomes <unk>, and the end of a line becomes </s>. Decoding writes a line end for it, unless
-    special tokens are to be skipped.
+    The tokenizer splits and numbers as `Dictionary.encode_line` does: white space parts words, a
+    word that is not in the dictionary becomes <unk>, and the end of a line becomes </s>. Decoding
+    writes a line end for it, unless special tokens are to be skipped.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -112,7 +112,7 @@ class Finding:
 
 def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
     """One finding per training length and method, in the order of the run."""
-    found = []
+    in_order = []
     for train_length, method in product(train_lengths(evaluations), methods(evaluations)):
         points = {point.test_length: point for point in curve(evaluations, method, train_length)}
         if train_length in points:
@@ -123,8 +123,8 @@ def findings(evaluations: Sequence[EvaluationRecord]) -> list[Finding]:
                 if (record.method, record.train_length) == (method, train_length)
             }
             at_training = points[train_length]
-            found.append(Finding(method, train_length, at_training, longest, len(seeds)))
-    return found
+            in_order.append(Finding(method, train_length, at_training, longest, len(seeds)))
+    return in_order
 
 
 def scope(trainings: Sequence[TrainingRecord]) -> str | None:
@@ -142,14 +142,14 @@ def scope(trainings: Sequence[TrainingRecord]) -> str | None:
 
 def cautions(results: ExtrapolationResults) -> list[str]:
     """What to keep in mind: who is ahead of ALiBi, has hardly learnt, or rests on one seed."""
-    found = findings(results.evaluations)
+    changes = findings(results.evaluations)
     said = []
     for length in train_lengths(results.evaluations):
-        trained = {f.method: f.at_training.mean for f in found if f.train_length == length}
+        trained = {f.method: f.at_training.mean for f in changes if f.train_length == length}
         said.append(_ahead(length, trained))
         if scope(results.trainings):
             said.append(_hardly_learnt(length, trained))
-    if any(finding.num_seeds == 1 for finding in found):
+    if any(finding.num_seeds == 1 for finding in changes):
         said.append(
             "Where it says one seed, one model was trained: another seed trains another one, whose numbers "
             "differ, and small differences may turn round. With --seeds 0,1,2 the figures show the mean "

@@ -16,7 +16,11 @@ from linbias.lm.training import LanguageModelMetrics
 
 @dataclass(frozen=True)
 class _ModelRecord:
-    """What was measured of one model: which one it is, and the flat JSON object."""
+    """What was measured of one model: which one it is, and the flat JSON object.
+
+    `method` is its value of `LinbiasConfig.position`, `seed` that of its training, and `date` when
+    the measurement ended.
+    """
 
     kind: ClassVar[str]
     measured: ClassVar[tuple[str, type[Any]]]  # the field with the numbers, and its type
@@ -58,15 +62,7 @@ class _ModelRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord(_ModelRecord):
-    """How one model was trained.
-
-    Attributes:
-        method: Its value of `LinbiasConfig.position`.
-        train_length: Tokens per training sequence.
-        seed: Of its training.
-        metrics: What the training measured.
-        date: When it ended.
-    """
+    """How one model was trained."""
 
     kind, measured = "training", ("metrics", LanguageModelMetrics)
 
@@ -75,15 +71,7 @@ class TrainingRecord(_ModelRecord):
 
 @dataclass(frozen=True)
 class EvaluationRecord(_ModelRecord):
-    """How well one model predicts the test text at one length.
-
-    Attributes:
-        method: Its value of `LinbiasConfig.position`.
-        train_length: Tokens per training sequence.
-        seed: Of its training.
-        evaluation: What was measured.
-        date: When it was measured.
-    """
+    """How well one model predicts the test text at one length."""
 
     kind, measured = "evaluation", ("evaluation", Evaluation)
 
@@ -106,14 +94,7 @@ class EvaluationRecord(_ModelRecord):
 
 @dataclass(frozen=True)
 class ExtrapolationResults:
-    """What results.json holds.
-
-    Attributes:
-        made: How the results were made, in words.
-        settings: What was compared.
-        trainings: A record per model.
-        evaluations: A record per model and test length.
-    """
+    """What results.json holds: how it was made, in words; what was compared; and the records."""
 
     made: dict[str, str]
     settings: ExtrapolateSettings
