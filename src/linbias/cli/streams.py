@@ -20,7 +20,7 @@ from linbias.schedules import written
 if TYPE_CHECKING:
     from linbias.lm.streaming import StreamEvaluation, StreamScorer
     from linbias.models.loading import Files
-    from linbias.models.window_cache.reach import Windows
+    from linbias.models.window_cache.reach import Reach
 
 _MOST_HEADS = 12  # a column each, up to here
 _PLOTS = (".svg", ".png")
@@ -58,12 +58,12 @@ def windows(
         raise ValueError(f"--plot: must end in {' or '.join(_PLOTS)}, got {plot}")
     from linbias.lm.checkpoints import readable_model
     from linbias.models.loading import Files, load
-    from linbias.models.window_cache.reach import weights_windows
+    from linbias.models.window_cache.reach import reach_of_weights
 
     files = Files.at("windows", readable_model("windows", model))
     loaded = load(files)
-    found = weights_windows(loaded)
-    needed = found.windows(tolerance)
+    found = reach_of_weights(loaded)
+    needed = found.of_heads(tolerance)
     kept, scorer = None, None
     if corpus is not None:
         from linbias.lm import StreamScorer
@@ -154,7 +154,7 @@ def _in_words(kept: Any, tolerance: float) -> str:
     )
 
 
-def _draw(path: Path, needed: Any, kept: Any, found: Windows) -> None:
+def _draw(path: Path, needed: Any, kept: Any, found: Reach) -> None:
     """The windows of all heads, as a PNG or SVG file."""
     from linbias._run.files import write_whole
     from linbias.lm.report import figures

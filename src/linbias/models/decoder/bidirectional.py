@@ -27,13 +27,17 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.decoder.positions import AttendOptions, Biased, distances_of, query_start_of
+from linbias.models.decoder.positions import (
+    NO_OPTIONS,
+    AttendOptions,
+    Biased,
+    distances_of,
+    query_start_of,
+)
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, merge
 from linbias.torch.constant import constant
 from linbias.variants import variant_slopes
-
-_NO_OPTIONS = AttendOptions()
 
 
 class Sloped(Biased):
@@ -132,7 +136,7 @@ class LittleBird(Asymmetric):
             init.zeros_(self.first)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
     ) -> Tensor:
         (B, H, T, D), S = q.shape, k.shape[2]
         slopes = self.fall(q, k.shape[2], options)
@@ -146,7 +150,7 @@ class LittleBird(Asymmetric):
             causal=False,
             key_range=others,
             dropout=options.dropout,
-            implementation=self._implementation,
+            implementation=self.implementation,
             return_lse=True,
         )
         out, lse = run(q, **slopes, query_start=start)
@@ -167,7 +171,7 @@ class LittleBird(Asymmetric):
         kept = dropout(torch.ones_like(score), options.dropout)[..., None]
         return merge((out, kept.to(v.dtype) * v_first), (lse, score))[0]
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = _NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
         B, S = q.shape[0], k.shape[2]
         left, right = (
             x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k.shape[2], options).values()
@@ -200,7 +204,7 @@ class LocalWindow(Sloped):
         return found
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = _NO_OPTIONS
+        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
     ) -> Tensor:
         (B, _, S, _), window = q.shape, self._window
         assert k.shape[2] == S, "a window is read without a cache"
@@ -230,7 +234,7 @@ class LocalWindow(Sloped):
             mask=near,
             causal=False,
             dropout=options.dropout,
-            implementation=self._implementation,
+            implementation=self.implementation,
         )
         return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
 

@@ -22,7 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.torch import decoding
 from linbias.torch.decoding import FEW_QUERIES
 
@@ -51,7 +51,13 @@ class AttendingLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None, places: Places
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor,
+        scale: float | None,
+        layout: TokenLayout,
     ) -> Tensor:
         """Append new tokens, and let their queries attend to what is kept.
 
@@ -60,7 +66,7 @@ class AttendingLayer(CacheLayerMixin):
             k, v: [B, G, T, D], of the new tokens.
             slopes: [H], float32 or wider.
             scale: Factor on q . k; None is 1 / sqrt(D).
-            places: Where the new tokens stand.
+            layout: Where the new tokens stand.
 
         Returns:
             [B, H, T, D].

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import attend
 from linbias.models.linear.layers import is_plain, prepacked_of, read_prepacked
 
@@ -81,7 +81,7 @@ class _Block:
                 return False
         return True
 
-    def run(self, x: Tensor, places: Places, cache: Any) -> Tensor | None:
+    def run(self, x: Tensor, layout: TokenLayout, cache: Any) -> Tensor | None:
         """What the block makes of x [B, T, hidden size]; None, and nothing has changed, where its modules have to run."""
         weights: list[Any] = [
             prepacked.of(layer._parameters.get("weight"))
@@ -92,7 +92,7 @@ class _Block:
         biases = [layer._parameters.get("bias") for layer in self.layers]
         qkv, dense, up, down = zip(weights, biases, strict=True)
         q, k, v = self.attention.split(read_prepacked(_normed(self.norms[0], x), *qkv))
-        gathered, _ = attend(self.attention, q, k, v, places, cache, dropout=0.0)
+        gathered, _ = attend(self.attention, q, k, v, layout, cache, dropout=0.0)
         x = read_prepacked(gathered, *dense).add_(x)
         inner = read_prepacked(_normed(self.norms[1], x), *up, "gelu", self.approximate)
         return read_prepacked(inner, *down).add_(x)
@@ -120,15 +120,15 @@ def run_modules(model: nn.Module) -> None:
 
 def _forward(block: Any, found: _Block, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """That of the block's class: the new residual stream [B, T, hidden size], and the weights of attention, if asked for."""
-    places, layer = kwargs.get("attention_mask"), found.layers[0]
+    layout, layer = kwargs.get("attention_mask"), found.layers[0]
     if (
         is_plain(hidden_states, layer._parameters.get("weight"), layer._parameters.get("bias"))
-        and isinstance(places, Places)
-        and not (places.need_weights or kwargs.get("output_attentions") or block.training)
+        and isinstance(layout, TokenLayout)
+        and not (layout.need_weights or kwargs.get("output_attentions") or block.training)
         and not _has_any_global_hook()
         and found.is_as_found()
     ):
-        out = found.run(hidden_states, places, kwargs.get("layer_past"))
+        out = found.run(hidden_states, layout, kwargs.get("layer_past"))
         if out is not None:
             return out, None
     return type(block).forward(block, hidden_states, *args, **kwargs)

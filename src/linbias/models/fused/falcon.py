@@ -13,7 +13,7 @@ from torch.nn.functional import gelu
 from transformers import Cache, FalconConfig
 from transformers.models.falcon import modeling_falcon as reference
 
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
@@ -26,14 +26,14 @@ class FusedFalconAttention(FusedAttention, reference.FalconAttention):
 
     def fused_forward(
         self,
-        places: Places,
+        layout: TokenLayout,
         hidden_states: Tensor,
         layer_past: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split(self.query_key_value(hidden_states))
         dropout = self.attention_dropout.p
-        gathered, weights = attend(self, q, k, v, places, layer_past, dropout)
+        gathered, weights = attend(self, q, k, v, layout, layer_past, dropout)
         return self.dense(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

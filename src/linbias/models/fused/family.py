@@ -1,7 +1,7 @@
 """What `fuse` knows of an architecture of Transformers, and how its modules come to run fused.
 
 Transformers asks the attention implementation of a model for its mask, once per forward pass. For a fused model that
-is `make_mask`, which answers with `Places`, a few numbers per row instead of [B, 1, T, S]; and the modules of the model
+is `make_mask`, which answers with `TokenLayout`, a few numbers per row instead of [B, 1, T, S]; and the modules of the model
 that are given it become those of `Family.fused`, subclasses whose forward knows it. Other models stay as they are.
 """
 
@@ -21,10 +21,10 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from linbias.models.decoder.cache import CACHE
+from linbias.models.decoder.layout import TokenLayout, fill_room, read_attention_mask
 from linbias.models.decoder.packing import find_packing
-from linbias.models.decoder.places import Places, fill_room, read_attention_mask
 from linbias.models.decoder.slopes import ModelSlopes
-from linbias.models.fused.bias import Bias, Rounded
+from linbias.models.fused.bias import Bias, Rounded, RoundedBias
 from linbias.models.fused.block import Parts
 from linbias.models.linear.layers import forward_name
 
@@ -66,12 +66,14 @@ class Options:
             raise ValueError(
                 "fuse: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
             )
-        return Bias(
-            ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
-            scale,
-            rounded if self.rounding == "checkpoint" else None,
-            self.implementation,
-        )
+        given = {
+            "slopes": ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
+            "scale": scale,
+            "implementation": self.implementation,
+        }
+        if rounded is None or self.rounding != "checkpoint":
+            return Bias(**given)
+        return RoundedBias(**given, rounded=rounded)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def change_classes(body: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mo
 
 
 class FusedAttention:
-    """What the fused attention of a family has: its `fused_forward` runs, with `Places` in the place of the mask.
+    """What the fused attention of a family has: its `fused_forward` runs, with `TokenLayout` in the place of the mask.
 
     `split` makes queries [B, H, T, D], keys and values [B, G, T, D] of what its first linear layer gives.
     """
@@ -155,7 +157,7 @@ class FusedAttention:
         self, *args: Any, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """That of Transformers, without a mask [T, S]."""
-        if not isinstance(attention_mask, Places):
+        if not isinstance(attention_mask, TokenLayout):
             got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else None
             raise ValueError(
                 f"{type(self).__name__}: attention_mask of a fused model must have shape [B, S], got {got}, and its "
@@ -173,11 +175,11 @@ def make_mask(
     kv_length: int,
     q_offset: int | Tensor,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | Places | None,
+    attention_mask: Tensor | TokenLayout | None,
     config: PreTrainedConfig,
     device: torch.device,
     **_: Any,
-) -> Places:
+) -> TokenLayout:
     """Answer Transformers' question for a mask.
 
     Args:
@@ -192,7 +194,7 @@ def make_mask(
     Raises:
         ValueError: The model is of another type, is not causal, or its attention_mask has gaps.
     """
-    if isinstance(attention_mask, Places):
+    if isinstance(attention_mask, TokenLayout):
         return attention_mask
     if config.model_type not in MODEL_TYPES:
         raise ValueError(

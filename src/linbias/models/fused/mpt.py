@@ -14,7 +14,7 @@ from transformers.models.mpt import modeling_mpt as reference
 from transformers.utils import logging
 
 from linbias.models.decoder.cache import CACHE, takes_cache
-from linbias.models.decoder.places import Places
+from linbias.models.decoder.layout import TokenLayout
 from linbias.models.fused.bias import Bias, attend
 from linbias.models.fused.block import Parts
 from linbias.models.fused.family import Family, FusedAttention, Options
@@ -33,13 +33,13 @@ class FusedMptAttention(FusedAttention, reference.MptAttention):
     @takes_cache
     def fused_forward(
         self,
-        places: Places,
+        layout: TokenLayout,
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.split(self.Wqkv(hidden_states))
-        gathered, weights = attend(self, q, k, v, places, past_key_values, self.attn_dropout_p)
+        gathered, weights = attend(self, q, k, v, layout, past_key_values, self.attn_dropout_p)
         return self.out_proj(gathered), weights
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,9 +65,9 @@ class FusedMptBlock(reference.MptBlock):
     """That of Transformers does not tell its attention that its weights are wanted."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        places = kwargs.get("attention_mask")
-        if kwargs.get("output_attentions") and isinstance(places, Places):
-            kwargs["attention_mask"] = replace(places, need_weights=True)
+        layout = kwargs.get("attention_mask")
+        if kwargs.get("output_attentions") and isinstance(layout, TokenLayout):
+            kwargs["attention_mask"] = replace(layout, need_weights=True)
         return super().forward(*args, **kwargs)
 
 

@@ -24,7 +24,7 @@ from linbias.torch.call import pieces_here
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenLayout:
     """Where the new tokens of a batch stand, and which keys they may see.
 
     The layers of all families are given one, fused models of Transformers in the place of their mask. It is no tensor: a
@@ -54,7 +54,7 @@ class Places:
         """Whether the new tokens stand behind all others, none of which is padding."""
         return self.key_range is None and self.query_start is None and self.packing is None
 
-    def last_queries(self, count: int) -> "Places":
+    def last_queries(self, count: int) -> "TokenLayout":
         """The same for the last `count` new tokens alone; the keys stay."""
         skipped = self.positions.shape[1] - count
         if skipped == 0:
@@ -85,7 +85,7 @@ class Places:
     def _kept(self) -> Tensor | None:
         return None if torch.compiler.is_compiling() else self.is_token
 
-    def to(self, *args: Any, **kwargs: Any) -> "Places":
+    def to(self, *args: Any, **kwargs: Any) -> "TokenLayout":
         """On another device, where one is named: a model that lies on several moves what its layers are given.
 
         A dtype means nothing here: MPT asks for bool.
@@ -124,7 +124,7 @@ def read_attention_mask(
     position_ids: Tensor | None = None,
     has_cache: bool = False,
     has_room: bool = False,
-) -> Places:
+) -> TokenLayout:
     """Turn an attention mask into positions, key_range and query_start.
 
     The tokens of each row must stand together: padding may come before them, after them, or both. A row of
@@ -142,12 +142,12 @@ def read_attention_mask(
         attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
         new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
         num_cached: Number of earlier tokens, which a cache holds.
-        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `Places.positions`.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `TokenLayout.positions`.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
 
     Returns:
-        The Places of the batch.
+        The TokenLayout of the batch.
 
     Raises:
         ValueError: The mask has another shape, or gaps; the message names the first row that has one. Or
@@ -168,31 +168,31 @@ def read_attention_mask(
     if (pieces := pieces_here()) is not None:
         pieces.expect(position_ids)
         position_ids = None
-    places = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    layout = _read(caller, attention_mask, new_tokens, num_cached, has_room)
     if position_ids is None:
-        return places
+        return layout
     if position_ids.shape not in ((1, T), (B, T)):
         raise ValueError(
             f"{caller}: position_ids must have shape [1, T] or [B, T] = {[B, T]}, got {list(position_ids.shape)}"
         )
-    places = replace(places, positions=position_ids.long())
+    layout = replace(layout, positions=position_ids.long())
     if torch.compiler.is_compiling():
         if has_cache:
-            return places
+            return layout
         if torch.compiler.is_exporting():
             raise ValueError(
                 f"{caller}: position_ids must be None while a model is exported: their values cannot be read"
             )
-    new = None if places.is_token is None else places.is_token[:, -T:]
+    new = None if layout.is_token is None else layout.is_token[:, -T:]
     packing = None if T < 2 else find_packing(position_ids.expand(B, T), new)
     if packing is None:
-        return places
+        return layout
     if has_cache:
         raise ValueError(
             f"{caller}: position_ids must count on from token to token where there is a cache, got several texts "
             "in a row (use_cache=False reads them)"
         )
-    return Places(places.positions, packing=packing)
+    return TokenLayout(layout.positions, packing=packing)
 
 
 def _read(
@@ -201,22 +201,22 @@ def _read(
     new_tokens: Tensor,
     num_cached: int | Tensor,
     has_room: bool,
-) -> Places:
+) -> TokenLayout:
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
     is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
     if is_token is None and not has_room:
-        return Places(index)
+        return TokenLayout(index)
     query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached
     if is_token is None:
         key_range = torch.stack([torch.zeros_like(query_start), query_start + T], dim=-1)
-        return Places(index, key_range, query_start)
+        return TokenLayout(index, key_range, query_start)
     first = (is_token.cumsum(-1) == 0).sum(-1, keepdim=True)
     num_tokens = is_token.sum(-1, keepdim=True)
     positions = torch.minimum(index - first, num_tokens - 1).clamp(min=0)
     key_range = torch.cat([first, first + num_tokens], dim=-1)
-    return Places(positions, key_range, query_start, is_token=is_token)
+    return TokenLayout(positions, key_range, query_start, is_token=is_token)
 
 
 def _is_token(
