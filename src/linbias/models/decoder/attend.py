@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from linbias.models.decoder.cache import attending_layer, decode, keep_beside, key_bound
+from linbias.models.decoder.cache import attending_layer, growing_layer, keep_beside, key_bound
 from linbias.models.decoder.layout import TokenLayout
 from linbias.models.decoder.positions import NO_OPTIONS, AttendOptions, LinearBias, Position
 
@@ -65,13 +65,13 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor |
             raise ValueError(f"{type(own).__name__}: {method.why_not_slopes}")
         fall = linear.fall(q, k.shape[2], NO_OPTIONS)
         return own.attend(q, k, v, fall["slopes"], fall.get("scale"), layout), None
-    if cache is not None and linear is not None and linear.decodes and layout.are_last:
-        if dropout is None and not layout.need_weights:
-            num_keys = cache.get_seq_length(layer) + k.shape[2]
-            fall = linear.fall(q, num_keys, NO_OPTIONS)
-            out = decode(cache, layer, q, k, v, fall["slopes"], fall.get("scale"))
-            if out is not None:
-                return out, None
+    is_step = dropout is None and layout.are_last and not layout.need_weights
+    if cache is not None and is_step and linear is not None and linear.decodes:
+        fall = linear.fall(q, cache.get_seq_length(layer) + k.shape[2], NO_OPTIONS)
+        growing = growing_layer(cache, layer)
+        out = growing and growing.decode(q, k, v, fall["slopes"], fall.get("scale"))
+        if out is not None:
+            return out, None
     lengths, bound = None if steps is None else steps.lengths, None
     if cache is not None:
         k, v = cache.update(k, v, layer)

@@ -27,13 +27,7 @@ from torch.nn.functional import dropout, pad
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from linbias.models.decoder.positions import (
-    NO_OPTIONS,
-    AttendOptions,
-    Biased,
-    distances_of,
-    query_start_of,
-)
+from linbias.models.decoder.positions import AttendOptions, Biased, distances_of, query_start_of
 from linbias.models.decoder.slopes import ModelSlopes
 from linbias.torch import attention, merge
 from linbias.torch.constant import constant
@@ -135,24 +129,15 @@ class LittleBird(Asymmetric):
         if hasattr(self, "first"):
             init.zeros_(self.first)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         (B, H, T, D), S = q.shape, k.shape[2]
         slopes = self.fall(q, k.shape[2], options)
         first, end = _ends(options, B, S, q.device)
         start = query_start_of(q, k, options).expand(B, 1)[:, 0]
         others = torch.stack([(first + 1).minimum(end), end], dim=-1)
-        run = partial(
-            attention,
-            k=k,
-            v=v,
-            causal=False,
-            key_range=others,
-            dropout=options.dropout,
-            implementation=self.implementation,
-            return_lse=True,
-        )
+        how: Any = {"dropout": options.dropout, "implementation": self.implementation}
+        how |= {"causal": False, "key_range": others, "return_lse": True}
+        run = partial(attention, k=k, v=v, **how)
         out, lse = run(q, **slopes, query_start=start)
         flat, bias = torch.zeros_like(self.first), self.first.to(lse.dtype)[:, None]
 
@@ -171,7 +156,7 @@ class LittleBird(Asymmetric):
         kept = dropout(torch.ones_like(score), options.dropout)[..., None]
         return merge((out, kept.to(v.dtype) * v_first), (lse, score))[0]
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         B, S = q.shape[0], k.shape[2]
         left, right = (
             x.reshape(-1, x.shape[-1], 1, 1) for x in self.fall(q, k.shape[2], options).values()
@@ -203,9 +188,7 @@ class LocalWindow(Sloped):
             found["mask"] = (steps[:, None] - steps).abs() <= self._window
         return found
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         (B, _, S, _), window = q.shape, self._window
         assert k.shape[2] == S, "a window is read without a cache"
         if S <= 3 * window:  # fewer scores than in blocks
@@ -224,6 +207,7 @@ class LocalWindow(Sloped):
             0, 3 * window
         )
         near = (steps[:window, None] + window - steps).abs() <= window
+        how: Any = {"dropout": options.dropout, "implementation": self.implementation}
         out = attention(
             blocks.transpose(1, 2).flatten(0, 1),
             k.permute(0, 2, 1, 4, 3).flatten(0, 1),
@@ -233,8 +217,7 @@ class LocalWindow(Sloped):
             query_start=torch.full((B * count,), window, device=q.device),
             mask=near,
             causal=False,
-            dropout=options.dropout,
-            implementation=self.implementation,
+            **how,
         )
         return out.unflatten(0, (B, count)).transpose(1, 2).flatten(2, 3)[:, :, :S]
 

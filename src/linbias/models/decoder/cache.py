@@ -38,7 +38,8 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         if cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: give either cache or past_key_values, its older name, and not both"
+                    f"{type(self).__name__}: give either cache or past_key_values, its older name, "
+                    "and not both"
                 )
             kwargs["past_key_values"] = cache
         return forward(self, *args, **kwargs)
@@ -72,11 +73,17 @@ class AttendingLayer(CacheLayerMixin):
             [B, H, T, D].
         """
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Any:
         """Refuse: there is no one set of keys for all heads."""
         raise ValueError(
-            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model with linear biases "
-            "that runs on linbias (linbias.models.load gives one)"
+            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model "
+            "with linear biases that runs on linbias (linbias.models.load gives one)"
         )
 
 
@@ -173,7 +180,7 @@ class GrowingLayer(DynamicLayer):
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
     ) -> Tensor | None:
-        """Append a few new tokens, none of them padding, and attend to all, in one step of `linbias.torch.decoding`.
+        """Append a few new tokens, none of them padding, and attend to all in one step.
 
         Args:
             q: [B, H, T, D].
@@ -191,9 +198,8 @@ class GrowingLayer(DynamicLayer):
         if T > FEW_QUERIES or torch.is_grad_enabled():  # before anything is moved to make room
             return None
         buffers = self._with_room_for(k, v)
-        out = decoding.decode(
-            *(q, k, v, buffers.keys, buffers.values, old, self._bound, slopes, scale)
-        )
+        kept = (buffers.keys, buffers.values, old, self._bound)
+        out = decoding.decode(q, k, v, *kept, slopes, scale)
         if out is not None:
             self._take(buffers, old + T)
             self._num_bounded = old + T
@@ -233,9 +239,9 @@ class GrowingLayer(DynamicLayer):
         buffers = self._buffers
         if buffers is None or buffers.num_written != old or buffers.keys.shape[2] < new:
             buffers = self._buffers = _Buffers(
-                _with_room(self.keys, old, key_states, new),
-                _with_room(self.values, old, value_states, new),
-                old,
+                keys=_with_room(self.keys, old, key_states, new),
+                values=_with_room(self.values, old, value_states, new),
+                num_written=old,
             )
         return buffers
 
@@ -321,14 +327,11 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     return kept
 
 
-def decode(
-    cache: Cache, index: int, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float | None
-) -> Tensor | None:
-    """As `GrowingLayer.decode`, of a layer of any cache; None where it has not come to be, or is another."""
+def growing_layer(cache: Cache, index: int) -> GrowingLayer | None:
+    """The layer of a cache, where it has come to be a `GrowingLayer`, and no graph is made."""
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if torch.compiler.is_compiling() or type(layer) is not GrowingLayer:
-        return None
-    return layer.decode(q, k, v, slopes, scale)
+    may_be_growing = type(layer) is GrowingLayer and not torch.compiler.is_compiling()
+    return layer if may_be_growing else None
 
 
 def key_bound(layer: CacheLayerMixin) -> Tensor | None:

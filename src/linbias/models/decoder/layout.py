@@ -1,8 +1,9 @@
-"""Where tokens stand: from Transformers' `attention_mask` and `position_ids` to the arguments of `linbias.torch.attention`.
+"""Where tokens stand: from `attention_mask` and `position_ids` to arguments of `linbias.torch.attention`.
 
-A batch of texts of unequal length is filled up with padding tokens, before each text (for generation) or after
-it (for training), and `attention_mask` tells them apart. Every key keeps its place in the padded row: the key
-range hides the padding, and `query_start` says where in the row the new tokens stand. T = 5 tokens, none cached:
+A batch of texts of unequal length is filled up with padding tokens, before each text (for generation)
+or after it (for training), and `attention_mask` tells them apart. Every key keeps its place in the
+padded row: the key range hides the padding, and `query_start` says where in the row the new tokens
+stand. T = 5 tokens, none cached:
 
     attention_mask    key_range    query_start    positions
     1 1 1 1 1         [0, 5]       0              0 1 2 3 4
@@ -27,18 +28,18 @@ from linbias.torch.call import pieces_here
 class TokenLayout:
     """Where the new tokens of a batch stand, and which keys they may see.
 
-    The layers of all families are given one, fused models of Transformers in the place of their mask. It is no tensor: a
-    layer that takes it for one stops with an error instead of computing without the bias.
+    The layers of all families are given one, fused models of Transformers in the place of their mask.
+    It is no tensor: a layer that takes it for one stops with an error.
 
     Attributes:
-        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that add or
-            rotate by position. Counting starts at 0 with the first token that is no padding, so that a padded
-            row and the same row alone give the same result. Padding repeats the nearest token's number.
-        key_range: [B, 2] or None, as `linbias.torch.attention` takes it; None where every key is a token.
+        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that
+            add or rotate by position. It is 0 for the first token that is no padding, so that a padded
+            row and the same row alone give the same result. Padding repeats the nearest one's.
+        key_range: [B, 2] or None, as of `linbias.torch.attention`; None where every key is a token.
         query_start: [B] or None, likewise.
         packing: The texts of each row, where rows hold several; then the two before are None.
         is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
-        need_weights: Whether the layers of a fused model return attention weights as well.
+        need_weights: Whether attention returns its weights as well.
     """
 
     positions: Tensor
@@ -93,22 +94,20 @@ class TokenLayout:
         device = kwargs.get("device", args[0] if args else None)
         if device is None or isinstance(device, torch.dtype):
             return self
-        parts = ("positions", "key_range", "query_start", "packing", "is_token")
-        found = {name: getattr(self, name) for name in parts}
-        moved = {name: part.to(device) for name, part in found.items() if part is not None}
-        return replace(self, **moved)
+        parts = {name: x for name, x in vars(self).items() if hasattr(x, "to")}
+        return replace(self, **{name: x.to(device) for name, x in parts.items()})
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
         # Not a TypeError, which Python's operators would replace by a message of their own.
         raise ValueError(
-            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model as if it were a "
-            "tensor: this layer does not know attn_implementation='linbias'"
+            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model "
+            "as if it were a tensor: this layer does not know attn_implementation='linbias'"
         )
 
 
 def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
-    """The mask [B, S] of `generate` with a static cache, as long as the cache: one that grew would compile each step anew."""
+    """The mask [B, S] of `generate`, as long as a static cache: one that grew would compile anew."""
     if attention_mask is None:
         return None
     room = getattr(cache, "self_attention_cache", cache).layers[0].get_max_length()
@@ -168,7 +167,8 @@ def read_attention_mask(
     if (pieces := pieces_here()) is not None:
         pieces.expect(position_ids)
         position_ids = None
-    layout = _read(caller, attention_mask, new_tokens, num_cached, has_room)
+    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
+    layout = _layout(is_token, new_tokens, num_cached, has_room)
     if position_ids is None:
         return layout
     if position_ids.shape not in ((1, T), (B, T)):
@@ -195,17 +195,12 @@ def read_attention_mask(
     return TokenLayout(layout.positions, packing=packing)
 
 
-def _read(
-    caller: str,
-    attention_mask: Tensor | None,
-    new_tokens: Tensor,
-    num_cached: int | Tensor,
-    has_room: bool,
+def _layout(
+    is_token: Tensor | None, new_tokens: Tensor, num_cached: int | Tensor, has_room: bool
 ) -> TokenLayout:
     """What the mask alone says."""
     (B, T), device = new_tokens.shape[:2], new_tokens.device
     index = torch.arange(T, device=device)[None] + num_cached
-    is_token = _is_token(caller, attention_mask, B, num_cached + T, has_room)
     if is_token is None and not has_room:
         return TokenLayout(index)
     query_start = torch.zeros(B, dtype=torch.int64, device=device) + num_cached

@@ -80,9 +80,7 @@ class Position(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Return [B, H, T, D] for q [B, H, T, D] and k, v [B, G, S, D]."""
         refuse_pieces(type(self).__name__)
         T, S = q.shape[2], k.shape[2]
@@ -99,7 +97,7 @@ class Position(nn.Module):
             q, k, v, visible[:, None], options.dropout, enable_gqa=grouped
         )
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         """Return the weights [B, H, T, S] of `attend` before dropout, at least float32; all of them in memory.
 
         A query that sees no key has zeros.
@@ -160,14 +158,12 @@ class LinearBias:
         """Return the arguments of `linbias.torch.attention` that the method is: slopes, and perhaps scale and mask."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         given = {**self.fall(q, k.shape[2], options), **options._asdict()}
         how: Any = {"causal": self.causal, "implementation": self.implementation}
         return attention(q, k, v, return_lse=False, **how, **given)
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         return attention_weights(
             *(q, k),
             **self.fall(q, k.shape[2], options),
@@ -306,9 +302,7 @@ class T5(Position):
         self.bias = nn.Embedding(config.t5_num_buckets, config.num_attention_heads)
         self._max_distance = config.t5_max_distance
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         T, S = q.shape[2], k.shape[2]
         if T == 0 or S == 0:
             return super().attend(q, k, v, options)

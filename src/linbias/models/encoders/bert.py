@@ -79,7 +79,7 @@ class Attention(nn.Module):
         how: Any = {"causal": False, "dropout": dropout, "implementation": self.implementation}
         if q.dim() == 4:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            rows = {"key_range": layout.key_range, "query_start": layout.query_start}
+            rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
             return attention(q, k, v, left, **rows, **how).transpose(1, 2)
         assert layout.key_range is not None
         offsets = (layout.key_range[:, 1] - layout.key_range[:, 0]).cumsum(0)
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 def _weights(q: Tensor, k: Tensor, left: Tensor, layout: TokenLayout) -> Tensor:
     """The weights [B, H, T, T] of attention before dropout, zero at padding."""
     q, k = (layout.unpack(x).transpose(1, 2) for x in (q, k))
-    rows = {"key_range": layout.key_range, "query_start": layout.query_start}
+    rows: Any = {"key_range": layout.key_range, "query_start": layout.query_start}
     weights = attention_weights(q, k, left, causal=False, **rows)
     return weights if layout.is_token is None else weights * layout.is_token[:, None, :, None]
 
@@ -376,9 +376,7 @@ class LinbiasBertForSequenceClassification(LinbiasBertForTokenClassification):
 
     def __init__(self, config: LinbiasBertConfig) -> None:
         if not config.pooler:
-            raise ValueError(
-                "LinbiasBertForSequenceClassification: pooler must be True, got False"
-            )
+            raise ValueError(f"{type(self).__name__}: pooler must be True, got False")
         super().__init__(config)
 
     def predict(self, outputs: BaseModelOutputWithPooling) -> Tensor:

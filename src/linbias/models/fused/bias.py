@@ -12,7 +12,7 @@ from transformers.utils import logging
 from linbias.models.decoder import attend as attending
 from linbias.models.decoder.cache import use_growing_layers
 from linbias.models.decoder.layout import TokenLayout
-from linbias.models.decoder.positions import NO_OPTIONS, AttendOptions, LinearBias
+from linbias.models.decoder.positions import AttendOptions, LinearBias
 from linbias.models.decoder.slopes import ModelSlopes
 
 logger = logging.get_logger(__name__)
@@ -40,7 +40,7 @@ class Bias(LinearBias):
         slopes = self.slopes.left(q, num_keys, options.key_range)
         return {"slopes": slopes, "scale": self.scale}
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         logger.warning_once(
             "output_attentions needs memory for all attention weights [B, H, T, S], and time to "
             "compute them, which fused attention itself does not"
@@ -59,12 +59,10 @@ class RoundedBias(Bias):
         "on distance alone"
     )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions = NO_OPTIONS
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         return super().attend(*self._with_rounding(q, k, options), v, options)
 
-    def weights(self, q: Tensor, k: Tensor, options: AttendOptions = NO_OPTIONS) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
         return super().weights(*self._with_rounding(q, k, options), options)
 
     def _with_rounding(

@@ -71,10 +71,8 @@ FAMILY = Family(
     body=reference.BloomModel,
     attention=reference.BloomAttention,
     language_model=reference.BloomForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "residual", "alibi", "attention_mask", "layer_past"),
-        *("use_cache", "output_attentions", "kwargs"),
-    ),
+    arguments="self hidden_states residual alibi attention_mask layer_past use_cache "
+    "output_attentions kwargs",
     fused={reference.BloomAttention: FusedBloomAttention, reference.BloomMLP: FusedBloomMLP},
     bias=bias,
     num_heads_name="num_heads",

@@ -91,10 +91,8 @@ FAMILY = Family(
     body=reference.FalconModel,
     attention=reference.FalconAttention,
     language_model=reference.FalconForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past"),
-        *("use_cache", "output_attentions", "position_embeddings", "kwargs"),
-    ),
+    arguments="self hidden_states alibi attention_mask position_ids layer_past use_cache "
+    "output_attentions position_embeddings kwargs",
     fused={
         reference.FalconAttention: FusedFalconAttention,
         reference.FalconMLP: FusedFalconMLP,

@@ -66,7 +66,7 @@ class Options:
             raise ValueError(
                 "fuse: train_length must be given for slope_scale='interpolate', since the configuration does not say it"
             )
-        given = {
+        given: Any = {
             "slopes": ModelSlopes(chosen.tolist(), self.slope_scale, length or 1),
             "scale": scale,
             "implementation": self.implementation,
@@ -84,7 +84,7 @@ class Family:
         body: What asks for the mask, and holds the layers.
         attention: The attention of a layer.
         language_model: The class that generates.
-        arguments: Of the forward of `attention`, in the version that we know.
+        arguments: Of the forward of `attention`, in the version that we know, in words.
         fused: What the modules of an original class become.
         bias: (configuration, Options) -> what they say together, or ValueError if that is not ALiBi.
         num_heads_name: The attribute of a layer that says how many heads it holds.
@@ -95,7 +95,7 @@ class Family:
     body: type[nn.Module]
     attention: type[nn.Module]
     language_model: type[nn.Module]
-    arguments: tuple[str, ...]
+    arguments: str
     fused: Mapping[type[nn.Module], type[nn.Module]]
     bias: Callable[[Any, Options], Bias]
     num_heads_name: str
@@ -104,12 +104,12 @@ class Family:
 
     def why_unknown(self) -> str | None:
         """Why this version of Transformers cannot be fused; None if it can."""
-        found = tuple(inspect.signature(self.attention.forward).parameters)
-        if found == self.arguments:
+        taken, known = list(inspect.signature(self.attention.forward).parameters), self.arguments
+        if taken == known.split():
             return None
         return (
-            f"{self.attention.__name__} of transformers {transformers.__version__} takes {', '.join(found)}, "
-            f"and linbias knows one that takes {', '.join(self.arguments)}"
+            f"{self.attention.__name__} of transformers {transformers.__version__} takes "
+            f"{', '.join(taken)}, and linbias knows one that takes {', '.join(known.split())}"
         )
 
     def layers(self, body: nn.Module) -> list[Any]:
@@ -118,13 +118,9 @@ class Family:
 
     def blocks_in_one_piece(self, body: nn.Module) -> list[Any]:
         """The blocks of a fused body that `parts` describes."""
-        layers = set(self.layers(body))
-        return [
-            block
-            for block in body.modules()
-            if getattr(block, self.parts.attention, None) in layers
-            and self.consists_of_parts(block)
-        ]
+        layers, name = set(self.layers(body)), self.parts.attention
+        blocks = (block for block in body.modules() if getattr(block, name, None) in layers)
+        return [block for block in blocks if self.consists_of_parts(block)]
 
     def set_bias(self, body: nn.Module, bias: Bias) -> None:
         """Let the modules of a body run fused, with this bias."""

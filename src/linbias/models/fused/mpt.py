@@ -5,6 +5,7 @@ do we. Nor are we bound to `max_seq_len`, beyond which the bias that Transformer
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -139,17 +140,13 @@ def always_fused(config: Any) -> bool:
 
 def _check(config: Any, caller: str, allowed: dict[str, tuple[Any, ...]], reason: str) -> None:
     for path, values in allowed.items():
-        found = config
+        value = config
         for name in path.split("."):
-            found = (
-                found.get(name, _ABSENT)
-                if isinstance(found, dict)
-                else getattr(found, name, _ABSENT)
-            )
-        if found is not _ABSENT and found not in values:
-            raise ValueError(
-                f"{caller}: {path} of an MPT model must be {values[0]!r}, got {found!r:.60}; {reason}"
-            )
+            get = value.get if isinstance(value, dict) else partial(getattr, value)
+            value = get(name, _ABSENT)
+        if value is not _ABSENT and value not in values:
+            got = f"must be {values[0]!r}, got {value!r:.60}"
+            raise ValueError(f"{caller}: {path} of an MPT model {got}; {reason}")
 
 
 _ABSENT = object()
@@ -183,10 +180,7 @@ FAMILY = Family(
     body=reference.MptModel,
     attention=reference.MptAttention,
     language_model=reference.MptForCausalLM,
-    arguments=(
-        *("self", "hidden_states", "position_bias", CACHE, "attention_mask"),
-        "kwargs",
-    ),
+    arguments=f"self hidden_states position_bias {CACHE} attention_mask kwargs",
     fused={
         reference.MptAttention: FusedMptAttention,
         reference.MptBlock: FusedMptBlock,

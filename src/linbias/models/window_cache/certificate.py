@@ -10,7 +10,37 @@ from torch import Tensor
 from linbias.models.window_cache.dropped_keys import DroppedKeys
 from linbias.models.window_cache.ledger import Ledger
 from linbias.models.window_cache.pool import CHUNK, Scores
-from linbias.models.window_cache.rows import Rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries [B, H, T, D] and their lse [B, H, T], at positions start, start + 1, ..."""
+
+    q: Tensor
+    lse: Tensor
+    start: int
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.start, self.start + self.q.shape[2], device=self.q.device)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        if len(parts) == 1:
+            return parts[0]
+        q, lse = (torch.cat([getattr(part, name) for part in parts], 2) for name in ("q", "lse"))
+        return cls(q=q, lse=lse, start=parts[0].start)
+
+    def first(self, count: int) -> "Rows":
+        return Rows(q=self.q[:, :, :count], lse=self.lse[:, :, :count], start=self.start)
+
+    def last(self, count: int) -> "Rows":
+        skipped = max(0, self.q.shape[2] - count)
+        start = self.start + skipped
+        return Rows(q=self.q[:, :, skipped:], lse=self.lse[:, :, skipped:], start=start)
+
+    def select(self, rows: Tensor) -> "Rows":
+        return Rows(q=self.q[rows], lse=self.lse[rows], start=self.start)
 
 
 class Uncertified(RuntimeError):

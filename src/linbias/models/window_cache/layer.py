@@ -71,7 +71,7 @@ class WindowLayer(NearKeys, AttendingLayer):
         if q.shape[2] <= CHUNK:
             return self.read(q, k, v, scores, may_drop)
         chunks = zip(*(x.split(CHUNK, dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat([self.read(*chunk, scores, may_drop) for chunk in chunks], dim=2)
+        return torch.cat([self.read(q, k, v, scores, may_drop) for q, k, v in chunks], dim=2)
 
     def _check(self, q: Tensor, k: Tensor, layout: TokenLayout) -> None:
         refuse_pieces("WindowCache")
@@ -110,12 +110,6 @@ class WindowLayer(NearKeys, AttendingLayer):
     def get_seq_length(self) -> int:
         """Tokens that were read, dropped ones included."""
         return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
     def activate_past_recording(self) -> None:
         """From here on drop keys in `crop` alone, which may take back tokens first.

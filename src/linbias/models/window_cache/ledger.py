@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from linbias.streams import GRID, SLACK
+
+_STEPS = 32  # numbers of keys to choose from
+_MARGIN = 3.0  # nats by which a choice stays on the safe side of the rows before
 
 
 class Ledger:
@@ -65,9 +69,8 @@ class Ledger:
             first: [B] or None: keys before it are padding.
         """
         device, G = keys.device, len(counts)
-        heads = torch.arange(G, device=device).repeat_interleave(
-            torch.tensor(counts, device=device)
-        )
+        both = zip(range(G), counts, strict=True)
+        heads = torch.cat([torch.full((n,), g, device=device) for g, n in both])
         both = zip(oldest, counts, strict=True)
         positions = torch.cat([torch.arange(o, o + n, device=device) for o, n in both])
         at = [o + n if n else old for o, n, old in zip(oldest, counts, self.at, strict=True)]
@@ -107,11 +110,65 @@ class Ledger:
         bound = own + most - self.slopes[:, None] * (positions - at) - lse.double()
         return torch.where(dropped > 0, bound, -math.inf)
 
+    def keys_needed(
+        self,
+        g: int,
+        keys: Tensor,
+        end: int,
+        q: Tensor,
+        lse: Tensor,
+        most: float,
+        first: Tensor | None,
+    ) -> int:
+        """The fewest keys, in 32nds, with which rows like these will be certified if they come next.
+
+        Args:
+            g: The key/value head.
+            keys: [B, n, D], that it keeps, the oldest first.
+            end: The position after the last of them.
+            q, lse: [B, H, T, D] and [B, H, T], of rows; those to come may need a little more.
+            most: The logarithm of what the dropped keys may weigh.
+            first: [B] or None: keys before it are padding.
+        """
+        n, device = keys.shape[1], keys.device
+        heads = slice(g * self.sharing, (g + 1) * self.sharing)
+        q = q[:, heads].double()
+        lengths = self.lengths(q)
+        if not lengths.isfinite().all():
+            return n
+        # The columns of the grid around these queries, and in them what blocks of keys add.
+        last, ends = len(self.grid) - 1, torch.stack([lengths.min(), lengths.max()])
+        low, high = torch.searchsorted(self.grid, ends).tolist()
+        columns = slice(min(max(low - 1, 0), last - 1), min(max(high, 1), last) + 1)
+        block = -(-n // _STEPS)
+        num_blocks = -(-n // block)
+        of, positions = (
+            torch.full((n,), g, device=device),
+            torch.arange(end - n, end, device=device),
+        )
+        radius = self.radius(keys, of)
+        largest = torch.maximum(self.largest[:, g], radius.amax(-1))
+        if first is not None:
+            radius = radius.masked_fill(positions < first[:, None], -math.inf)
+        grown = self.growth(radius, end - positions, of, columns)
+        grown = pad(grown, (0, num_blocks * block - n), value=-math.inf)
+        blocks = grown.unflatten(-1, (num_blocks, block)).logsumexp(-1)
+        decay = self.slopes[heads, None, None] * (end - self.at[g])
+        before = self.sums[:, heads, columns, None] - decay
+        sums = torch.cat([before, blocks], -1).logcumsumexp(-1)[..., 1:]  # [B, sharing, J, blocks]
+        # [B, sharing, T, blocks]: the bound of such a row, if that many blocks leave
+        largest = largest[:, None].expand(-1, self.sharing)
+        own = self.scale * (q @ self.center[:, g, :, None].unsqueeze(1))[..., 0]
+        own = (own - lse[:, heads].double())[..., None]
+        bound = chord(self.grid[columns], sums, lengths, largest) + own
+        passes = (bound <= most - _MARGIN).all(0).all(0).all(0)
+        leave = int(passes.int().cumprod(0).sum())  # the bound grows with every key that leaves
+        return n - min(n, leave * block)
+
     def select(self, rows: Tensor) -> None:
         """Keep some batch rows, in a new order, and perhaps repeated."""
-        self.sums, self.largest, self.center = (
-            x[rows] for x in (self.sums, self.largest, self.center)
-        )
+        self.sums, self.largest = self.sums[rows], self.largest[rows]
+        self.center = self.center[rows]
 
     @property
     def num_bytes(self) -> int:
@@ -119,16 +176,10 @@ class Ledger:
 
 
 def chord(grid: Tensor, sums: Tensor, lengths: Tensor, largest: Tensor) -> Tensor:
-    """At least the convex function that `sums` are values of: between two columns of the grid the chord.
+    """[B, H, T, C]: at least the convex functions of lengths [B, H, T] with values sums [B, H, J, C].
 
-    Args:
-        grid: [J].
-        sums: [B, H, J, C], for each of C sets of keys.
-        lengths: [B, H, T].
-        largest: [B, H], the steepest that the function becomes beyond the grid; inf for keys that are not finite.
-
-    Returns:
-        [B, H, T, C].
+    Between two columns of the grid [J] it is the chord; beyond, functions grow by largest [B, H] at
+    most, which is inf for keys that are not finite.
     """
     right = torch.searchsorted(grid, lengths).clamp_(1, len(grid) - 1)
     low = grid[right - 1]

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linbias.models.window_cache.certificate import Certified
+from linbias.models.window_cache.certificate import Certified, Rows
 from linbias.models.window_cache.ledger import Ledger
 from linbias.models.window_cache.pool import CHUNK, Pool, Scores
-from linbias.models.window_cache.rows import Rows, keys_needed
 from linbias.torch import attention
 
 FEWEST = 64  # keys that a head keeps at least
@@ -95,7 +94,8 @@ class NearKeys(Certified):
         if rows is None:
             return n
         keys, most = self.pool.keys[:, self.pool.newest(g, n)], self._scores.most_missed
-        return keys_needed(g, keys, self.seen, rows, self._make_ledger(), most, self.first)
+        needed = self._make_ledger().keys_needed
+        return needed(g, keys, self.seen, rows.q, rows.lse, most, self.first)
 
     def drop_all_but(self, kept: list[int]) -> None:
         """Book the oldest keys of each head in the ledger, and keep so many of the newest."""

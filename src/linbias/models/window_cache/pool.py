@@ -171,7 +171,7 @@ class Pool:
         keys, values = (pool.expand(rows, 1, -1, -1) for pool in pools)
         slopes = scores.slopes.view(-1, sharing)
         slopes = slopes.expand(rows // len(slopes), -1, -1) if rows > len(slopes) else slopes
-        how = {"scale": scores.scale, "tolerance": scores.tolerance, "lse": True}
+        how: Any = {"scale": scores.scale, "tolerance": scores.tolerance, "lse": True}
         slopes = slopes.reshape(rows, sharing)
         return prepare(
             "attention", q, keys, values, slopes, key_range=spans, key_bound=bound, **how

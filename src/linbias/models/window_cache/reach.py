@@ -162,12 +162,6 @@ class _Answer(AttendingLayer):
     def get_seq_length(self) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
 
 class _FirstLayer(Exception):
     """Ends a forward pass once the first layer's attention is called."""
@@ -301,7 +295,8 @@ class _Questions:
         for module in self.model.modules():
             weight = getattr(module, "weight", None)
             is_norm = isinstance(weight, Tensor) and weight.ndim == 1
-            if isinstance(module, SelfAttention | FusedAttention):
+            is_attention = isinstance(module, SelfAttention | FusedAttention)
+            if is_attention:
                 handles.append(module.register_forward_pre_hook(call, with_kwargs=True))
             elif isinstance(module, nn.Linear) or is_norm:
                 handles.append(module.register_forward_hook(make))

@@ -23,15 +23,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linbias._run.files import JsonLog
 from linbias._run.folders import hold_run_folder, open_run_folder
-from linbias.models.encoders.bert import LinbiasBertModel
-from linbias.models.encoders.documents import Document, Id
-from linbias.models.encoders.vectors import (
+from linbias.models.embedding.documents import Document, Id
+from linbias.models.embedding.vectors import (
+    Made,
     Vectors,
     check_output,
     partial_folder,
     read_finished,
     write,
 )
+from linbias.models.encoders.bert import LinbiasBertModel
 from linbias.models.fused import prepack
 from linbias.models.loading import Files, load, load_tokenizer
 
@@ -154,7 +155,7 @@ def embed(
     with hold_run_folder(partial, "embed"):
         open_run_folder(partial / "settings.json", made_by, "embed")
         vectors = _run(pool, documents, tokens, batches, JsonLog(partial / "log.jsonl"), progress)
-        write(target, vectors, names, counts, made_by)
+        write(target, Made(vectors=vectors, ids=names, num_tokens=counts, settings=made_by))
     shutil.rmtree(partial)
     return Embedded(vectors, names, counts, num_shortened)
 
