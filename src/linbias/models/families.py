@@ -161,10 +161,10 @@ def families() -> tuple[Family, ...]:
 def install() -> None:
     """Make the families known to Transformers, for the whole process; more calls change nothing.
 
-    Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the models
-    that linbias makes and those of Baichuan, JAIS and BTLM; and
-    `from_pretrained(..., attn_implementation="linbias")` gives BLOOM, Falcon and MPT fused, with default
-    options. `load` needs none of this.
+    Then its Auto classes, and what is built on them (pipelines, sentence_transformers), load the
+    models that linbias makes and those of Baichuan, JAIS and BTLM; and `from_pretrained(...,
+    attn_implementation="linbias")` gives BLOOM, Falcon and MPT fused, with default options. `load`
+    needs none of this.
 
     Example:
         >>> install()

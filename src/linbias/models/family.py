@@ -25,9 +25,11 @@ class Family:
         tasks: Those of the classes that fit a configuration, its own first; None: all.
         config: What `install` makes known to Transformers, together with the classes.
         rename: Original weights under our names; None where they have these names.
-        fields_of_task: The fields of the configuration that a task means, given the names of the weights.
+        fields_of_task: The fields of the configuration that a task means, given the names of the
+            weights.
         fused: Whether the model is one of Transformers, that `fuse` then runs on our attention.
-        encoder: What turns a text into tokens, given the folder; None: a tokenizer of Transformers.
+        encoder: What turns a text into tokens, given the folder; None: a tokenizer of
+            Transformers.
         needs_tokenizer_json: Who writes tokenizer.json, without which there is no tokenizer.
     """
 

@@ -118,8 +118,8 @@ def _load(
     if family is None:
         all_names = ", ".join(dict.fromkeys(family.name for family in families()))
         raise ValueError(
-            f"load: {files.name!r} must hold a model of a family that is known ({all_names}), or a causal "
-            f"one of Transformers, got model_type {files.model_type!r}"
+            f"load: {files.name!r} must hold a model of a family that is known ({all_names}), "
+            f"or a causal one of Transformers, got model_type {files.model_type!r}"
         )
     config = family.read_config(settings, names)
     stored = files.look_at_weights()

@@ -38,8 +38,8 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         if cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: give either cache or past_key_values, its older name, "
-                    "and not both"
+                    f"{type(self).__name__}: give either cache or past_key_values, its older "
+                    "name, and not both"
                 )
             kwargs["past_key_values"] = cache
         return forward(self, *args, **kwargs)
@@ -82,8 +82,8 @@ class AttendingLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Any:
         """Refuse: there is no one set of keys for all heads."""
         raise ValueError(
-            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a model "
-            "with linear biases that runs on linbias (linbias.models.load gives one)"
+            f"{type(self).__name__}: a cache whose heads keep different keys must be given to a "
+            "model with linear biases that runs on linbias (linbias.models.load gives one)"
         )
 
 

@@ -75,10 +75,7 @@ class SelfAttention(nn.Module):
         keep: int,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [B, keep, hidden_size], what the last `keep` of the new tokens gather, and weights.
-
-        These are None unless the layout asks for them.
-        """
+        """Return [B, keep, hidden_size], what the last `keep` tokens gather, and weights or None."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.project_in(hidden)
@@ -115,7 +112,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         keep: int,
         past_key_values: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the last `keep` tokens of hidden [B, T, hidden_size], and their weights or None."""
+        """Return the last `keep` tokens of hidden [B, T, hidden_size], and weights or None."""
         parts: list[Any] = [getattr(self, name, None) for name in self.names]
         norm, attention, feed_forward_norm, feed_forward = parts
         skipped = hidden.shape[1] - keep
@@ -212,9 +209,10 @@ class Decoder(DecoderPreTrainedModel):
             input_ids: [B, T] token ids.
             attention_mask: [B, S], S = cached + T; zero marks padding. The tokens of a row that are
                 no padding stand together. None means no padding.
-            position_ids: [1 or B, T], the number of each token in its text. Numbers that start anew
-                mark several texts in one row, as `DataCollatorWithFlattening` packs them: none sees
-                another, and there is no cache. None: counted from each row's first token.
+            position_ids: [1 or B, T], the number of each token in its text. Numbers that start
+                anew mark several texts in one row, as `DataCollatorWithFlattening` packs them:
+                none sees another, and there is no cache. None: counted from each row's first
+                token.
             past_key_values: A growing or static cache of earlier tokens. It is extended in place.
             inputs_embeds: [B, T, hidden_size], what `embed_tokens` would return, in place of ids.
             use_cache: Make and return a cache. None means config.use_cache, but never while
@@ -227,8 +225,8 @@ class Decoder(DecoderPreTrainedModel):
 
         Raises:
             ValueError: Not exactly one kind of input, a cache for a model that reads in both
-                directions, a mask of the wrong shape or with gaps, position_ids of the wrong shape or
-                of several texts with a cache, or more tokens than a learned position table or a
+                directions, a mask of the wrong shape or with gaps, position_ids of the wrong shape
+                or of several texts with a cache, or more tokens than a learned position table or a
                 static cache has room for.
             IndexError: An id beyond the vocabulary.
         """

@@ -1,9 +1,9 @@
-"""Where tokens stand: from `attention_mask` and `position_ids` to arguments of `linbias.torch.attention`.
+"""Where tokens stand: `attention_mask` and `position_ids` as arguments of attention.
 
-A batch of texts of unequal length is filled up with padding tokens, before each text (for generation)
-or after it (for training), and `attention_mask` tells them apart. Every key keeps its place in the
-padded row: the key range hides the padding, and `query_start` says where in the row the new tokens
-stand. T = 5 tokens, none cached:
+A batch of texts of unequal length is filled up with padding tokens, before each text (for
+generation) or after it (for training), and `attention_mask` tells them apart. Every key keeps its
+place in the padded row: the key range hides the padding, and `query_start` says where in the row
+the new tokens stand. T = 5 tokens, none cached:
 
     attention_mask    key_range    query_start    positions
     1 1 1 1 1         [0, 5]       0              0 1 2 3 4
@@ -28,14 +28,16 @@ from linbias.torch.call import pieces_here
 class TokenLayout:
     """Where the new tokens of a batch stand, and which keys they may see.
 
-    The layers of all families are given one, fused models of Transformers in the place of their mask.
-    It is no tensor: a layer that takes it for one stops with an error.
+    The layers of all families are given one, fused models of Transformers in the place of their
+    mask. It is no tensor: a layer that takes it for one stops with an error.
 
     Attributes:
-        positions: [1 or B, T], int64: the number of each new token in its own text, for methods that
-            add or rotate by position. It is 0 for the first token that is no padding, so that a padded
-            row and the same row alone give the same result. Padding repeats the nearest one's.
-        key_range: [B, 2] or None, as of `linbias.torch.attention`; None where every key is a token.
+        positions: [1 or B, T], int64: the number of each new token in its own text, for methods
+            that add or rotate by position. It is 0 for the first token that is no padding, so that
+            a padded row and the same row alone give the same result. Padding repeats the nearest
+            one's.
+        key_range: [B, 2] or None, as of `linbias.torch.attention`; None where every key is a
+            token.
         query_start: [B] or None, likewise.
         packing: The texts of each row, where rows hold several; then the two before are None.
         is_token: [B, S], False at padding; None where every key is a token, and in packed rows.
@@ -101,13 +103,13 @@ class TokenLayout:
     def __torch_function__(cls, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
         # Not a TypeError, which Python's operators would replace by a message of their own.
         raise ValueError(
-            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused model "
-            "as if it were a tensor: this layer does not know attn_implementation='linbias'"
+            f"linbias: {getattr(function, '__name__', function)} was given the mask of a fused "
+            "model as if it were a tensor: this layer does not know attn_implementation='linbias'"
         )
 
 
 def fill_room(attention_mask: Tensor | None, cache: Cache) -> Tensor | None:
-    """The mask [B, S] of `generate`, as long as a static cache: one that grew would compile anew."""
+    """The mask [B, S] of `generate`, as long as a static cache: else each step compiles anew."""
     if attention_mask is None:
         return None
     room = getattr(cache, "self_attention_cache", cache).layers[0].get_max_length()
@@ -141,7 +143,8 @@ def read_attention_mask(
         attention_mask: [B, S], S = num_cached + T, any dtype; 0 marks padding. None: no padding.
         new_tokens: [B, T, ...], ids or embeddings; only shape and device are used.
         num_cached: Number of earlier tokens, which a cache holds.
-        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as `TokenLayout.positions`.
+        position_ids: [1 or B, T], integers: the number of each new token in its text. None: as
+            `TokenLayout.positions`.
         has_cache: Whether a cache holds the tokens, or shall hold them.
         has_room: Whether it holds more keys than tokens, as a static one does.
 

@@ -70,7 +70,7 @@ class Packing(NamedTuple):
         return torch.cat(tokens)[self.back].unflatten(0, (B, T)).transpose(1, 2)
 
     def put_weights_back(self, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """[B, H, T, T] of the weights of each group's texts; B, H and T are the first of the sizes."""
+        """[B, H, T, T] of each group's weights; B, H and T are the first of the sizes."""
         B, H, T = shape[:3]
         whole = parts[0].new_zeros(B, H, T, T)
         for part, group in zip(parts, self.groups, strict=True):

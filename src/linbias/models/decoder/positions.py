@@ -70,8 +70,8 @@ class Position(nn.Module):
     def why_not_slopes(self) -> str:
         """Why a cache cannot attend itself: slopes do not say it all."""
         return (
-            "a cache whose heads keep different keys must be given to a model with linear biases that "
-            f"do not depend on the text, got one with {type(self).__name__}"
+            "a cache whose heads keep different keys must be given to a model with linear biases "
+            f"that do not depend on the text, got one with {type(self).__name__}"
         )
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:

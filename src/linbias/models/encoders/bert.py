@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.implementation = config.attention_implementation
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
-        """As hidden, which is as `TokenLayout.pack` gives it, and the weights [B, H, T, T] if asked."""
+        """As hidden, which `TokenLayout.pack` gave, and the weights [B, H, T, T] if asked."""
         q, k, v = self.qkv(hidden).chunk(3, dim=-1)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_size)) for x in (q, k, v))

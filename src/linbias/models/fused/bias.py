@@ -55,8 +55,8 @@ class RoundedBias(Bias):
     rounded: Rounded
     uses_key_bound = False
     why_not_slopes = (
-        "the model must be fused with rounding='exact', got 'checkpoint', whose bias does not depend "
-        "on distance alone"
+        "the model must be fused with rounding='exact', got 'checkpoint', whose bias does not "
+        "depend on distance alone"
     )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
@@ -70,8 +70,9 @@ class RoundedBias(Bias):
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys whose scores hold what rounding adds to slope * position.
 
-        It is a number per key and head, so it fits into one more component of the keys for each head
-        that shares them; the query of a head has 1 there, and 0 in the components of the others.
+        It is a number per key and head, so it fits into one more component of the keys for each
+        head that shares them; the query of a head has 1 there, and 0 in the components of the
+        others.
         """
         (B, H, T, _), (_, G, S, _) = q.shape, k.shape
         positions = torch.arange(S, device=q.device)[None]

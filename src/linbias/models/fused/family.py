@@ -1,8 +1,9 @@
 """What `fuse` knows of an architecture of Transformers, and how its modules come to run fused.
 
-Transformers asks the attention implementation of a model for its mask, once per forward pass. For a fused model that
-is `make_mask`, which answers with `TokenLayout`, a few numbers per row instead of [B, 1, T, S]; and the modules of the model
-that are given it become those of `Family.fused`, subclasses whose forward knows it. Other models stay as they are.
+Transformers asks the attention implementation of a model for its mask, once per forward pass. For
+a fused model that is `make_mask`, which answers with `TokenLayout`, a few numbers per row instead
+of [B, 1, T, S]; and the modules of the model that are given it become those of `Family.fused`,
+subclasses whose forward knows it. Other models stay as they are.
 """
 
 import inspect

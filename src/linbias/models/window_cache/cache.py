@@ -3,10 +3,10 @@
     cache = WindowCache.for_model(model)
     model.generate(ids, past_key_values=cache)      # or model(ids, past_key_values=cache), in parts of any size
 
-A head with slope m cannot be moved, beyond a tolerance, by keys beyond its reach (`linbias.streams`).
-So each head keeps the keys within, and a ledger of constant size of those that it dropped, which says
-for every row how much they can weigh at most. Rows for which that is more than the tolerance are never
-passed over in silence.
+A head with slope m cannot be moved, beyond a tolerance, by keys beyond its reach
+(`linbias.streams`). So each head keeps the keys within, and a ledger of constant size of those
+that it dropped, which says for every row how much they can weigh at most. Rows for which that is
+more than the tolerance are never passed over in silence.
 """
 
 import copy
@@ -74,7 +74,8 @@ class WindowCache(Cache):
                 which the cache must be reset; "fetch" keeps the dropped keys elsewhere, as far back as the weights let any
                 query need them, and reads them again. Adaptive windows widen from there on in any case.
             folder: Where "fetch" keeps them, in a folder of its own that is deleted with the cache and its copies; None is host memory.
-            weights: What `reach_of_weights(model)` gave before, which takes seconds for a large model.
+            weights: What `reach_of_weights(model)` gave before, which takes seconds for a large
+                model.
 
         Raises:
             ValueError: An option breaks a rule above; the model has no linear biases, or its slopes follow the length of the text;

@@ -52,7 +52,8 @@ class Settings:
     """How a layer keeps keys.
 
     Attributes:
-        reach: [G], the reach that the weights allow: keys beyond it need no certificate. inf for none.
+        reach: [G], the reach that the weights allow: keys beyond it need no certificate. inf for
+            none.
         windows: [G], how many keys to keep; None to follow the ledger.
         tolerance: Share of a row's weight that may be missing; None takes that of the keys' type.
         on_uncertified: What to do where more may be missing, as of `WindowCache`.
@@ -122,7 +123,8 @@ class Certified:
         if count and self.settings.on_uncertified == "raise":
             raise Uncertified(
                 f"WindowCache: {count} rows of heads may miss more than tolerance "
-                f"{2 * self._scores.tolerance:.2g} of their weight, up to exp({most:.1f}) of what was read"
+                f"{2 * self._scores.tolerance:.2g} of their weight, up to exp({most:.1f}) of what "
+                "was read"
             )
         self._uncertified += count
         if count:

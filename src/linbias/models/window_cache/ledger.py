@@ -120,7 +120,7 @@ class Ledger:
         most: float,
         first: Tensor | None,
     ) -> int:
-        """The fewest keys, in 32nds, with which rows like these will be certified if they come next.
+        """The fewest keys, in 32nds, with which rows like these will be certified.
 
         Args:
             g: The key/value head.
@@ -176,10 +176,10 @@ class Ledger:
 
 
 def chord(grid: Tensor, sums: Tensor, lengths: Tensor, largest: Tensor) -> Tensor:
-    """[B, H, T, C]: at least the convex functions of lengths [B, H, T] with values sums [B, H, J, C].
+    """[B, H, T, C]: at least the convex functions of lengths [B, H, T] with values sums.
 
-    Between two columns of the grid [J] it is the chord; beyond, functions grow by largest [B, H] at
-    most, which is inf for keys that are not finite.
+    Between two columns of the grid [J] it is the chord; beyond, functions grow by largest [B, H]
+    at most, which is inf for keys that are not finite.
     """
     right = torch.searchsorted(grid, lengths).clamp_(1, len(grid) - 1)
     low = grid[right - 1]

@@ -1,4 +1,4 @@
-"""What a layer of a `WindowCache` does: new tokens come, the oldest keys leave, rows are certified.
+"""What a layer of a `WindowCache` does: tokens come, old keys leave, rows are certified.
 
 Rows wait for their certificates, which cost less for many rows at once.
 """

@@ -1,8 +1,8 @@
 """The reach of each head of a model: how many keys it can need, whatever the text.
 
-It follows from the weights of any model that runs on linbias, by asking it: where a layer's attention
-reads the output of a norm, the norm's weights and the answers of the projections to the unit vectors
-are all that `linbias.streams.largest_lead` wants. No family is known here.
+It follows from the weights of any model that runs on linbias, by asking it: where a layer's
+attention reads the output of a norm, the norm's weights and the answers of the projections to the
+unit vectors are all that `linbias.streams.largest_lead` wants. No family is known here.
 """
 
 import copy
@@ -34,8 +34,8 @@ class Reach:
     """What the weights of a model say about its heads.
 
     Attributes:
-        lead: [layers, H], nats: the most by which a key's score without bias leads the query's own;
-            inf where the weights do not say.
+        lead: [layers, H], nats: the most by which a key's score without bias leads the query's
+            own; inf where the weights do not say.
         slopes: [layers, H].
         key_heads: [layers], how many key/value heads G each has.
         why_not: By layer, why its weights do not say.
@@ -58,15 +58,15 @@ class Reach:
 def reach_of_weights(model: PreTrainedModel) -> Reach:
     """Bound, for every text, how far each head of a causal model can look.
 
-    In the first layer the inputs are known, one for each token of the vocabulary, and every pair is
-    tried (up to 8,192 tokens). Behind, they are whatever a norm lets through.
+    In the first layer the inputs are known, one for each token of the vocabulary, and every pair
+    is tried (up to 8,192 tokens). Behind, they are whatever a norm lets through.
 
     Args:
         model: With linear biases, as `linbias.models.load` gives it. Its weights are read in float64.
 
     Returns:
-        The Reach. That of a layer that reads something else than a norm's output, or whose projections
-        are not linear (clipped, for example), has no end, and `why_not` says so.
+        The Reach. That of a layer that reads something else than a norm's output, or whose
+        projections are not linear (clipped, for example), has no end, and `why_not` says so.
 
     Raises:
         ValueError: The model has no linear biases, or its slopes depend on the length of the text.
@@ -103,8 +103,8 @@ def refuse_slopes_that_follow_the_length(model: nn.Module, caller: str) -> None:
         for slopes in (*vars(module).values(), bias and bias.slopes):
             if isinstance(slopes, ModelSlopes) and slopes.follows_length:
                 raise ValueError(
-                    f"{caller}: slope_scale of the model must not depend on the length of the text, "
-                    "got 'interpolate'"
+                    f"{caller}: slope_scale of the model must not depend on the length of the "
+                    "text, got 'interpolate'"
                 )
 
 
