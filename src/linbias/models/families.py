@@ -27,12 +27,7 @@ _ROOMS = ("linbias.paper",)
 
 
 def find_family(settings: Settings, names: set[str]) -> Family | None:
-    """The first family that recognises a folder; None if none does.
-
-    Args:
-        settings: Its config.json.
-        names: Of its weights.
-    """
+    """The first family that recognises a config.json and names of weights; None if none does."""
     return next((family for family in families() if family.recognises(settings, names)), None)
 
 

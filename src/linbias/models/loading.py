@@ -190,13 +190,10 @@ def _load_plain(
 
 
 def load_tokenizer(folder: "str | Path | Files") -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model; a ValueError says that there is none, or it is not readable.
 
     Args:
         folder: As for `load`.
-
-    Raises:
-        ValueError: There is none, or it cannot be read.
     """
     files = Files.at("load_tokenizer", folder)
     with _one_error("load_tokenizer", files.name):
@@ -216,18 +213,12 @@ def load_tokenizer(folder: "str | Path | Files") -> PreTrainedTokenizerBase:
 def encode(folder: "str | Path | Files", text: bytes) -> NDArray[Any]:
     """Turn a text of any size into the tokens of a model, without special tokens.
 
-    The tokens are those that the model's own training made of its text; each line of a `linbias-paper` model's
-    text ends in </s>.
+    The tokens are those that the model's own training made of its text; each line of a
+    `linbias-paper` model's text ends in </s>.
 
     Args:
         folder: As for `load`.
-        text: UTF-8.
-
-    Returns:
-        [tokens], integers.
-
-    Raises:
-        ValueError: The model has no readable tokenizer, or the text is not UTF-8.
+        text: UTF-8; else it is a ValueError, as where there is no readable tokenizer.
     """
     return encoder(folder)(text)
 

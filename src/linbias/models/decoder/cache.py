@@ -153,15 +153,10 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens.
-
-        Args:
-            key_states: [B, G, T, D].
-            value_states: [B, G, T, E].
-            args, kwargs: Taken for Transformers' sake, and not used.
+        """Append new tokens [B, G, T, D] and [B, G, T, E]; the other arguments are not used.
 
         Returns:
-            All keys [B, G, S, D] and values [B, G, S, E]. They keep what they hold, whatever is appended later.
+            All keys [B, G, S, D] and values [B, G, S, E], which stay whatever is appended later.
         """
         if torch.compiler.is_compiling():
             self._buffers = self._last = None
@@ -182,14 +177,10 @@ class GrowingLayer(DynamicLayer):
     ) -> Tensor | None:
         """Append a few new tokens, none of them padding, and attend to all in one step.
 
-        Args:
-            q: [B, H, T, D].
-            k, v: [B, G, T, D] and [B, G, T, E].
-            slopes: [H] or [B, H], float32 or wider.
-            scale: Factor on q . k; None is 1 / sqrt(D).
+        Arguments are those of `AttendingLayer.attend`; slopes may be [B, H] as well.
 
         Returns:
-            [B, H, T, E]; or None, and nothing has changed, where it takes `update`, `key_bound` and `attention`.
+            [B, H, T, E]; or None, and nothing has changed, where it takes `update` and `attention`.
         """
         old, T = self.get_seq_length(), k.shape[2]
         self._forget_if_replaced()
@@ -280,13 +271,10 @@ def _with_room(kept: Tensor, old: int, added: Tensor, new: int) -> Tensor:
 
 
 def use_growing_layers(cache: Cache) -> None:
-    """Replace the layers of a cache that grow as Transformers' own do, and are empty yet, by `GrowingLayer`s.
+    """Replace the empty layers of a cache that grow as Transformers' own do by `GrowingLayer`s.
 
-    All others stay: layers of another kind, layers that hold tokens, and those of a cache that moves its layers
-    off the device (`offloading`), where buffers would keep what is to leave.
-
-    Args:
-        cache: Changed in place.
+    All others stay, and those of a cache that moves its layers off the device (`offloading`), where
+    buffers would keep what is to leave.
     """
     if cache.offloading:
         return
@@ -300,11 +288,11 @@ def use_growing_layers(cache: Cache) -> None:
 def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     """Append what new tokens have beside keys and values, and return that of all tokens.
 
-    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders, selects, crops or resets
-    the cache does the same there.
+    It is kept as the keys of a layer of its own, behind those of the model: whatever reorders,
+    selects, crops or resets the cache does the same there.
 
     Args:
-        cache: One that keeps all tokens, and holds keys already. It is given the layer, if it has none.
+        cache: One that keeps all tokens, and holds keys already. It is given the layer.
         index: Of the layer, at least the number of the model's.
         states: [B, heads, T, size], any dtype.
 
@@ -316,8 +304,8 @@ def keep_beside(cache: Cache, index: int, states: Tensor) -> Tensor:
     """
     if cache.offloading:
         raise ValueError(
-            "linbias: past_key_values must stay on the device for a model with learned steps between tokens, got a cache "
-            "with offloading"
+            "linbias: past_key_values must stay on the device for a model with learned steps "
+            "between tokens, got a cache with offloading"
         )
     first = cache.layers[0]
     while len(cache.layers) <= index:
@@ -341,8 +329,8 @@ def key_bound(layer: CacheLayerMixin) -> Tensor | None:
         layer: Of any cache, just updated.
 
     Returns:
-        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under `torch.compile`,
-        where a count that changes at every step would mean a graph for every step.
+        [B, G], or None: for layers that are no `GrowingLayer`, for one without keys, and under
+        `torch.compile`, where a count that changes would mean a graph for every step.
     """
     if torch.compiler.is_compiling() or not isinstance(layer, GrowingLayer):
         return None

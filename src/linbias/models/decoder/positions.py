@@ -164,14 +164,10 @@ class LinearBias:
         return attention(q, k, v, return_lse=False, **how, **given)
 
     def weights(self, q: Tensor, k: Tensor, options: AttendOptions) -> Tensor:
-        return attention_weights(
-            *(q, k),
-            **self.fall(q, k.shape[2], options),
-            causal=self.causal,
-            key_range=options.key_range,
-            query_start=options.query_start,
-            positions=options.positions,
-        )
+        names = ("key_range", "query_start", "positions")
+        given = {name: getattr(options, name) for name in names}
+        fall = self.fall(q, k.shape[2], options)
+        return attention_weights(q, k, **fall, causal=self.causal, **given)
 
 
 class Biased(LinearBias, Position):

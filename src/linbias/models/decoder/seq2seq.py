@@ -283,15 +283,10 @@ class LinbiasSeq2SeqModel(LinbiasSeq2SeqPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(
-                DynamicCache(config=self.config), DynamicCache(config=self.config)
-            )
-        decoded = self.decoder(
-            *(decoder_inputs_embeds, encoded.last_hidden_state),
-            *(decoder_attention_mask, attention_mask),
-            past_key_values=past_key_values,
-            **shown,
-        )
+            both = (DynamicCache(config=self.config) for _ in range(2))
+            past_key_values = EncoderDecoderCache(*both)
+        memory, masks = encoded.last_hidden_state, (decoder_attention_mask, attention_mask)
+        decoded = self.decoder(decoder_inputs_embeds, memory, *masks, past_key_values, **shown)
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
             **{CACHE: getattr(decoded, CACHE)},
@@ -410,11 +405,9 @@ class LinbiasForConditionalGeneration(LinbiasSeq2SeqPreTrainedModel, GenerationM
             return_dict=True,
         )
         others = dict(outputs.items())
-        scored = decoder.score(
-            *(self, others.pop("last_hidden_state"), labels),
-            shift_labels=labels,  # which are in place already
-            num_items_in_batch=num_items_in_batch,
-        )
+        # Labels are in place already.
+        how = {"shift_labels": labels, "num_items_in_batch": num_items_in_batch}
+        scored = decoder.score(self, others.pop("last_hidden_state"), labels, **how)
         return Seq2SeqLMOutput(**scored, **others)
 
     def _from_start(self, decoder_input_ids: Tensor | None) -> Tensor | None:

@@ -93,10 +93,7 @@ FAMILY = Family(
     language_model=reference.FalconForCausalLM,
     arguments="self hidden_states alibi attention_mask position_ids layer_past use_cache "
     "output_attentions position_embeddings kwargs",
-    fused={
-        reference.FalconAttention: FusedFalconAttention,
-        reference.FalconMLP: FusedFalconMLP,
-    },
+    fused={reference.FalconAttention: FusedFalconAttention, reference.FalconMLP: FusedFalconMLP},
     bias=bias,
     num_heads_name="num_heads",
     parts=Parts(

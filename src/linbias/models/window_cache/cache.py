@@ -82,26 +82,22 @@ class WindowCache(Cache):
                 windows="weights" and a layer's weights do not say; the model is fused with rounding="checkpoint".
         """
         if on_uncertified not in POLICIES:
-            raise ValueError(
-                f"WindowCache: on_uncertified must be one of {POLICIES}, got {on_uncertified!r}"
-            )
+            got = f"must be one of {POLICIES}, got {on_uncertified!r}"
+            raise ValueError(f"WindowCache: on_uncertified {got}")
         finest = TOLERANCES.get(model.dtype, 2.0**-24)
         if tolerance is not None and not finest <= tolerance < 1:
-            raise ValueError(
-                f"WindowCache: tolerance must be in [{finest:.3g}, 1) for {model.dtype}, got {tolerance}"
-            )
+            got = f"must be in [{finest:.3g}, 1) for {model.dtype}, got {tolerance}"
+            raise ValueError(f"WindowCache: tolerance {got}")
         refuse_slopes_that_follow_the_length(model, "WindowCache")
-        found = reach_of_weights(model) if weights is None else weights
-        needed = found.of_heads((finest if tolerance is None else tolerance) / 2)
-        groups = [  # the largest window of the query heads that read a key/value head
-            row.reshape(num, -1).max(1).tolist()
-            for row, num in zip(needed, found.key_heads, strict=True)
-        ]
-        chosen = _chosen(windows, groups, found)
+        weights = reach_of_weights(model) if weights is None else weights
+        needed = weights.of_heads((finest if tolerance is None else tolerance) / 2)
+        both = zip(needed, weights.key_heads, strict=True)
+        # The farthest of the query heads that read a key/value head.
+        groups = [row.reshape(num, -1).max(1).tolist() for row, num in both]
+        chosen = _chosen(windows, groups, weights)
         if folder is not None and on_uncertified != "fetch":
-            raise ValueError(
-                f"WindowCache: folder must be left out unless on_uncertified is 'fetch', got {folder}"
-            )
+            rule = "must be left out unless on_uncertified is 'fetch'"
+            raise ValueError(f"WindowCache: folder {rule}, got {folder}")
         own = None if folder is None else Path(mkdtemp(dir=folder, prefix="dropped-keys-"))
         layers = []
         for index, (reach, fixed) in enumerate(zip(groups, chosen, strict=True)):
@@ -159,9 +155,8 @@ def _chosen(windows: Any, groups: list[list[float]], found: Reach) -> list[list[
             )
         return [list(reach) for reach in groups]
     if isinstance(windows, str):
-        raise ValueError(
-            f"WindowCache: windows must be 'adaptive', 'weights' or numbers, got {windows!r}"
-        )
+        rule = "must be 'adaptive', 'weights' or numbers"
+        raise ValueError(f"WindowCache: windows {rule}, got {windows!r}")
     numbers = [[windows] * len(reach) for reach in groups] if isinstance(windows, int) else windows
     if [len(row) for row in numbers] != [len(reach) for reach in groups]:
         raise ValueError(
@@ -169,7 +164,6 @@ def _chosen(windows: Any, groups: list[list[float]], found: Reach) -> list[list[
             f"got {[len(row) for row in numbers]}"
         )
     if any(not n >= 1 for row in numbers for n in row):
-        raise ValueError(
-            f"WindowCache: windows must be at least 1, got {min(min(row) for row in numbers)}"
-        )
+        least = min(min(row) for row in numbers)
+        raise ValueError(f"WindowCache: windows must be at least 1, got {least}")
     return [[float(n) for n in row] for row in numbers]

@@ -87,6 +87,7 @@ class Certified:
         self._waiting: list[Rows] = []  # rows that are not certified yet
         self._recent: Rows | None = None  # the last rows that were: windows follow them
         self._uncertified, self._largest_dropped = 0, -math.inf
+        self._choose_anew()
 
     def _bound(self, rows: Rows) -> Tensor:
         """[B, H, T]: the logarithm of what a row may miss, as a share of what it read."""
@@ -131,7 +132,8 @@ class Certified:
             self._choose_anew()
 
     def _choose_anew(self) -> None:
-        """Rows missed something, so that more keys must be kept."""
+        """Let adaptive windows follow the last rows as soon as a key would leave."""
+        self._next_choice = [0] * len(self.settings.reach)  # positions from which on to choose
 
     @property
     def uncertified(self) -> int:

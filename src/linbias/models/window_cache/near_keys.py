@@ -32,9 +32,8 @@ class NearKeys(Certified):
         super().forget()
         nothing = torch.empty(0, 0, 0, 0)
         self.pool, self.fetched = Pool(nothing, nothing), 0
-        num_heads, windows = len(self.settings.reach), self.settings.windows
-        self.windows = [float(w) for w in windows or [FEWEST] * num_heads]
-        self._next_choice = [0] * num_heads  # the position from which on to choose anew
+        windows = self.settings.windows or [FEWEST] * len(self.settings.reach)
+        self.windows = [float(w) for w in windows]
         for dropped in self.settings.dropped:
             dropped.clear()
 
@@ -130,10 +129,6 @@ class NearKeys(Certified):
             return None
         counts = torch.tensor(self.pool.counts, device=self.first.device)
         return (self.first[:, None] - (self.seen - counts)).clamp(min=0).minimum(counts)
-
-    def _choose_anew(self) -> None:
-        """Let adaptive windows follow the last rows as soon as a key would leave."""
-        self._next_choice = [0] * len(self._next_choice)
 
     def _fetch(self, rows: Rows, out: Tensor, bound: Tensor) -> tuple[Tensor, Rows, Tensor]:
         """Let the heads that miss something read their dropped keys as well."""
