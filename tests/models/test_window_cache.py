@@ -231,7 +231,7 @@ def test_a_copy_goes_its_own_way(made_copy):
     with torch.inference_mode():
         read(model, ids[:, :1300], cache, [900, 398, 1, 1])
     other, mine = made_copy(cache), words(1, 700)
-    assert made_copy(cache.layers[0]).text.pool.keys is not cache.layers[0].pool.keys
+    assert made_copy(cache.layers[0]).pool.keys is not cache.layers[0].pool.keys
     found = read(model, mine, other, [1, 1, 698]), read(model, ids[:, 1300:], cache, [1, 1, 98])
     for logits, end in zip(found, (mine, ids[:, 1300:]), strict=True):
         expected = model(torch.cat([ids[:, :1300], end], 1)).logits[:, 1300:]
